@@ -1,0 +1,95 @@
+"""What crosses from the engine to the place where the model lives, and back. Plain data: it can be pickled.
+
+`T` is the number of flat token rows, `S` the number of sequences, `R` the number of rows that need
+logits, `V` the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verbatim.params import SamplingParams
+
+SCRATCH_BLOCK = 0  # never given to a sequence: padding reads and writes it
+
+
+@dataclass(slots=True)
+class Batch:
+    """A complete description of one forward over many sequences, without padding.
+
+    The rows of a sequence stand together and in order; `query_starts[s]` to `query_starts[s + 1]` are
+    the rows of sequence `s`. Its row `j` of `q` has position `context_lens[s] - q + j`, and attends to
+    every earlier position of that sequence through `block_tables[s]`.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, absolute
+    query_starts: Tensor  # [S + 1] int32
+    context_lens: Tensor  # [S] int32, positions in the KV store once this forward has written
+    block_tables: Tensor  # [S, blocks] int32, padded with SCRATCH_BLOCK
+    logit_rows: Tensor  # [R] int64, indices into the T rows, ascending
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), made first
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_lens.shape[0]
+
+    def slots(self, block_size: int) -> Tensor:
+        """Where each row's K and V go: block times `block_size` plus offset, `[T]` int64."""
+        lens = self.query_starts.diff().long()
+        rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
+        blocks = self.block_tables[rows, self.positions // block_size].long()
+        return blocks * block_size + self.positions % block_size
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """How one row of logits becomes a token id.
+
+    Attributes:
+        params: the request's own parameters.
+        seed, sample_index, position: the identity of the draw; `position` is that of the token to be
+            drawn, absolute in its sequence (the first new token after a prompt of P ids has P).
+        prompt_ids, output_ids: the history that penalties and `bad_words` look at; empty where
+            nothing asks for it.
+        banned_ids: ids that can't be drawn at this step (`min_tokens`, completed `bad_words`).
+        target: not None makes this a row of a prompt: nothing is drawn, and the log-prob of this id
+            is reported instead.
+        num_logprobs: how many of the likeliest ids to report.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    position: int
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    banned_ids: Sequence[int] = ()
+    target: int | None = None
+    num_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class SamplePlan:
+    """One `SampleRow` for each row of logits, in the batch's order."""
+
+    rows: list[SampleRow]
+
+
+@dataclass(slots=True)
+class Draws:
+    """What was drawn, row by row."""
+
+    ids: list[int]  # the drawn id, or the row's target
+    logprobs: list[float]  # of the raw model distribution at temperature 1
+    sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
+    top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
+    top_logprobs: list[list[float]]

@@ -1,0 +1,39 @@
+"""What can go wrong, as one small tree. Every message names the value, the limit and what is allowed."""
+
+from __future__ import annotations
+
+
+class VerbatimError(Exception):
+    """Base of every error that Verbatim raises on purpose."""
+
+
+class InvalidRequest(VerbatimError, ValueError):
+    """A prompt or a parameter that can't be served as given; raised before any forward runs."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for a token within the model's or the engine's length limit."""
+
+
+class NotSupported(VerbatimError, ValueError):
+    """An option or a combination that is known by name and not built; never ignored silently."""
+
+
+class ModelError(VerbatimError):
+    """A model that can't be opened: a missing folder, damaged weights, a config that can't be read."""
+
+
+class UnsupportedModel(ModelError, ValueError):
+    """An architecture that can't be run on flat batches; the message names it and the reason."""
+
+
+class OutOfBlocks(VerbatimError, MemoryError):
+    """The KV memory is too small for even one sequence of the length that was asked for."""
+
+
+class EngineClosed(VerbatimError, RuntimeError):
+    """A call on an engine after `close()`."""
+
+
+class RequestFailed(VerbatimError, RuntimeError):
+    """A request that was accepted and failed while it ran; the cause is chained."""

@@ -1,0 +1,233 @@
+"""`SamplingParams`: everything that one request asks for, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import InvalidRequest, NotSupported
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_LOGPROBS = 1024
+
+# Fields that are part of the public face and whose work is not built yet: they may be left alone, and
+# any other value is refused by name.
+_NOT_BUILT: dict[str, Any] = {
+    "json_schema": None,
+    "regex": None,
+    "grammar": None,
+    "choice": None,
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "logits_processors": (),
+    "priority": 0,
+    "timeout_s": None,
+    "cache_salt": None,
+    "record_routing": False,
+    "replay_routing": None,
+    "hidden_states": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the completions of one request are drawn, and when they end.
+
+    The order of processing is: penalties and `logit_bias`, bans (`bad_words`, `allowed_token_ids`,
+    `min_tokens`), temperature, top-k, top-p, min-p, typical. Filters see float32 logits.
+
+    Attributes:
+        n: completions per prompt; completion `i` draws with sample index `i`.
+        temperature: logits are divided by it; 0 takes the largest logit (ties: the lowest id).
+        top_k: keep the k largest logits (ties at the k-th survive); 0 keeps all.
+        top_p: keep the fewest tokens whose probabilities reach `top_p`, in (0, 1]; the token that
+            crosses the threshold stays.
+        min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
+        typical_p: keep the tokens whose surprise is nearest the entropy, up to this mass, in (0, 1]
+            (Meister et al. 2022).
+        repetition_penalty: positive logits of ids seen in prompt or completion are divided by it,
+            negative ones multiplied (Keskar et al. 2019); above 0.
+        presence_penalty: subtracted once from the logit of every id in the completion, in [-2, 2].
+        frequency_penalty: subtracted once per occurrence in the completion, in [-2, 2].
+        logit_bias: token id to a number that is added to its logit.
+        bad_words: strings, or lists of ids, that must not be generated.
+        allowed_token_ids: the only ids that may be drawn; None allows all.
+        min_tokens: end-of-sequence ids and stop ids can't be drawn before this many tokens.
+        max_tokens: at most this many new tokens; None means up to the length limit.
+        stop: strings that end the completion; the text is cut before them.
+        stop_token_ids: ids, or lists of ids, that end the completion; they stay in `token_ids`.
+        include_stop_str_in_output: leave the stop string in the text.
+        ignore_eos: go on past the model's end-of-sequence ids.
+        seed: 64-bit seed of the noise, in [0, 2**64); None takes a fresh one, which the result reports.
+        logprobs: None reports the drawn token's log-probs; N adds the top N of each step.
+        prompt_logprobs: None reports none; N reports each prompt token's, with the top N.
+        skip_special_tokens: leave special tokens out of the text.
+        draft: let drafts be used for this request where the engine has a proposer.
+
+    The remaining fields are the public face of work that is not built yet; setting one raises
+    `NotSupported` with its name.
+
+    Raises:
+        InvalidRequest: a value out of its range; the message names the field, the value and the range.
+        NotSupported: a field whose work is not built yet.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int | Sequence[int]] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    skip_special_tokens: bool = True
+    logits_processors: Sequence[Callable[..., Any]] = ()
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str | None = None
+    draft: bool = True
+    record_routing: bool = False
+    replay_routing: Any = None
+    hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._settle_lists()
+        for name, off in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value is not off and value != off and value != []:
+                raise NotSupported(f"{name}={value!r} is not built yet; leave it at {off!r}")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def _check_numbers(self) -> None:
+        integer, number = self._integer, self._number
+        integer("n", 1)
+        number("temperature", 0.0)
+        integer("top_k", 0)
+        number("top_p", 0.0, 1.0, open_low=True)
+        number("min_p", 0.0, 1.0)
+        number("typical_p", 0.0, 1.0, open_low=True)
+        number("repetition_penalty", 0.0, open_low=True)
+        number("presence_penalty", -2.0, 2.0)
+        number("frequency_penalty", -2.0, 2.0)
+        integer("min_tokens", 0)
+        integer("max_tokens", 0, optional=True)
+        integer("seed", 0, 2**64 - 1, optional=True)
+        integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "draft"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+
+    def _settle_lists(self) -> None:
+        """Check the list fields and keep immutable copies, so that a caller's later edit changes nothing."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest(f"stop={text!r}: each stop must be a string that is not empty")
+            if len(text) > MAX_STOP_STRING_CHARS:
+                raise InvalidRequest(
+                    f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
+                )
+        settle = object.__setattr__
+        settle(self, "stop", stop)
+        settle(self, "stop_token_ids", tuple(_ids("stop_token_ids", self.stop_token_ids)))
+        words: list[str | tuple[int, ...]] = []
+        if isinstance(self.bad_words, str):
+            raise InvalidRequest(f"bad_words={self.bad_words!r}: must be a list of strings")
+        for word in self.bad_words or ():
+            if isinstance(word, str):
+                if not word:
+                    raise InvalidRequest("bad_words: an empty string can't be banned")
+                words.append(word)
+            else:
+                words.extend(_ids("bad_words", [list(word)]))  # type: ignore[arg-type]
+        settle(self, "bad_words", tuple(words))
+        if self.allowed_token_ids is not None:
+            allowed = tuple(_id("allowed_token_ids", i) for i in self.allowed_token_ids)
+            if not allowed:
+                raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
+            settle(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            bias = {_id("logit_bias", int(i)): float(v) for i, v in self.logit_bias.items()}
+            for i, value in bias.items():
+                if not math.isfinite(value):
+                    raise InvalidRequest(f"logit_bias[{i}]={value}: must be finite")
+            settle(self, "logit_bias", bias)
+        if self.logits_processors is None:
+            settle(self, "logits_processors", ())
+
+    def _integer(
+        self, name: str, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(f"{name}={value!r}: must be an integer{' or None' * optional}")
+        if value < low or (high is not None and value > high):
+            upper = f" to {high}" if high is not None else " or more"
+            raise InvalidRequest(f"{name}={value}: must be {low}{upper}")
+
+    def _number(
+        self, name: str, low: float, high: float | None = None, *, open_low: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequest(f"{name}={value!r}: must be a number")
+        too_low = value <= low if open_low else value < low
+        if not math.isfinite(value) or too_low or (high is not None and value > high):
+            lower = f"above {low:g}" if open_low else f"{low:g} or more"
+            upper = f" and at most {high:g}" if high is not None else ""
+            raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
+
+
+def _id(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidRequest(f"{name}: {value!r} is not a token id (an integer, 0 or more)")
+    return value
+
+
+def _ids(name: str, values: Sequence[int | Sequence[int]]) -> list[tuple[int, ...]]:
+    """Every entry as a tuple of ids: a bare id becomes a sequence of one."""
+    settled = []
+    for value in values or ():
+        entry = tuple(value) if isinstance(value, Sequence) else (value,)
+        if not entry or isinstance(value, str):
+            raise InvalidRequest(f"{name}: {value!r} is neither an id nor a list of ids")
+        settled.append(tuple(_id(name, i) for i in entry))
+    return settled
