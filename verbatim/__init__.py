@@ -1,0 +1,83 @@
+"""Verbatim: text generation from any causal language model, the same words everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verbatim._version import __version__
+
+if TYPE_CHECKING:
+    from verbatim.core import Completion, Delta, FinishReason, Result
+    from verbatim.errors import (
+        EngineClosed,
+        InvalidRequest,
+        ModelError,
+        NotSupported,
+        OutOfBlocks,
+        PromptTooLong,
+        RequestFailed,
+        UnsupportedModel,
+        VerbatimError,
+    )
+    from verbatim.llm import LLM
+    from verbatim.params import SamplingParams
+    from verbatim.sampling.sampler import sample
+    from verbatim.tensors import generate
+
+# Where each public name lives. It is imported when it is first asked for, so that `verbatim --help`
+# does not wait for torch.
+_HOMES = {
+    "LLM": "verbatim.llm",
+    "SamplingParams": "verbatim.params",
+    "sample": "verbatim.sampling.sampler",
+    "generate": "verbatim.tensors",
+    **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
+    **dict.fromkeys(
+        (
+            "EngineClosed",
+            "InvalidRequest",
+            "ModelError",
+            "NotSupported",
+            "OutOfBlocks",
+            "PromptTooLong",
+            "RequestFailed",
+            "UnsupportedModel",
+            "VerbatimError",
+        ),
+        "verbatim.errors",
+    ),
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Delta",
+    "EngineClosed",
+    "FinishReason",
+    "InvalidRequest",
+    "ModelError",
+    "NotSupported",
+    "OutOfBlocks",
+    "PromptTooLong",
+    "RequestFailed",
+    "Result",
+    "SamplingParams",
+    "UnsupportedModel",
+    "VerbatimError",
+    "__version__",
+    "generate",
+    "sample",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Keys and values: the tensors that hold them and who owns which block."""

@@ -1,0 +1,336 @@
+"""`LLM`, the front door: open a model, generate, stream, score, chat, close."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.admission import Prompt
+from verbatim.core import Delta, Request, Result
+from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
+from verbatim.opening import open_engine, open_model
+from verbatim.options import check_device, positive, refuse_unbuilt
+from verbatim.params import SamplingParams
+from verbatim.text.chat import render_chat
+
+
+class LLM:
+    """One model, opened for generation.
+
+    Args:
+        model: None for the small model inside the package; a folder in Hugging Face's format or a hub
+            id; or a live transformers module, which is used in place: never copied, moved or repacked.
+        tokenizer: a transformers tokenizer, or a folder or hub id of one; None takes the model's own.
+            A live module has none of its own: without one, ids go in and out.
+        device: "auto" or "cpu".
+        dtype: "auto" (the checkpoint's), "float32" or "bfloat16". A live module keeps its own.
+        kv_dtype: of the KV store; "auto" (that of the model's keys), "float32" or "bfloat16".
+        kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM ("40%"). None takes
+            up to 40% of what is available now, and no more than `max_sequences` full sequences need.
+        block_size: token positions in a KV block.
+        max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks.
+        max_sequences: sequences that run at once.
+        max_length: prompt and completion together; None takes the model's limit.
+        deterministic: "auto" or True; on the CPU every answer is the same bits in every schedule.
+        num_threads: of torch's pool while this engine computes; None leaves torch's setting.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: let a checkpoint's own Python code run.
+        placement, draft, num_draft_tokens, quantization, prefix_cache, fused, config: not built yet;
+            refused by name.
+
+    Raises:
+        ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
+        InvalidRequest, NotSupported: an option out of range or not built.
+        OutOfBlocks: `kv_memory` is too small for one block.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module | None = None,
+        *,
+        tokenizer: Any = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        placement: Any = None,
+        draft: Any = None,
+        num_draft_tokens: int | None = None,
+        quantization: str | None = None,
+        kv_dtype: str | torch.dtype = "auto",
+        kv_memory: int | str | None = None,
+        block_size: int = 16,
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 256,
+        max_length: int | None = None,
+        prefix_cache: bool = False,
+        fused: bool = False,
+        deterministic: bool | str = "auto",
+        num_threads: int | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        config: Any = None,
+        _weak: bool = False,
+    ) -> None:
+        refuse_unbuilt(
+            placement=placement,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
+            quantization=quantization,
+            prefix_cache=prefix_cache,
+            fused=fused,
+            config=config,
+        )
+        check_device(device, deterministic)
+        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
+        self._opened = opened = open_engine(
+            loaded,
+            kv_dtype=kv_dtype,
+            kv_memory=kv_memory,
+            block_size=positive("block_size", block_size),
+            max_batch_tokens=positive("max_batch_tokens", max_batch_tokens),
+            max_sequences=positive("max_sequences", max_sequences),
+            max_length=None if max_length is None else positive("max_length", max_length),
+            num_threads=None if num_threads is None else positive("num_threads", num_threads),
+            weak=_weak,
+        )
+        self.name = loaded.name
+        self.tokenizer = opened.admission.tokenizer
+        self.max_length = opened.admission.max_length
+        self._admission = opened.admission
+        self._engine = opened.engine
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """Completions of one prompt or many, in the order of the prompts.
+
+        Args:
+            prompts: a string, a list of ids, or a list of those.
+            params: one for all prompts, or one each.
+
+        Raises:
+            InvalidRequest: before any forward runs, for whatever prompt or parameter is at fault.
+            RequestFailed: nothing can be drawn for a request. An exception thrown inside the model's
+                own forward is raised as it is. The other requests have ended then, too.
+        """
+        many = _as_prompts(prompts)
+        each = _as_params(params, len(many))
+        with self._lock:
+            requests = [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
+        return self._run(requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """One prompt's completion as it grows. Leaving the loop early aborts the request."""
+        with self._lock:
+            request = self._admission.admit(prompt, params or SamplingParams())
+        return self._deltas(request)
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """`stream` for asyncio: steps run in a thread, and cancelling aborts the request."""
+        with self._lock:
+            request = self._admission.admit(prompt, params or SamplingParams())
+        return self._adeltas(request)
+
+    def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
+        """The log-prob of each token given those before it, at temperature 1.
+
+        Bit for bit the `logprobs` that generation reports for the same ids.
+
+        Returns:
+            For one prompt of P tokens a list of P entries, the first None; for many prompts a list
+            of such lists.
+        """
+        single = isinstance(prompts, str) or not _is_nested(prompts)
+        results = self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        scores = [result.prompt_logprobs for result in results]
+        return scores[0] or [] if single else scores
+
+    def chat(
+        self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
+    ) -> Result:
+        """The assistant's next turn after `messages` ({"role": ..., "content": ...}), by the chat template."""
+        return self.generate([self._chat_ids(messages)], params)[0]
+
+    def chat_stream(
+        self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """`chat`, as it grows."""
+        return self.stream(self._chat_ids(messages), params)
+
+    def default_params(self) -> SamplingParams:
+        """The sampling that the model's generation_config.json suggests; used by the chat command alone."""
+        config = self._opened.generation_config
+        if config is None or not getattr(config, "do_sample", False):
+            return SamplingParams(temperature=0.0)
+        fields = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+        found = {name: getattr(config, name, None) for name in fields}
+        return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+
+    def stats(self) -> dict[str, Any]:
+        """Forwards, tokens and preemptions so far; sequences and blocks now."""
+        with self._lock:
+            return self._engine.stats()
+
+    def info(self) -> dict[str, Any]:
+        """What was opened and how it is run, as plain values."""
+        return {
+            "model": self.name,
+            **self._opened.info(),
+            "default_params": _plain_params(self.default_params()),
+        }
+
+    def close(self) -> None:
+        """End what is running and free the KV store; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            scheduler = self._engine.scheduler
+            for sequence in [*scheduler.running, *scheduler.waiting]:
+                self._engine.abort(sequence.request)
+            self._engine.runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+        """New ids for each prompt, all under one seed, row b drawing with sample index b."""
+        with self._lock:
+            requests = [
+                self._admission.admit(prompt, params, first_sample=row)
+                for row, prompt in enumerate(prompts)
+            ]
+        return [result.outputs[0].token_ids for result in self._run(requests)]
+
+    def _pad_id(self) -> int:
+        """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
+        for config in (self._opened.generation_config, self._opened.config):
+            pad = getattr(config, "pad_token_id", None)
+            if isinstance(pad, int) and pad >= 0:
+                return pad
+        return min(self._admission.eos_ids, default=0)
+
+    def _run(self, requests: list[Request]) -> list[Result]:
+        """Drive the engine until all of `requests` have ended."""
+        try:
+            self._add(requests, lambda delta: None)
+            for request in requests:
+                while not request.finished:
+                    self._step(request)
+        finally:
+            self._abort(requests)
+        return [_result_of(request) for request in requests]
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
+        outbox: deque[Delta] = deque()
+        try:
+            self._add([request], outbox.append)
+            while True:
+                while outbox:
+                    yield outbox.popleft()
+                if request.finished and not outbox:
+                    break
+                self._step(request)
+            _result_of(request)
+        finally:
+            self._abort([request])
+
+    async def _adeltas(self, request: Request) -> AsyncIterator[Delta]:
+        outbox: deque[Delta] = deque()
+        try:
+            self._add([request], outbox.append)
+            while True:
+                while outbox:
+                    yield outbox.popleft()
+                if request.finished and not outbox:
+                    break
+                await asyncio.to_thread(self._step, request)
+            _result_of(request)
+        finally:
+            self._abort([request])
+
+    def _add(self, requests: Iterable[Request], deliver: Callable[[Delta], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("this LLM has been closed")
+            for request in requests:
+                self._engine.add(request, deliver)
+
+    def _step(self, request: Request) -> None:
+        """Whoever waits drives: one step for everybody, unless another caller has just made it."""
+        with self._lock:
+            if self._closed and not request.finished:
+                raise EngineClosed("this LLM was closed while a request was running")
+            if not request.finished:
+                self._engine.step()
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self._engine.abort(request)
+
+    def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
+        if self.tokenizer is None:
+            raise NotSupported("chat needs a tokenizer, and this engine has none")
+        return render_chat(self.tokenizer, list(messages))
+
+
+def _is_nested(prompts: Any) -> bool:
+    """Is this a list of prompts, and not one prompt given as ids?"""
+    if hasattr(prompts, "ndim"):
+        return bool(prompts.ndim > 1)
+    return len(prompts) > 0 and not isinstance(prompts[0], int) and not hasattr(prompts[0], "item")
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not hasattr(prompts, "__len__"):
+        raise InvalidRequest(
+            f"prompts={prompts!r}: must be a string, a list of ids, or a list of those"
+        )
+    if _is_nested(prompts):
+        return list(prompts)
+    if len(prompts) == 0:
+        raise InvalidRequest("the prompt is empty: at least one token is needed")
+    return [prompts]
+
+
+def _as_params(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    if len(each) != count:
+        raise InvalidRequest(f"{len(each)} params for {count} prompts: one for all, or one each")
+    return each
+
+
+def _result_of(request: Request) -> Result:
+    if request.error is not None:
+        raise request.error
+    assert request.result is not None
+    return request.result
+
+
+def _plain_params(params: SamplingParams) -> dict[str, Any]:
+    default = SamplingParams()
+    names = [name for name in SamplingParams.__slots__ if name != "logits_processors"]
+    return {
+        name: getattr(params, name)
+        for name in names
+        if getattr(params, name) != getattr(default, name)
+    }

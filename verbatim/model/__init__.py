@@ -1,0 +1,1 @@
+"""Models: transformers modules opened, looked at, and run on flat batches."""

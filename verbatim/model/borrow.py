@@ -1,0 +1,131 @@
+"""Borrowing a module for one forward, and giving it back as it was.
+
+A live module belongs to somebody: a trainer, a notebook. For the length of a forward it gets our
+attention, our experts and row-invariant forwards for the layers we know; then its config, its mode and
+its forwards are what they were, also after an exception.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.model.adapters import adapter_for
+from verbatim.model.context import IMPLEMENTATION, active_pass
+from verbatim.model.invariant import forward_for
+
+Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
+
+_CONFIG_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
+_HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def structure(module: nn.Module) -> list[tuple[int, type[nn.Module], bool]]:
+    """What `replaced_forwards` depends on; cheap, so that a live module can be looked at every time."""
+    return [(id(m), type(m), "forward" in m.__dict__) for m in module.modules()]
+
+
+def replaced_forwards(module: nn.Module) -> Forwards:
+    """For each layer we know, its instance dictionary and the forward to put there.
+
+    The new forward steps aside where no pass of ours is active on the thread, so a module that is
+    used from another thread in the middle of our forward computes what its owner expects.
+    """
+    found: Forwards = []
+    for layer in module.modules():
+        forward = forward_for(layer) or adapter_for(layer)
+        if forward is not None:
+            found.append((layer.__dict__, _aside(forward, type(layer).forward, layer)))
+    return found
+
+
+def _aside(ours: Callable[..., Any], original: Any, layer: nn.Module) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if active_pass() is None:
+            return original(layer, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return forward
+
+
+def configs_of(module: nn.Module) -> list[Any]:
+    """Every transformers config that a layer of `module` asks which attention to take, once each."""
+    found: dict[int, Any] = {}
+    for layer in module.modules():
+        config = layer.__dict__.get("config")
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+@contextmanager
+def borrow(
+    module: nn.Module, forwards: Forwards, configs: list[Any], *, hooks: bool = True
+) -> Iterator[None]:
+    """Run the block with `module` set up for a flat forward without gradients.
+
+    Args:
+        forwards, configs: of this module, from `replaced_forwards` and `configs_of`.
+        hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
+    """
+    training = [layer for layer in module.modules() if layer.training]
+    settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
+    silenced = [] if hooks else _silence(module)
+    try:
+        for layer in training:
+            layer.training = False
+        for config in configs:
+            for field in _CONFIG_FIELDS:
+                config.__dict__[field] = IMPLEMENTATION
+        for attributes, forward in forwards:
+            attributes["forward"] = forward
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        for attributes, _ in forwards:
+            attributes.pop("forward", None)
+        for config, values in settings:
+            config.__dict__.update(values)
+        for layer in training:
+            layer.training = True
+        for layer, field, value in silenced:
+            setattr(layer, field, value)
+
+
+def _silence(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    silenced = []
+    for layer in module.modules():
+        for field in _HOOK_FIELDS:
+            hooks = getattr(layer, field)
+            if hooks:
+                silenced.append((layer, field, hooks))
+                setattr(layer, field, type(hooks)())
+    return silenced
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run the block with `count` threads of torch's pool; None leaves it alone."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cpu_count() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

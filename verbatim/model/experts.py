@@ -1,0 +1,72 @@
+"""The experts contract: how a mixture-of-experts layer runs on a flat batch.
+
+Registered in transformers' `ExpertsInterface`. A token's output may not depend on which other tokens
+chose the same experts, so each expert's rows go through row-invariant products, and the top-k outputs
+of a token are added in the order of its own slots, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.model.products import linear, matmul
+
+
+def flat_experts(
+    experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run the chosen experts.
+
+    Args:
+        experts: a transformers experts module, whose weights are stacked along a first dimension.
+        hidden: `[T, H]`.
+        top_k_index: `[T, k]` int64, the experts of each token.
+        top_k_weights: `[T, k]`.
+
+    Returns:
+        `[T, H]` in `hidden`'s dtype.
+    """
+    num_tokens, top_k = top_k_index.shape
+    # Slots sorted by expert: each expert then owns one run of rows. The sort is stable, though no
+    # row's result depends on where in the run it stands.
+    by_expert = torch.argsort(top_k_index.reshape(-1), stable=True)
+    rows = hidden[by_expert // top_k]
+    counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts).tolist()
+    out = torch.empty_like(rows)
+    start = 0
+    for expert, count in enumerate(counts[: experts.num_experts]):
+        if count:
+            stop = start + count
+            out[start:stop] = _one_expert(experts, expert, rows[start:stop])
+            start = stop
+    slots = torch.empty_like(out)
+    slots[by_expert] = out
+    weighted = slots.view(num_tokens, top_k, -1).float() * top_k_weights[..., None].float()
+    total = weighted[:, 0]
+    for k in range(1, top_k):
+        total = total + weighted[:, k]
+    return total.to(hidden.dtype)
+
+
+def _one_expert(experts: Any, expert: int, rows: Tensor) -> Tensor:
+    """Gate-up (or up), activation, down, for the rows `[n, H]` of one expert."""
+    if experts.has_gate:
+        mixed = experts._apply_gate(_project(experts, "gate_up_proj", expert, rows))
+    else:
+        mixed = experts.act_fn(_project(experts, "up_proj", expert, rows))
+    out = _project(experts, "down_proj", expert, mixed)
+    if getattr(experts, "has_post_expert_norm", False):
+        norm: nn.Module = experts.post_expert_norm
+        out = norm(out)
+    return out
+
+
+def _project(experts: Any, name: str, expert: int, rows: Tensor) -> Tensor:
+    weight = getattr(experts, name)[expert]
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    if experts.is_transposed:  # stored [in, out]
+        return matmul(rows, weight) if bias is None else matmul(rows, weight) + bias
+    return linear(rows, weight, bias)

@@ -1,0 +1,289 @@
+"""Row-invariant versions of the torch functions that models call.
+
+torch computes the last few elements of an elementwise loop by other code than the rest, so `silu`,
+`sigmoid`, `softplus` and their like change bits with the number of rows and of threads; so do its
+matrix products. The functions here are composed of operations that do not (measured: `exp`, `expm1`,
+`log1p`, `tanh`, `erf`, and what IEEE rounds correctly), and products go to `products.py`.
+
+Known modules get one of these as their forward while we run. What a model calls directly is caught by
+`InvariantMode`, which costs about 110 us a layer and is therefore entered only for models that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from verbatim.errors import UnsupportedModel
+from verbatim.model import products
+
+_SQRT_HALF = 0.7071067811865476
+_SQRT_2_OVER_PI = 0.7978845608028654
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), in float32 inside."""
+    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
+def silu(x: Tensor, inplace: bool = False) -> Tensor:
+    """x / (1 + exp(-x)), in float32 inside."""
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit, exact by erf or with the tanh approximation (Hendrycks and Gimpel 2016)."""
+    wide = x.float()
+    if approximate == "tanh":
+        inner = _SQRT_2_OVER_PI * (wide + 0.044715 * (wide * wide * wide))
+        return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
+    return (0.5 * wide * (1.0 + torch.erf(wide * _SQRT_HALF))).to(x.dtype)
+
+
+def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """log(1 + exp(beta x)) / beta, and x itself where beta x is over the threshold."""
+    scaled = x.float() * beta
+    smooth = (torch.clamp(scaled, min=0.0) + torch.log1p(torch.exp(-scaled.abs()))) / beta
+    return torch.where(scaled > threshold, x.float(), smooth).to(x.dtype)
+
+
+def logsigmoid(x: Tensor) -> Tensor:
+    """-softplus(-x)."""
+    return -softplus(-x)
+
+
+def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """x above 0, alpha (exp(x) - 1) below."""
+    wide = x.float()
+    return torch.where(wide > 0, wide, alpha * torch.expm1(wide)).to(x.dtype)
+
+
+def selu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Scaled elu with the constants of Klambauer et al. 2017."""
+    wide = 1.0507009873554805 * elu(x.float(), 1.6732632423543772)
+    return wide.to(x.dtype)
+
+
+def mish(x: Tensor, inplace: bool = False) -> Tensor:
+    """x tanh(softplus(x))."""
+    wide = x.float()
+    return (wide * torch.tanh(softplus(wide))).to(x.dtype)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """The first half times the sigmoid of the second."""
+    value, gate = x.chunk(2, dim)
+    return value * sigmoid(gate)
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    """1 / sqrt(x), in float32 inside: torch's bfloat16 loop and its tail round differently."""
+    return torch.sqrt(x.float()).reciprocal().to(x.dtype)
+
+
+def exp2(x: Tensor) -> Tensor:
+    """2 to the x by exp."""
+    return torch.exp(x.double() * 0.6931471805599453).to(x.dtype)
+
+
+def power(x: Tensor, exponent: Any) -> Tensor:
+    """`x ** exponent`; exponents that torch rounds correctly stay with torch."""
+    if isinstance(exponent, int | float):
+        if exponent == -0.5:
+            return rsqrt(x)
+        if exponent in (0, 1, 2, 3, -1, -2, 0.5):
+            return _plain_pow(x, exponent)
+    return _plain_pow(x.double(), exponent).to(x.dtype)
+
+
+_plain_pow = torch.pow
+
+
+def _addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta == 1 and alpha == 1:
+        return products.matmul(x, w) + bias
+    return beta * bias + alpha * products.matmul(x, w)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """A product over a dimension of 1 (rotary angles) is one rounding an element: torch may do it."""
+    if a.shape[-1] == 1 or not a.is_floating_point():
+        return _plain_matmul(a, b)
+    return products.matmul(a, b)
+
+
+_plain_matmul = torch.matmul
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModel(f"it calls {name} directly, which has no row-invariant version here")
+
+    return refuse
+
+
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.linear: products.linear,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    torch.mm: _matmul,
+    Tensor.mm: _matmul,
+    torch.bmm: _matmul,
+    Tensor.bmm: _matmul,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.sigmoid: sigmoid,
+    Tensor.sigmoid: sigmoid,
+    F.sigmoid: sigmoid,
+    F.silu: silu,
+    F.gelu: gelu,
+    F.softplus: softplus,
+    F.logsigmoid: logsigmoid,
+    F.elu: elu,
+    F.selu: selu,
+    F.mish: mish,
+    F.glu: glu,
+    torch.exp2: exp2,
+    Tensor.exp2: exp2,
+    torch.einsum: _refused("torch.einsum"),
+    F.scaled_dot_product_attention: _refused("scaled_dot_product_attention"),
+    F.conv1d: _refused("conv1d"),
+    torch.conv1d: _refused("conv1d"),
+}
+
+# Only these dtypes need them: in float32 torch's own are rounded correctly everywhere.
+_HALF_ONLY: dict[Any, Callable[..., Any]] = {
+    torch.rsqrt: rsqrt,
+    Tensor.rsqrt: rsqrt,
+}
+_POWERS = frozenset({torch.pow, Tensor.pow, Tensor.__pow__})
+
+
+def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What must be called in place of `func(*args)`, or None where torch's own serves."""
+    first = args[0] if args else None
+    if func in _POWERS:
+        if isinstance(first, Tensor) and first.is_floating_point() and len(args) > 1:
+            exponent = args[1]
+            exact = (0, 1, 2, 3, -1, -2, 0.5) + (
+                () if first.dtype in (torch.bfloat16, torch.float16) else (-0.5,)
+            )
+            if not (isinstance(exponent, int | float) and exponent in exact):
+                return power
+        return None
+    if func in _HALF_ONLY:
+        half = isinstance(first, Tensor) and first.dtype in (torch.bfloat16, torch.float16)
+        return _HALF_ONLY[func] if half else None
+    found = REPLACEMENTS.get(func)
+    if found is _matmul and isinstance(first, Tensor):
+        if first.shape[-1] == 1 or not first.is_floating_point():
+            return None
+    return found
+
+
+class InvariantMode(TorchFunctionMode):
+    """Swaps every torch function that is not row-invariant for one that is. The safety net."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = replacement(func, args)
+        return (found or func)(*args, **(kwargs or {}))
+
+
+class Recorder(TorchFunctionMode):
+    """Notes which functions would have to be swapped, to learn whether a model needs the safety net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swapped: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = replacement(func, args)
+        if found is not None:
+            self.swapped.add(getattr(func, "__name__", repr(func)))
+        return (found or func)(*args, **(kwargs or {}))
+
+
+def _linear_forward(module: nn.Linear) -> Callable[..., Tensor]:
+    parameters, linear = module._parameters, products.linear
+
+    def forward(x: Tensor) -> Tensor:
+        return linear(x, parameters["weight"], parameters["bias"])
+
+    return forward
+
+
+def _conv1d_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """transformers' Conv1D: a linear whose weight is stored [in, out]."""
+    parameters = module._parameters
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        return products.linear(x, weight.t(), bias)
+
+    return forward
+
+
+def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
+    """How to make a row-invariant forward for a module of exactly this class."""
+    from transformers import activations as hf
+    from transformers.pytorch_utils import Conv1D
+
+    def plain(function: Callable[..., Tensor]) -> Callable[..., Any]:
+        return lambda module: function
+
+    def tanh_gelu(x: Tensor) -> Tensor:
+        return gelu(x, "tanh")
+
+    makers: dict[type[nn.Module], Callable[..., Any]] = {
+        nn.Linear: _linear_forward,
+        Conv1D: _conv1d_forward,
+        nn.SiLU: plain(silu),
+        nn.Sigmoid: plain(sigmoid),
+        nn.Mish: plain(mish),
+        nn.SELU: plain(selu),
+        nn.GELU: lambda m: tanh_gelu if m.approximate == "tanh" else gelu,
+        nn.Softplus: lambda m: lambda x: softplus(x, m.beta, m.threshold),
+        nn.ELU: lambda m: lambda x: elu(x, m.alpha),
+    }
+    by_name: Iterable[tuple[str, Callable[..., Tensor]]] = (
+        ("SiLUActivation", silu),
+        ("GELUActivation", gelu),
+        ("GELUTanh", tanh_gelu),
+        ("PytorchGELUTanh", tanh_gelu),
+        ("MishActivation", mish),
+        ("QuickGELUActivation", lambda x: x * sigmoid(1.702 * x)),
+    )
+    for name, function in by_name:
+        if hasattr(hf, name):  # the two ends of the supported versions name them differently
+            makers[getattr(hf, name)] = plain(function)
+    return makers
+
+
+_makers: dict[type[nn.Module], Callable[..., Any]] | None = None
+
+
+def forward_for(module: nn.Module) -> Callable[..., Any] | None:
+    """A row-invariant forward for a module we know, else None.
+
+    Only exact classes count: a subclass or a parametrized module may do anything, and one whose
+    forward was replaced on the instance does what its owner wants.
+    """
+    global _makers
+    if _makers is None:
+        _makers = _activations()
+    maker = _makers.get(type(module))
+    if maker is None or "forward" in module.__dict__:
+        return None
+    return maker(module)  # type: ignore[no-any-return]

@@ -1,0 +1,168 @@
+"""Opening a model: a folder, a hub id, or the one inside the package.
+
+transformers builds the module on the meta device and fills it from the checkpoint; what is checked
+here is that everything the module needs was really there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.errors import ModelError, NotSupported, UnsupportedModel
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A module with its tokenizer and what its folder says about generation."""
+
+    module: nn.Module
+    tokenizer: Any  # a transformers tokenizer, or None
+    generation_config: Any  # transformers' GenerationConfig
+    name: str
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    with_tokenizer: bool = True,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        source: a folder in Hugging Face's format, or a hub id.
+        dtype: "auto" takes the checkpoint's own (float16 becomes bfloat16, which a CPU computes in).
+        revision: a branch, tag or commit of a hub id.
+        trust_remote_code: let the model's own Python code run; off unless asked for.
+
+    Raises:
+        ModelError: nothing there, a damaged file, weights that are missing.
+        UnsupportedModel: an architecture that transformers does not know as a causal LM.
+    """
+    source = os.fspath(source)
+    where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if os.path.isdir(os.path.expanduser(source)):
+        source = os.path.expanduser(source)
+        _check_folder(Path(source))
+        where["local_files_only"] = True
+    elif not _HUB_ID.match(source) or os.path.exists(source):
+        raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
+    else:
+        where["revision"] = revision
+    config = _config(source, where)
+    module = _module(source, config, settle_dtype(dtype, config), where)
+    tokenizer = _tokenizer(source, where) if with_tokenizer else None
+    return LoadedModel(module, tokenizer, module.generation_config, source)
+
+
+def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
+    """The torch dtype that `dtype` means for a model on a CPU.
+
+    Raises:
+        NotSupported: a dtype that is not computed in.
+    """
+    if dtype == "auto":
+        own = getattr(config, "dtype", None) or torch.float32
+        return torch.bfloat16 if own == torch.float16 else own
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise NotSupported(f"dtype={dtype!r}: must be 'auto' or one of {sorted(DTYPES)}")
+    return found
+
+
+def _check_folder(folder: Path) -> None:
+    """Find damage before minutes of loading: a config that is no JSON, shards missing or cut short."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{config} can't be read: {error}") from None
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, OSError) as error:
+            raise ModelError(f"{index} can't be read: {error}") from None
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}")
+    elif not shards and not any(folder.glob("pytorch_model*.bin*")):
+        raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def _check_shard(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise ModelError(f"{path} ({size} bytes) is damaged or cut short: {error}") from None
+
+
+def _config(source: str, where: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(source, **where)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "model type" in first or "Unrecognized model" in first:
+            raise UnsupportedModel(f"{source}: {first}") from None
+        raise ModelError(f"{source}: {first}") from None
+    remote = where["trust_remote_code"] and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        raise UnsupportedModel(
+            f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
+        )
+    return config
+
+
+def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        module, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **where
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{source}: the weights can't be loaded: {first}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in report[kind])
+        if names:
+            what = kind.replace("_keys", "")
+            raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
+    return module.eval()
+
+
+def _tokenizer(source: str, where: dict[str, Any]) -> Any:
+    """The folder's tokenizer, or None: ids in and out need none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, **where)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None

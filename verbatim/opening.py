@@ -1,0 +1,191 @@
+"""From `LLM`'s options to a model that is ready to run: module, KV store, runner, engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim import kernels, storyteller
+from verbatim.admission import Admission
+from verbatim.engine.engine import Engine
+from verbatim.engine.scheduler import Scheduler
+from verbatim.errors import InvalidRequest, NotSupported, OutOfBlocks
+from verbatim.kv.blocks import BlockPool
+from verbatim.kv.store import KVStore, bytes_per_token
+from verbatim.model.anatomy import inner_model
+from verbatim.model.decoder import Decoder
+from verbatim.model.limits import eos_ids_of, max_length_of
+from verbatim.model.loader import DTYPES, LoadedModel, load, settle_dtype
+from verbatim.model.products import probe_report
+from verbatim.options import available_memory, dtype_name, memory_bytes, total_memory
+from verbatim.placement.resident import Resident
+from verbatim.text.tokenizer import Tokenizer
+
+_DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
+_PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
+
+
+@dataclass(slots=True)
+class Opened:
+    """Everything that `LLM` stands on."""
+
+    admission: Admission
+    engine: Engine
+    decoder: Decoder
+    config: Any  # the model's own
+    generation_config: Any
+
+    def info(self) -> dict[str, Any]:
+        """What was opened and how it is run, as plain values."""
+        module, anatomy = self.decoder.module, self.decoder.anatomy
+        runner, admission = self.engine.runner, self.admission
+        placed = runner.info()
+        dtype = dtype_name(anatomy.dtype)
+        parameters = list(module.parameters())
+        return {
+            "architecture": type(inner_model(module)).__name__,
+            "parameters": sum(p.numel() for p in parameters),
+            "dtype": dtype,
+            "weight_bytes": sum(p.nbytes for p in parameters),
+            "layers": len(anatomy.layers),
+            "vocab_size": anatomy.vocab_size,
+            "max_length": admission.max_length,
+            "max_length_from": admission.limit_source,
+            "eos_ids": sorted(admission.eos_ids),
+            "kv_bytes_per_token": bytes_per_token(anatomy.layers, DTYPES[placed["kv_dtype"]]),
+            "block_size": runner.block_size,
+            "num_blocks": runner.num_blocks,
+            **placed,
+            "numerics_key": numerics_key(dtype, placed["kv_dtype"]),
+            "safety_net": sorted(anatomy.needs_safety_net),
+            "probe": [str(finding) for finding in probe_report()],
+        }
+
+
+def open_engine(
+    loaded: LoadedModel,
+    *,
+    kv_dtype: str | torch.dtype,
+    kv_memory: int | str | None,
+    block_size: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+    max_length: int | None,
+    num_threads: int | None,
+    weak: bool,
+) -> Opened:
+    """Build the rooms under `LLM`; its docstring says what the options mean."""
+    decoder = Decoder(loaded.module, weak=weak)
+    config = inner_model(loaded.module).config
+    limit, source = max_length_of(config)
+    if max_length is not None:
+        if limit is not None and max_length > limit:
+            raise InvalidRequest(f"max_length={max_length}: the model's limit is {limit} ({source})")
+        limit, source = max_length, "max_length"
+    store = _make_store(decoder, kv_dtype, kv_memory, block_size, limit, max_sequences)
+    capacity = (store.num_blocks - 1) * block_size
+    if limit is None or capacity < limit:
+        limit, source = capacity, "what kv_memory holds"
+    runner = Resident(decoder, store, num_threads)
+    prompt_targets = max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size))
+    scheduler = Scheduler(
+        BlockPool(store.num_blocks), block_size, max_batch_tokens, max_sequences, prompt_targets
+    )
+    admission = Admission(
+        None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer),
+        runner.vocab_size,
+        limit,
+        source,
+        eos_ids_of(loaded.generation_config, config),
+    )
+    return Opened(
+        admission, Engine(runner, scheduler), decoder, config, loaded.generation_config
+    )
+
+
+def numerics_key(dtype: str, kv_dtype: str) -> str:
+    """What two machines must have in common to give the same bits."""
+    instructions = kernels.instruction_set()
+    computed_by = f"kernels{kernels.VERSION}-{instructions}"
+    if instructions is None:
+        computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    return f"cpu/{computed_by}/{dtype}/kv-{kv_dtype}"
+
+
+def open_model(
+    model: Any,
+    tokenizer: Any,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+) -> LoadedModel:
+    """The module and tokenizer that `LLM`'s first arguments mean."""
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = Tokenizer.open(
+            os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
+        ).hf
+    if isinstance(model, nn.Module):
+        _check_live(model, dtype)
+        inner = inner_model(model)
+        name = getattr(inner.config, "name_or_path", "") or type(inner).__name__
+        return LoadedModel(model, tokenizer, getattr(inner, "generation_config", None), name)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise InvalidRequest(
+            f"model={model!r}: must be None, a folder, a hub id or a transformers module"
+        )
+    loaded = load(
+        storyteller.path() if model is None else model,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        with_tokenizer=tokenizer is None,
+    )
+    loaded.name = "storyteller" if model is None else loaded.name
+    loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+    return loaded
+
+
+def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
+    """A live module is used as it is: on the CPU, in a dtype we compute in."""
+    if dtype != "auto":
+        raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "cpu":
+            raise NotSupported(f"{name} is on {parameter.device}; only the CPU is built")
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
+            raise NotSupported(
+                f"{name} is {dtype_name(parameter.dtype)}; a live module must be one of {sorted(DTYPES)}"
+            )
+
+
+def _make_store(
+    decoder: Decoder,
+    kv_dtype: Any,
+    kv_memory: int | str | None,
+    block_size: int,
+    max_length: int | None,
+    max_sequences: int,
+) -> KVStore:
+    """As many blocks as `kv_memory` holds, and no more than can ever be used at once."""
+    anatomy = decoder.anatomy
+    dtype = anatomy.dtype if kv_dtype == "auto" else settle_dtype(kv_dtype)
+    block_bytes = block_size * bytes_per_token(anatomy.layers, dtype)
+    if kv_memory is None:
+        budget = int(available_memory() * _DEFAULT_KV_SHARE)
+    else:
+        budget = memory_bytes(kv_memory, total_memory())
+    blocks = budget // block_bytes - 1
+    if blocks < 1:
+        raise OutOfBlocks(
+            f"kv_memory of {budget} bytes is too small: one block of {block_size} tokens and the "
+            f"scratch block take {2 * block_bytes} bytes"
+        )
+    if max_length is not None:
+        blocks = min(blocks, max_sequences * -(-max_length // block_size))
+    return KVStore(anatomy.layers, blocks + 1, block_size, dtype, torch.device("cpu"))
+
+

@@ -1,0 +1,98 @@
+"""The options of `LLM`, checked: what is not built yet is refused by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+
+from verbatim.errors import InvalidRequest, NotSupported
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
+
+# Options of the public face whose work is not built yet, with the value that leaves them alone.
+_NOT_BUILT: dict[str, Any] = {
+    "placement": None,
+    "draft": None,
+    "num_draft_tokens": None,
+    "quantization": None,
+    "prefix_cache": False,
+    "fused": False,
+    "config": None,
+}
+
+
+def refuse_unbuilt(**options: Any) -> None:
+    """Raise NotSupported for the first option that is set and not built."""
+    for name, value in options.items():
+        off = _NOT_BUILT[name]
+        if value is not off and value != off:
+            raise NotSupported(f"{name}={value!r} is not built yet; leave it at {off!r}")
+
+
+def check_device(device: str, deterministic: bool | str) -> None:
+    """Only the CPU is built, and there sameness is the only mode."""
+    if device not in ("auto", "cpu"):
+        raise NotSupported(f"device={device!r} is not built yet; 'auto' and 'cpu' are")
+    if deterministic not in ("auto", True):
+        raise NotSupported(
+            f"deterministic={deterministic!r}: on the CPU it is always on; 'auto' or True"
+        )
+
+
+def positive(name: str, value: Any) -> int:
+    """`value` as an integer above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
+    return value
+
+
+def memory_bytes(value: int | str, total: int) -> int:
+    """Bytes meant by 5000000, "512MB", "2GiB" or "40%" (of `total`).
+
+    Raises:
+        InvalidRequest: anything else, nothing, or more than `total`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        amount = value
+    else:
+        match = _AMOUNT.match(value) if isinstance(value, str) else None
+        unit = match[2].upper() if match else "?"
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise InvalidRequest(
+                f"kv_memory={value!r}: must be bytes, an amount such as '512MB', or a share such as '40%'"
+            )
+        number = float(match[1])
+        if unit == "%" and number > 100:
+            raise InvalidRequest(f"kv_memory={value!r}: a share is at most 100%")
+        amount = int(number * total / 100) if unit == "%" else int(number * _UNITS[unit])
+    if not 0 < amount <= total:
+        raise InvalidRequest(
+            f"kv_memory={value!r} is {amount} bytes; between 1 and {total}, this machine's memory"
+        )
+    return amount
+
+
+def total_memory() -> int:
+    """Bytes of RAM in this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Bytes of RAM that are free or can be freed now."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return total_memory()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

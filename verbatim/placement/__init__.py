@@ -1,0 +1,1 @@
+"""Where the model lives. A placement is a Runner with its settings."""
