@@ -1,0 +1,99 @@
+"""Chat messages to the ids of a prompt, by the template that came with the tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.text.tokenizer import Tokenizer
+
+# Arguments of `apply_chat_template` that would change what it returns, or the prompt's length.
+_OURS = {
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+}
+# Those that have an effect without being named in the template.
+_THEIRS = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_kwargs: Any,
+) -> list[int]:
+    """The prompt for a conversation.
+
+    Special tokens come from the template alone, so a template that writes the BOS token gets one.
+
+    Args:
+        tokenizer: the model's.
+        messages: dicts with "role" and "content", both strings; other keys go to the template.
+        add_generation_prompt: end with what announces the assistant's answer.
+        template_kwargs: variables of the template, such as `enable_thinking` or `tools`, and
+            `continue_final_message`, `chat_template`, `sanitize_control_tokens` of transformers.
+
+    Raises:
+        InvalidRequest: messages that are not as above, or that the template refuses.
+        NotSupported: a tokenizer without a template, or a variable that its template doesn't use.
+    """
+    _check(messages)
+    hf = tokenizer.hf
+    if not (template_kwargs.get("chat_template") or getattr(hf, "chat_template", None)):
+        raise NotSupported(
+            f"the tokenizer ({type(hf).__name__}) has no chat template; "
+            "give the prompt as a string or as ids, or pass chat_template="
+        )
+    template = hf.get_chat_template(
+        template_kwargs.get("chat_template"), template_kwargs.get("tools")
+    )
+    for name in template_kwargs:
+        if name in _OURS:
+            raise NotSupported(f"{name}= is no variable of a chat template; messages become ids")
+        if name not in _THEIRS and not re.search(rf"\b{re.escape(name)}\b", template):
+            raise NotSupported(f"{name}= would have no effect: the chat template doesn't use it")
+
+    from jinja2 import TemplateError
+
+    try:
+        ids = hf.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+    return list(ids)
+
+
+def _check(messages: Any) -> None:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidRequest(f"messages is a {type(messages).__name__}: must be a list of dicts")
+    if not messages:
+        raise InvalidRequest("messages is empty: at least one is needed")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                f"messages[{index}] is a {type(message).__name__}: "
+                'must be a dict with "role" and "content"'
+            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise InvalidRequest(f'messages[{index}] has no "{key}"')
+            if not isinstance(message[key], str):
+                raise InvalidRequest(
+                    f'messages[{index}]["{key}"] is a {type(message[key]).__name__}: '
+                    "must be a string"
+                )

@@ -1,0 +1,276 @@
+"""`Detokenizer`: the text of a completion while it grows, never half a character.
+
+The concatenation of what it returns is what `Tokenizer.decode` gives for all the ids, at a cost per
+token that does not depend on how many came before. Three kinds of tokenizers need three ways:
+
+- byte-level ones (GPT-2, Llama 3, Qwen): every piece stands for bytes, and UTF-8 can be decoded as
+  they come;
+- those with byte fallback (Llama 2, Gemma): a run of byte pieces is either all valid UTF-8, or the
+  decoder puts one replacement character for *each* of its bytes. So the text of a run is known only
+  at its end; until then it is `pending`;
+- all others (WordPiece, Metaspace, tokenizers written in Python): the text that a token adds behind
+  the last few tokens.
+
+`tokenizers.decoders.DecodeStream` is not used: its cost grows with the number of invalid bytes in a
+row (0.4 ms a token over 4,000 of them), and it fails when a run of byte pieces turns invalid.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
+
+REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_MAX_OPEN = 8  # tokens that may wait for the rest of a character; one has at most 4 bytes
+
+
+class _Joiner(Protocol):
+    """Turns pieces into text. `push` and `flush` return what is final."""
+
+    @property
+    def pending(self) -> str: ...
+
+    def push(self, token_id: int, piece: str) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Detokenizer:
+    """The text of one completion, token by token.
+
+    Special tokens are left out on request; ids that stand for no token (a model may have more logits
+    than its tokenizer has pieces) have no text. An incomplete character at the end of the completion
+    comes out of `flush` as the tokenizer's decoder writes it.
+
+    Args:
+        tokenizer: the model's.
+        skip_special_tokens: leave special tokens out.
+        prompt_tail_ids: the prompt, or its last ids; only the last one that has a text is looked at. It
+            decides whether the completion begins a text (some decoders then drop a leading space)
+            or goes on with one. Bytes of a character that the prompt left incomplete stay with the
+            prompt: the completion's text is decoded from the completion's ids.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        prompt_tail_ids: Sequence[int] = (),
+    ) -> None:
+        self._piece = tokenizer.piece
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._joiner: _Joiner
+        if [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]:
+            self._joiner = _ByteLevel(tokenizer)
+        else:
+            visible = (i for i in reversed(prompt_tail_ids) if self._has_text(i))
+            last = next(visible, None)
+            self._joiner = _Pieces(tokenizer, [] if last is None else [last])
+        self._cleaners = [_Replacer(*pair) for pair in CLEAN_UP] if tokenizer.cleans_up else []
+
+    def push(self, token_id: int) -> str:
+        """Add a token; the text that is now certain."""
+        if token_id in self._skipped:
+            return ""
+        piece = self._piece(token_id)
+        if piece is None:
+            return ""
+        text = self._joiner.push(token_id, piece)
+        for cleaner in self._cleaners:
+            text = cleaner.push(text)
+        return text
+
+    @property
+    def pending(self) -> str:
+        """Text in whole characters that would follow if no token came any more, and may yet change."""
+        text = self._joiner.pending
+        for cleaner in self._cleaners:
+            text = cleaner.last(text)
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text, when no more tokens come."""
+        text = self._joiner.flush()
+        for cleaner in self._cleaners:
+            text = cleaner.last(text)
+            cleaner.held = ""
+        return text
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._skipped and self._piece(token_id) is not None
+
+
+class _ByteLevel:
+    """Pieces are bytes in disguise."""
+
+    pending = ""  # a whole character is final at once
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = tokenizer.byte_texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int, piece: str) -> str:
+        text = self._bytes.get(token_id)
+        if text is None:
+            text = self._bytes[token_id] = _piece_bytes(piece)
+        return self._decoder.decode(text)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Pieces:
+    """Pieces are text; what one adds depends on a few before it at most."""
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._decode = tokenizer.decode_plain
+        self._context = context  # ids whose text is out
+        self._open: list[int] = []  # ids whose text may end within a character
+        self._open_text = ""
+        self._run: _ByteRun | None = None
+        self._texts = tokenizer.piece_texts
+        self._is_local = bool(tokenizer.decoder_steps) and all(
+            map(_is_local, tokenizer.decoder_steps)
+        )
+        kinds = [step["type"] for step in tokenizer.decoder_steps]
+        after = kinds[kinds.index("ByteFallback") + 1 :] if "ByteFallback" in kinds else None
+        self._has_bytes = after in ([], ["Fuse"], ["Fuse", "Strip"])
+        self._strip = tokenizer.decoder_steps[-1]["start"] if after == ["Fuse", "Strip"] else 0
+
+    @property
+    def pending(self) -> str:
+        return self._run.text if self._run else self._open_text.rstrip(REPLACEMENT)
+
+    def push(self, token_id: int, piece: str) -> str:
+        byte = _BYTE_PIECE.fullmatch(piece) if self._has_bytes else None
+        if byte:
+            done = self._close_open()
+            if self._run is None:
+                self._run = _ByteRun(0 if self._context else self._strip)
+            self._context = [token_id]
+            return done + self._run.push(int(byte[1], 16))
+        done = self._close_run()
+        self._open.append(token_id)
+        self._open_text = self._added(self._context, self._open)
+        if self._open_text and not self._open_text.endswith(REPLACEMENT):
+            return done + self._close_open()
+        return done + (self._close_first() if len(self._open) > _MAX_OPEN else "")
+
+    def flush(self) -> str:
+        return self._close_run() + self._close_open()
+
+    def _added(self, before: list[int], ids: list[int]) -> str:
+        """The text that `ids` add behind `before`."""
+        if not (self._is_local and before and len(ids) == 1):
+            return self._decode_behind(before, ids)
+        text = self._texts.get(ids[0])
+        if text is None:
+            text = self._texts[ids[0]] = self._decode_behind(before, ids)
+        return text
+
+    def _decode_behind(self, before: list[int], ids: list[int]) -> str:
+        return (
+            self._decode(before + ids)[len(self._decode(before)) :] if before else self._decode(ids)
+        )
+
+    def _close_run(self) -> str:
+        run, self._run = self._run, None
+        return run.close() if run else ""
+
+    def _close_open(self) -> str:
+        text = self._open_text
+        if self._open:
+            self._context, self._open, self._open_text = self._open, [], ""
+        return text
+
+    def _close_first(self) -> str:
+        """Let go of the ids in front that have no part in the character at the end."""
+        for count in range(1, len(self._open)):
+            first, rest = self._open[:count], self._open[count:]
+            text = self._added(self._context, first)
+            if text + self._decode(rest) == self._open_text:
+                self._context, self._open = first, rest
+                self._open_text = self._open_text[len(text) :]
+                return text
+        return self._close_open()
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    """Whether behind some other piece, whichever it is, a piece always adds the same text."""
+    if step["type"] == "Replace":
+        return len(step["pattern"].get("String", "")) == 1
+    return step["type"] in ("ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece")
+
+
+class _ByteRun:
+    """Byte pieces in a row: valid UTF-8 as a whole, or a replacement character for each byte."""
+
+    def __init__(self, strip: int) -> None:
+        self.text = ""  # whole characters so far; none when the run is known to be invalid
+        self._strip = strip  # leading spaces that the decoder drops at the start of a text
+        self._count = 0
+        self._valid = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+
+    def push(self, byte: int) -> str:
+        self._count += 1
+        if not self._valid:
+            return REPLACEMENT
+        try:
+            char = self._decoder.decode(bytes((byte,)))
+        except UnicodeDecodeError:
+            self.text, self._valid = "", False
+            return REPLACEMENT * self._count
+        if char == " " and not self.text and self._count <= self._strip:
+            return ""
+        self.text += char
+        return ""
+
+    def close(self) -> str:
+        incomplete = self._valid and self._decoder.getstate()[0]
+        return REPLACEMENT * self._count if incomplete else self.text
+
+
+class _Replacer:
+    """`str.replace` on a text that comes in parts."""
+
+    def __init__(self, found: str, put: str) -> None:
+        self._found, self._put = found, put
+        self.held = ""  # the end of the text, where it may be the beginning of a match
+
+    def push(self, text: str) -> str:
+        *whole, rest = (self.held + text).split(self._found)
+        size = min(len(self._found) - 1, len(rest))
+        while not self._found.startswith(rest[len(rest) - size :]):
+            size -= 1
+        self.held = rest[len(rest) - size :]
+        return self._put.join([*whole, rest[: len(rest) - size]])
+
+    def last(self, text: str) -> str:
+        """What `text` adds if it is the last part."""
+        return (self.held + text).replace(self._found, self._put)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256 up."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """A piece outside the alphabet (an added token, say) is taken as it is."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    except KeyError:
+        return piece.encode("utf-8")
