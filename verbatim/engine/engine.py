@@ -56,8 +56,8 @@ class Engine:
         row = 0
         for chunk in work.chunks:
             request = chunk.sequence.request
-            last = row + chunk.num_prompt_targets
-            if chunk.draws and draws.ids[last] == DRAW_FAILED:
+            end = row + chunk.num_prompt_targets + chunk.draws
+            if DRAW_FAILED in draws.ids[row:end]:
                 self.fail(request, RequestFailed(_nothing_to_draw(request)))
             elif not request.finished:
                 added = commit(chunk, draws, row)
@@ -66,12 +66,14 @@ class Engine:
                     if added.finish_reason is not None:
                         self.scheduler.remove(chunk.sequence)
                     self._send(request, added)
-            row = last + chunk.draws
+            row = end
 
     def abort(self, request: Request) -> None:
-        """End a request now, keeping what it has; harmless when it has ended."""
+        """End a request now, keeping what it has; harmless when it has ended or never came in."""
+        if request.request_id not in self._outboxes:
+            return
         for sequence in request.sequences:
-            if not sequence.finished and not request.finished:
+            if not sequence.finished:
                 self.scheduler.remove(sequence)
                 self._send(request, finish(sequence, FinishReason.ABORT))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from torch import nn
 from verbatim.errors import ModelError, NotSupported, UnsupportedModel
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_WEIGHTS = frozenset({".safetensors", ".bin"})
+_BIG = 500_000_000  # bytes of weights from which a progress bar is shown
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -144,9 +148,10 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **where
-        )
+        with _quiet(progress=_weight_bytes(source) > _BIG):
+            module, report = AutoModelForCausalLM.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True, **where
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{source}: the weights can't be loaded: {first}") from error
@@ -156,6 +161,30 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
             what = kind.replace("_keys", "")
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
     return module.eval()
+
+
+def _weight_bytes(source: str) -> int:
+    """Bytes of a folder's weights; a hub id counts as big."""
+    if not os.path.isdir(source):
+        return _BIG + 1
+    return sum(f.stat().st_size for f in Path(source).iterdir() if f.suffix in _WEIGHTS)
+
+
+@contextmanager
+def _quiet(*, progress: bool) -> Iterator[None]:
+    """Without transformers' report of keys it did not need, and with a bar only where one waits."""
+    from transformers.utils import logging
+
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not progress:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def _tokenizer(source: str, where: dict[str, Any]) -> Any:

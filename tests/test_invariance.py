@@ -1,0 +1,126 @@
+"""The promise: a request's ids and log-probs are the same bits in every schedule."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from requests_mixed import all_facts, facts, mixed_requests
+from toys import make_toy
+
+from verbatim import LLM
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Dense and mixture-of-experts, with and without windows, sinks, caps and ALiBi; odd widths throughout.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(hidden_size=60, intermediate_size=100, num_attention_heads=6),
+    "qwen3_moe": dict(hidden_size=60, moe_intermediate_size=36),
+    "gemma2": dict(hidden_size=100),
+    "gpt_oss": dict(hidden_size=60, intermediate_size=50),
+    "deepseek_v3": dict(hidden_size=60),
+    "gpt2": dict(n_embd=60, n_head=3),
+    "bloom": dict(hidden_size=60),
+    "falcon": {},
+}
+
+
+def open_toy(name: str, dtype: str, **options: Any) -> LLM:
+    return LLM(make_toy(name, dtype=DTYPES[dtype], **MODELS[name]), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_schedule_gives_the_same_bits(name: str, dtype: str) -> None:
+    prompts, params = mixed_requests()
+    with open_toy(name, dtype) as llm:
+        before = llm.stats()["forwards"]
+        plain = llm.generate(prompts, params)
+        forwards = llm.stats()["forwards"] - before
+        # As many forwards as the longest request has tokens: the batch did not run one by one.
+        assert forwards == max(len(c.token_ids) for r in plain for c in r.outputs)
+        expected = all_facts(plain)
+        some = (0, 2, 4, 7, 8, 16)
+        assert [facts(llm.generate(prompts[i], params[i])[0]) for i in some] == [
+            expected[i] for i in some
+        ], "alone"
+        order = [5, 16, 2, 9, 0, 13, 7, 1, 15, 3, 11, 6, 14, 4, 10, 8, 12]
+        reordered = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+        assert all_facts(reordered) == [expected[i] for i in order], "reordered"
+        for i in (3, 7):
+            *_, last = llm.stream(prompts[i], params[i])
+            assert last.result is not None and facts(last.result) == expected[i], "streamed"
+        for threads in (1, 3, 7):
+            torch.set_num_threads(threads)
+            assert all_facts(llm.generate(prompts, params)) == expected, f"{threads} threads"
+        torch.set_num_threads(2)
+    with open_toy(name, dtype, max_batch_tokens=7, block_size=5) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
+    with open_toy(name, dtype, max_batch_tokens=40, max_sequences=3, num_threads=1) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "three at a time"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> None:
+    prompts, params = mixed_requests()
+    with open_toy(name, dtype) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        per_token = llm.info()["kv_bytes_per_token"]
+    # Room for a hundred tokens: the longest request fits, two of them do not.
+    with open_toy(name, dtype, kv_memory=per_token * 104, block_size=8) as llm:
+        results = llm.generate(prompts, params)
+        stats = llm.stats()
+        assert stats["preemptions"] > 0
+        assert stats["blocks_used"] == 0
+        assert all_facts(results) == expected
+        assert sum(r.metrics.preemptions for r in results) == stats["preemptions"]
+
+
+def test_kv_in_another_dtype_is_as_invariant() -> None:
+    prompts, params = mixed_requests(9)
+    with open_toy("llama", "float32", kv_dtype="bfloat16") as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        alone = [facts(llm.generate(p, q)[0]) for p, q in zip(prompts, params, strict=True)]
+        assert alone == expected
+        assert llm.info()["kv_dtype"] == "bfloat16"
+
+
+_RESTART = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import torch
+from requests_mixed import mixed_requests
+from test_invariance import open_toy
+torch.manual_seed(int(sys.argv[1]))
+prompts, params = mixed_requests(6)
+with open_toy("qwen3_moe", "bfloat16", num_threads=int(sys.argv[1])) as llm:
+    results = llm.generate(prompts, params)
+print(json.dumps([[c.token_ids, c.logprobs] for r in results for c in r.outputs]))
+"""
+
+
+def test_a_process_restart_gives_the_same_bits() -> None:
+    script = _RESTART.format(tests=str(Path(__file__).parent))
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", script, threads], capture_output=True, text=True, check=True
+        ).stdout
+        for threads in ("1", "2")
+    )
+    assert first == second
+    assert len(first) > 1000
+
+
+def test_global_random_state_neither_matters_nor_moves() -> None:
+    prompts, params = mixed_requests(9)
+    with open_toy("llama", "float32") as llm:
+        torch.manual_seed(1)
+        first = all_facts(llm.generate(prompts, params))
+        torch.manual_seed(2)
+        state = torch.get_rng_state()
+        assert all_facts(llm.generate(prompts, params)) == first
+        assert torch.equal(torch.get_rng_state(), state)
