@@ -1,0 +1,186 @@
+"""The noise is a pure function of seed, sample index, position and token id, and it is Gumbel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from verbatim.sampling import fast, noise
+from verbatim.sampling.noise import gumbel, gumbel_row, philox
+
+NoiseFunction = Callable[[int, int, int, Tensor], Tensor]
+MAX = 2**64 - 1
+PI_COUNTER = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            PI_COUNTER,
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    c0, c1, c2, c3 = (torch.tensor([c]) for c in counter)
+    assert tuple(int(w) for w in philox((c0, c1, c2, c3), key)) == expected
+
+
+def test_gumbel_is_the_formula_of_the_counter_and_key_laid_out_as_documented() -> None:
+    seed, sample_index, position = 0x0123456789ABCDEF, 5, 77
+    for token_id in (0, 1, 2, 3, 4, 151_935):
+        counter = [torch.tensor([c]) for c in (token_id // 4, position, sample_index, 0)]
+        words = philox((counter[0], counter[1], counter[2], counter[3]), (0x89ABCDEF, 0x01234567))
+        uniform = (int(words[token_id % 4]) + 0.5) / 2**32
+        expected = torch.tensor(-math.log(-math.log1p(-uniform)), dtype=torch.float64).float()
+        assert gumbel(seed, sample_index, position, torch.tensor([token_id])).item() == expected
+
+
+def check_purity(noise_of: NoiseFunction) -> None:
+    """Any subset in any order gives the same values, and each coordinate changes them."""
+    ids = torch.arange(1003)
+    whole = noise_of(7, 1, 20, ids)
+    order = torch.randperm(1003, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(noise_of(7, 1, 20, order), whole[order])
+    for size in (1, 2, 3, 17):
+        assert torch.equal(noise_of(7, 1, 20, order[:size]), whole[order[:size]])
+    assert torch.equal(noise_of(7, 1, 20, ids), whole)
+    assert whole.unique().numel() > 1000
+    others = [(7, 1, 21), (7, 1, 20 + 2**16), (7, 2, 20), (8, 1, 20), (7 + 2**32, 1, 20)]
+    others += [(7 + 2**63, 1, 20), (7, 20, 1)]
+    for other in others:
+        assert (noise_of(*other, ids) != whole).float().mean() > 0.99, other
+
+
+def _mutants() -> dict[str, NoiseFunction]:
+    calls = torch.zeros(1, dtype=torch.int64)
+
+    def stateful(seed: int, sample_index: int, position: int, ids: Tensor) -> Tensor:
+        calls.add_(1)
+        return gumbel(seed, sample_index, position + int(calls), ids)
+
+    def by_place(seed: int, sample_index: int, position: int, ids: Tensor) -> Tensor:
+        return gumbel(seed, sample_index, position, torch.arange(len(ids)))
+
+    return {
+        "ignores the position": lambda s, i, p, ids: gumbel(s, i, 0, ids),
+        "ignores the high half of the position": lambda s, i, p, ids: gumbel(s, i, p % 2**16, ids),
+        "ignores the sample index": lambda s, i, p, ids: gumbel(s, 0, p, ids),
+        "ignores the high word of the seed": lambda s, i, p, ids: gumbel(s % 2**32, i, p, ids),
+        "adds the coordinates up": lambda s, i, p, ids: gumbel(s, 0, i + p, ids),
+        "one value for four ids": lambda s, i, p, ids: gumbel(s, i, p, ids // 4),
+        "goes by the place in the list": by_place,
+        "keeps a state": stateful,
+    }
+
+
+def test_noise_is_a_pure_function_of_its_four_coordinates() -> None:
+    check_purity(gumbel)
+
+
+@pytest.mark.parametrize("mutant", _mutants())
+def test_purity_check_catches_the_mutant_that(mutant: str) -> None:
+    with pytest.raises(AssertionError):
+        check_purity(_mutants()[mutant])
+
+
+def test_row_of_noise_is_the_noise_of_its_ids_with_any_number_of_threads() -> None:
+    for vocab_size in (1, 5, 1000, 40_001):  # torch splits work over threads from 32,768 on
+        ids = torch.arange(vocab_size)
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(gumbel_row(MAX, 2, 9, vocab_size), gumbel(MAX, 2, 9, ids))
+
+
+def test_doubtful_roundings_are_decided_by_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.randint(0, 2**32, (20_000,), generator=torch.Generator().manual_seed(1))
+    expected = [-math.log(-math.log1p(-(b + 0.5) * 2.0**-32)) for b in bits.tolist()]
+    assert torch.equal(noise._transform(bits), torch.tensor(expected, dtype=torch.float64).float())
+    plain = noise._transform(bits)
+    log1p = torch.log1p
+    # A library whose logarithm is one unit in the last place off gives the same noise.
+    monkeypatch.setattr(torch, "log1p", lambda x: torch.nextafter(log1p(x), torch.zeros(())))
+    assert torch.equal(noise._transform(bits), plain)
+
+
+@needs_kernel
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 0x0123456789ABCDEF, MAX])
+def test_kernel_makes_the_same_noise(seed: int) -> None:
+    for vocab_size, sample_index, position in [(5, 0, 0), (1000, 3, 2**32 - 1), (32_003, 9, 77)]:
+        ours = gumbel_row(seed, sample_index, position, vocab_size)
+        assert torch.equal(fast.gumbel_row(seed, sample_index, position, vocab_size), ours)
+
+
+def test_extreme_words_stay_finite() -> None:
+    low, high = noise._transform(torch.tensor([0xFFFFFFFF, 0])).tolist()
+    assert low == pytest.approx(-math.log(33 * math.log(2)), abs=1e-5)
+    assert high == pytest.approx(33 * math.log(2), abs=1e-5)
+
+
+def test_noise_follows_the_gumbel_distribution() -> None:
+    ids = torch.arange(5000)
+    many = torch.cat([gumbel(11, i, p, ids) for i in range(3) for p in range(20)])
+    assert stats.kstest(many.numpy(), "gumbel_r").pvalue > 1e-4
+    alone = torch.cat([gumbel(3, 0, p, torch.tensor([42])) for p in range(2000)])
+    assert stats.kstest(alone.numpy(), "gumbel_r").pvalue > 1e-4
+
+
+def test_neighbours_along_each_coordinate_are_uncorrelated() -> None:
+    ids = torch.arange(10_000)
+    base = gumbel(100, 5, 50, ids)
+    pairs = {
+        "position": gumbel(100, 5, 51, ids),
+        "sample index": gumbel(100, 6, 50, ids),
+        "seed": gumbel(101, 5, 50, ids),
+        "high word of the seed": gumbel(100 + 2**32, 5, 50, ids),
+        "id": gumbel(100, 5, 50, ids + 1),
+        "id / 4": gumbel(100, 5, 50, ids + 4),
+    }
+    for name, other in pairs.items():
+        for transform in (lambda x: x, lambda x: torch.exp(-torch.exp(-x))):
+            both = torch.stack([transform(base), transform(other)])
+            correlation = torch.corrcoef(both)[0, 1].item()
+            assert abs(correlation) < 4.5 / math.sqrt(len(ids)), name
+    chain = torch.cat([gumbel(1, 0, p, torch.tensor([8])) for p in range(3000)])
+    for lag in (1, 2, 4):
+        correlation = torch.corrcoef(torch.stack([chain[:-lag], chain[lag:]]))[0, 1].item()
+        assert abs(correlation) < 4.5 / math.sqrt(len(chain))
+
+
+@pytest.mark.parametrize(
+    ("seed", "sample_index", "position", "name"),
+    [
+        (-1, 0, 0, "seed"),
+        (2**64, 0, 0, "seed"),
+        (0, -1, 0, "sample_index"),
+        (0, 0, 2**32, "position"),
+    ],
+)
+def test_coordinate_out_of_range_is_refused_by_name(
+    seed: int, sample_index: int, position: int, name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        gumbel(seed, sample_index, position, torch.arange(3))

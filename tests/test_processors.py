@@ -1,0 +1,205 @@
+"""Each processor against transformers' own, on logits without ties; ties and edges by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from verbatim.batch import SampleRow
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+from verbatim.sampling import processors
+from verbatim.sampling.processors import blocked_by_bad_words, check_vocabulary, process
+
+INF = math.inf
+
+
+def a_row(logits_seed: int, vocab_size: int = 1000, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(logits_seed)
+    logits = torch.randn(vocab_size, generator=generator) * scale
+    assert logits.unique().numel() == vocab_size
+    return logits
+
+
+def survivors(logits: Tensor) -> list[int]:
+    return (logits > -INF).nonzero().squeeze(1).tolist()
+
+
+def run(
+    logits: Tensor, *, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **kw
+) -> Tensor:
+    return process(logits, SampleRow(SamplingParams(**kw), 0, 0, 0, prompt, output))
+
+
+WARPERS = {
+    "top_k": lambda k: hf.TopKLogitsWarper(top_k=k),
+    "top_p": lambda p: hf.TopPLogitsWarper(top_p=p),
+    "min_p": lambda p: hf.MinPLogitsWarper(min_p=p),
+    "typical_p": lambda p: hf.TypicalLogitsWarper(mass=p),
+}
+CASES = [
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 5000},
+    {"top_p": 1e-6},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"top_p": 0.999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"typical_p": 0.2},
+    {"typical_p": 0.9},
+    {"top_k": 50, "top_p": 0.9},
+    {"top_p": 0.9, "min_p": 0.1},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
+def test_filters_keep_what_transformers_keeps(case: dict, temperature: float) -> None:
+    for logits_seed in range(5):
+        logits = a_row(logits_seed)
+        # Transformers sums its probabilities in the dtype of the logits: float64 rounds least.
+        theirs = hf.TemperatureLogitsWarper(temperature)(None, logits[None]).double()
+        for name, value in case.items():
+            theirs = WARPERS[name](value)(None, theirs)
+        ours = run(logits, temperature=temperature, **case)
+        assert torch.equal(ours.double(), theirs[0])
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.5, 7.0])
+def test_temperature_gives_transformers_bits(temperature: float) -> None:
+    logits = a_row(3)
+    theirs = hf.TemperatureLogitsWarper(temperature)(None, logits[None])[0]
+    assert torch.equal(run(logits, temperature=temperature), theirs)
+
+
+def test_repetition_penalty_gives_transformers_bits() -> None:
+    logits = a_row(4)
+    prompt, output = (5, 7, 7, 900), (7, 8, 999)
+    theirs = hf.RepetitionPenaltyLogitsProcessor(1.3)(
+        torch.tensor([[*prompt, *output]]), logits[None].clone()
+    )[0]
+    ours = run(logits, prompt=prompt, output=output, repetition_penalty=1.3)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, logits)
+
+
+def test_bfloat16_logits_are_filtered_in_float32() -> None:
+    logits = a_row(5).bfloat16()
+    kw = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert torch.equal(run(logits, prompt=(1, 2), **kw), run(logits.float(), prompt=(1, 2), **kw))
+    assert run(logits, **kw).dtype == torch.float32
+
+
+def test_presence_and_frequency_look_at_the_completion_only() -> None:
+    logits = torch.zeros(6)
+    ours = run(
+        logits, prompt=(0, 0), output=(1, 1, 1, 2), presence_penalty=0.5, frequency_penalty=0.25
+    )
+    assert ours.tolist() == [0.0, -1.25, -0.75, 0.0, 0.0, 0.0]
+
+
+def test_bias_is_added_and_bans_win_over_it() -> None:
+    row = SampleRow(SamplingParams(logit_bias={1: 5.0, 2: -3.0}), 0, 0, 0, banned_ids=[1, 4])
+    assert process(torch.zeros(5), row).tolist() == [0.0, -INF, -3.0, 0.0, -INF]
+
+
+def test_allowed_ids_are_the_only_ones_left() -> None:
+    assert survivors(run(torch.zeros(9), allowed_token_ids=[7, 2, 2])) == [2, 7]
+
+
+def test_penalties_come_before_the_temperature() -> None:
+    ours = run(torch.tensor([4.0, 2.0]), prompt=(0,), repetition_penalty=2.0, temperature=0.5)
+    assert ours.tolist() == [4.0, 4.0]
+
+
+def test_ids_outside_the_vocabulary_change_nothing() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0])
+    row = SampleRow(
+        SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0), 0, 0, 0, (77,), (88,), [99]
+    )
+    assert torch.equal(process(logits, row), logits)
+
+
+def test_ties_at_the_kth_logit_survive() -> None:
+    assert survivors(run(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0]), top_k=2)) == [1, 2, 3, 4]
+
+
+def test_zeros_of_either_sign_tie() -> None:
+    assert survivors(run(torch.tensor([-0.0, 0.0, -1.0]), top_k=1)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.2, [0]), (0.25, [0]), (0.26, [0, 1]), (0.5, [0, 1]), (0.9, [0, 1, 2, 3])]
+)
+def test_top_p_breaks_ties_by_id_and_keeps_the_token_that_crosses(
+    top_p: float, kept: list[int]
+) -> None:
+    assert survivors(run(torch.zeros(4), top_p=top_p)) == kept
+
+
+def test_processing_never_writes_to_its_argument() -> None:
+    logits = a_row(6)
+    before = logits.clone()
+    row = SampleRow(
+        SamplingParams(
+            temperature=0.5,
+            top_k=9,
+            top_p=0.9,
+            min_p=0.1,
+            typical_p=0.9,
+            repetition_penalty=1.5,
+            presence_penalty=1.0,
+            logit_bias={3: 1.0},
+            allowed_token_ids=list(range(500)),
+        ),
+        *(0, 0, 0, [1, 2], [3], [4]),
+    )
+    process(logits, row)
+    assert torch.equal(logits, before)
+
+
+def test_temperature_0_skips_the_filters() -> None:
+    logits = a_row(7)
+    assert torch.equal(run(logits, temperature=0.0, top_k=3, top_p=0.5), logits)
+
+
+def test_bad_words_block_what_transformers_blocks() -> None:
+    words = [[3], [1, 2], [1, 2, 4], [9, 9, 9, 9], [2, 5], [1, 2, 5]]
+    processor = hf.NoBadWordsLogitsProcessor([list(w) for w in words])
+    for history in ([1], [1, 2], [7, 1, 2], [9, 9, 9], [2, 1], [9, 9]):
+        theirs = processor(torch.tensor([history]), torch.zeros(1, 12))[0]
+        ours = blocked_by_bad_words([tuple(w) for w in words], history)
+        assert sorted(ours) == (theirs == -INF).nonzero().squeeze(1).tolist()
+
+
+def test_bad_words_need_no_history() -> None:
+    assert blocked_by_bad_words([(3,), (1, 2)], []) == [3]
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {"logit_bias": {100: 1.0}},
+        {"allowed_token_ids": [3, 100]},
+        {"bad_words": [[1, 100]]},
+        {"stop_token_ids": [100]},
+    ],
+)
+def test_ids_that_the_model_does_not_have_are_refused_by_name(kw: dict) -> None:
+    check_vocabulary(SamplingParams(**kw), 101)
+    with pytest.raises(InvalidRequest, match=f"{next(iter(kw))}.*100.*0 to 99"):
+        check_vocabulary(SamplingParams(**kw), 100)
+
+
+def test_each_processor_stands_alone() -> None:
+    logits = a_row(8)
+    for name, case in (("top_k", 7), ("top_p", 0.5), ("min_p", 0.2)):
+        assert torch.equal(getattr(processors, name)(logits, case), run(logits, **{name: case}))
+    assert torch.equal(processors.typical(logits, 0.5), run(logits, typical_p=0.5))

@@ -1,0 +1,296 @@
+"""The sampler: its draws, log-probs and refusals, and that nothing beside a row changes the row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.errors import NotSupported
+from verbatim.params import SamplingParams
+from verbatim.sampling import fast, logprobs
+from verbatim.sampling.noise import gumbel_row
+from verbatim.sampling.processors import process
+from verbatim.sampling.sampler import sample_rows
+
+INF = math.inf
+needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")
+both_backends = pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("kernel", marks=needs_kernel)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
+    """Rows with and without ties, holes at -inf, and in either dtype of the kernel."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    shape = (num_rows, vocab_size)
+    logits = torch.randn(shape, generator=generator) * rng.choice([0.1, 1.0, 3.0, 10.0])
+    kind = rng.randrange(6)
+    if kind == 0:
+        return logits.bfloat16()
+    if kind == 1:
+        return (logits * 2).round() / 2
+    if kind == 2:
+        return logits.masked_fill(torch.rand(shape, generator=generator) < 0.5, -INF)
+    if kind == 3:
+        return logits.sort(dim=1).values * rng.choice([1, 0])
+    return logits
+
+
+def random_row(rng: random.Random, vocab_size: int, typical: bool = False) -> SampleRow:
+    v = vocab_size
+    params = SamplingParams(
+        temperature=rng.choice([0, 1e-40, 1e-3, 0.1, 0.8, 1.0, 1.0, 1.5, 10.0]),
+        top_k=rng.choice([0, 0, 1, 5, 50, 300, v, v + 3]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6, 0.999999, rng.random() + 1e-9]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
+        typical_p=rng.choice([1.0, 0.5]) if typical else 1.0,
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+        logit_bias=rng.choice([None, None, {1: 5.0, 3: -100.0}]),
+        allowed_token_ids=rng.choice([None, None, None, [0, 2, 3]]),
+    )
+    return SampleRow(
+        params,
+        seed=rng.randrange(2**64),
+        sample_index=rng.randrange(4),
+        position=rng.randrange(1000),
+        prompt_ids=[1, 2, 3],
+        output_ids=[0, 2, 2],
+        banned_ids=rng.choice([[], [], [0, 4]]),
+        target=rng.choice([None] * 8 + [2]),
+        num_logprobs=rng.choice([0, 0, 3, 20]),
+    )
+
+
+def by_row(draws: Draws) -> list[str]:
+    """Each row's results as text: equal text is equal bits, NaN included."""
+    columns = [getattr(draws, field.name) for field in dataclasses.fields(draws)]
+    return [repr(values) for values in zip(*columns, strict=True)]
+
+
+def one(logits: list[float] | Tensor, backend: str = "reference", **row: Any) -> tuple[Any, ...]:
+    params = SamplingParams(**row.pop("params", {}))
+    one_row = SampleRow(params, **{"seed": 1, "sample_index": 0, "position": 3, **row})
+    draws = sample_rows(torch.as_tensor(logits)[None], SamplePlan([one_row]), backend=backend)
+    return tuple(getattr(draws, field.name)[0] for field in dataclasses.fields(draws))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rng_seed", range(3))
+def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
+    rng = random.Random(rng_seed)
+    sizes = [5, 7, 16, 33, 100, 1000, 1023, 4097] * 25 + [32_003] * 3 + [151_936]
+    for vocab_size in sizes:
+        num_rows = 4 if vocab_size < 30_000 else 1
+        logits = random_logits(rng, num_rows, vocab_size)
+        plan = SamplePlan([random_row(rng, vocab_size) for _ in range(num_rows)])
+        ours = sample_rows(logits, plan, backend="kernel")
+        reference = sample_rows(logits, plan, backend="reference")
+        assert ours.ids == reference.ids, (vocab_size, plan)
+        assert ours.top_ids == reference.top_ids
+        same = {"rel": 1e-6, "abs": 1e-7, "nan_ok": True}
+        assert ours.logprobs == pytest.approx(reference.logprobs, **same)
+        assert ours.sampled_logprobs == pytest.approx(reference.sampled_logprobs, **same)
+
+
+@needs_kernel
+def test_kernel_rules_out_no_token_that_could_win() -> None:
+    vocab_size = 20_011
+    generator = torch.Generator().manual_seed(3)
+    for position in range(60):
+        scale = [0.0, 0.01, 1.0, 5.0, 1000.0][position % 5]
+        logits = torch.randn(vocab_size, generator=generator) * scale
+        expected = int((logits + gumbel_row(1, 0, position, vocab_size)).argmax())
+        assert one(logits, "kernel", position=position)[0] == expected
+
+
+@both_backends
+def test_row_does_not_depend_on_batch_order_or_threads(backend: str) -> None:
+    rng = random.Random(11)
+    vocab_size, num_rows = 1003, 16
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        logits = (torch.randn(num_rows, vocab_size) * 3).to(dtype)
+        rows = [random_row(rng, vocab_size, typical=True) for _ in range(num_rows)]
+        expected = by_row(sample_rows(logits, SamplePlan(rows), backend=backend))
+        for i in range(num_rows):
+            alone = sample_rows(logits[i : i + 1], SamplePlan([rows[i]]), backend=backend)
+            assert by_row(alone) == [expected[i]]
+        order = rng.sample(range(num_rows), num_rows)
+        plan = SamplePlan([rows[i] for i in order])
+        assert by_row(sample_rows(logits[order], plan, backend=backend)) == [
+            expected[i] for i in order
+        ]
+        strided = torch.stack([logits, logits], dim=2)[:, :, 0]
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert by_row(sample_rows(strided, SamplePlan(rows), backend=backend)) == expected
+
+
+@both_backends
+def test_large_vocabulary_does_not_depend_on_threads(backend: str) -> None:
+    logits = torch.randn(2, 151_936, generator=torch.Generator().manual_seed(1)) * 3
+    params = SamplingParams(temperature=0.9, top_p=0.9)
+    plan = SamplePlan([SampleRow(params, 5, i, 9, num_logprobs=5) for i in range(2)])
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        results.append(by_row(sample_rows(logits, plan, backend=backend)))
+    assert results == [results[0]] * 4
+
+
+@needs_kernel
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 8, "top_p": 0.9}], ids=str)
+def test_frequencies_of_100_000_draws(params: dict[str, Any]) -> None:
+    logits = torch.randn(37, generator=torch.Generator().manual_seed(2)) * 1.5
+    settled = SamplingParams(**params)
+    expected = process(logits, SampleRow(settled, 0, 0, 0)).double().softmax(0)
+    counts = torch.zeros(37)
+    for start in range(0, 100_000, 5000):
+        rows = [SampleRow(settled, 99, p % 3, start + p) for p in range(5000)]
+        ids = sample_rows(logits.expand(5000, 37), SamplePlan(rows), backend="kernel").ids
+        counts += torch.bincount(torch.tensor(ids), minlength=37)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    observed = counts[kept].double().numpy()
+    assert stats.chisquare(observed, expected[kept].numpy() * 100_000).pvalue > 1e-4
+
+
+@both_backends
+def test_greedy_takes_the_largest_logit_and_the_lowest_of_equals(backend: str) -> None:
+    for logits, expected in [
+        ([0.0, 2.0, 1.0, 2.0], 1),
+        ([-INF, -5.0, -INF, -5.0], 1),
+    ]:
+        for temperature in (0, 1e-42, 1e-60):
+            result = one(logits, backend, params={"temperature": temperature})
+            assert (result[0], result[2]) == (expected, 0.0)
+    assert one([-1.0, -0.0, 0.0], backend, params={"temperature": 0})[0] == 1
+
+
+@both_backends
+def test_greedy_goes_by_the_edited_logits_and_ignores_filters(backend: str) -> None:
+    params = {"temperature": 0, "logit_bias": {3: 9.0}, "top_k": 1, "top_p": 0.1}
+    result = one([5.0, 4.0, 3.0, 0.0], backend, params=params)
+    assert result[0] == 3
+    assert result[1] == pytest.approx(torch.tensor([5.0, 4, 3, 0]).log_softmax(0)[3].item())
+
+
+@both_backends
+def test_equal_scores_go_to_the_lowest_id(backend: str) -> None:
+    logits = torch.full((300,), 2.0**30)  # no noise survives beside logits of this size
+    assert one(logits, backend)[0] == 0
+    logits[:7] = 0.0
+    assert one(logits, backend)[0] == 7
+
+
+@both_backends
+def test_logprobs_are_raw_and_sampled_logprobs_processed(backend: str) -> None:
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(4)) * 2
+    params = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "logit_bias": {4: 2.0}}
+    token_id, logprob, sampled, top_ids, top_logprobs = one(
+        logits, backend, params=params, num_logprobs=4
+    )
+    processed = process(logits, SampleRow(SamplingParams(**params), 0, 0, 0))
+    assert logprob == pytest.approx(logits.double().log_softmax(0)[token_id].item(), abs=1e-6)
+    assert sampled == pytest.approx(processed.double().log_softmax(0)[token_id].item(), abs=1e-6)
+    assert top_ids == logits.topk(4).indices.tolist()
+    expected = logits.double().log_softmax(0)[top_ids].tolist()
+    assert top_logprobs == pytest.approx(expected, abs=1e-6)
+
+
+@both_backends
+def test_only_survivor_has_log_prob_0(backend: str) -> None:
+    result = one([1.0, 3.0, 2.0], backend, params={"top_k": 1})
+    assert (result[0], result[2]) == (1, 0.0)
+
+
+@both_backends
+def test_scoring_gives_generation_log_probs_bit_for_bit(backend: str) -> None:
+    logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(5)).bfloat16()
+    params = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5)
+    rows = [SampleRow(params, 8, 0, p, (), [1, 2], num_logprobs=3) for p in range(6)]
+    drawn = sample_rows(logits, SamplePlan(rows), backend=backend)
+    targets = [SampleRow(SamplingParams(), 0, 0, 0, target=i, num_logprobs=3) for i in drawn.ids]
+    scored = sample_rows(logits, SamplePlan(targets), backend=backend)
+    assert scored.ids == drawn.ids
+    assert (scored.logprobs, scored.top_ids) == (drawn.logprobs, drawn.top_ids)
+    assert scored.top_logprobs == drawn.top_logprobs
+    assert all(math.isnan(value) for value in scored.sampled_logprobs)
+
+
+@both_backends
+def test_top_lists_break_ties_by_id_and_leave_out_the_impossible(backend: str) -> None:
+    logits = [1.0, 2.0, -INF, 2.0, 1.0]
+    assert one(logits, backend, num_logprobs=3)[3] == [1, 3, 0]
+    assert one(logits, backend, num_logprobs=100)[3] == [1, 3, 0, 4]
+    assert one(logits, backend, num_logprobs=0)[3] == []
+
+
+@both_backends
+def test_row_that_can_not_be_drawn_says_so_and_harms_no_other(backend: str) -> None:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(6))
+    rows = [SampleRow(SamplingParams(), 3, i, 0, num_logprobs=2) for i in range(6)]
+    healthy = by_row(sample_rows(logits, SamplePlan(rows), backend=backend))
+    logits[1, 39] = math.nan
+    logits[2] = -INF
+    logits[3, 17] = INF
+    rows[4] = dataclasses.replace(rows[4], banned_ids=range(40))
+    rows[1] = dataclasses.replace(rows[1], target=5)
+    draws = sample_rows(logits, SamplePlan(rows), backend=backend)
+    results = by_row(draws)
+    assert (results[0], results[5]) == (healthy[0], healthy[5])
+    assert results[1:5] == ["(-1, nan, nan, [], [])"] * 4
+
+
+@both_backends
+def test_impossible_target_has_log_prob_minus_infinity(backend: str) -> None:
+    assert one([0.0, -INF, 0.0], backend, target=1)[:2] == (1, -INF)
+
+
+@both_backends
+def test_logits_and_the_global_generator_are_left_alone(backend: str) -> None:
+    rng = random.Random(7)
+    logits = torch.randn(8, 300)
+    before, state = logits.clone(), torch.get_rng_state()
+    plan = SamplePlan([random_row(rng, 300, typical=True) for _ in range(8)])
+    sample_rows(logits, plan, backend=backend)
+    assert torch.equal(logits, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_lane_sum_is_the_sum() -> None:
+    values = torch.rand(1003, dtype=torch.float64)
+    assert logprobs.lane_sum(values) == pytest.approx(values.sum().item(), rel=1e-14)
+    x = -torch.linspace(0, 600, 10_001, dtype=torch.float64)
+    assert torch.allclose(logprobs.exp_falling(x), x.exp(), rtol=3e-9, atol=0)
+    assert logprobs.exp_falling(torch.zeros(1, dtype=torch.float64)).item() == 1.0
+
+
+def test_wrong_plans_and_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SampleRow(SamplingParams(), 0, 0, 0)]
+    with pytest.raises(NotSupported, match=r"backend='cuda'.*auto, kernel, reference"):
+        sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="cuda")
+    with pytest.raises(ValueError, match="1 rows to sample"):
+        sample_rows(torch.zeros(2, 4), SamplePlan(rows))
+    rows[0].target = 4
+    with pytest.raises(ValueError, match="target=4: must be 0 to 3"):
+        sample_rows(torch.zeros(1, 4), SamplePlan(rows))
+    rows[0].target = None
+    monkeypatch.setattr(fast, "library", lambda: None)
+    assert sample_rows(torch.zeros(1, 4), SamplePlan(rows)).ids[0] >= 0
+    with pytest.raises(NotSupported, match="kernel"):
+        sample_rows(torch.zeros(1, 4), SamplePlan(rows), backend="kernel")

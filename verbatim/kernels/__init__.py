@@ -1,0 +1,75 @@
+"""The compiled kernels: one library per instruction set, loaded by ctypes when first asked for.
+
+`library()` is the best one this processor can run, or None where the package was installed without
+a compiler; each caller then takes its torch reference. Torch must be imported first: the kernels
+share torch's OpenMP runtime, so that there is one pool of threads in the process and not two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+VERSION = 1  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+
+# Best first. The second column is what /proc/cpuinfo or the operating system calls the features.
+_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("avx512_bf16", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})),
+    ("avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
+    ("avx2", frozenset({"avx2", "fma", "f16c"})),
+    ("generic", frozenset()),
+)
+
+
+@functools.cache
+def _cpu_features() -> frozenset[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def available() -> list[str]:
+    """The instruction sets that were built and that this processor has, best first."""
+    here = Path(__file__).parent
+    return [
+        name
+        for name, needs in _LEVELS
+        if needs <= _cpu_features() and (here / f"verbatim_{name}.so").exists()
+    ]
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL:
+    """The library built for instruction set `name`, one of `available()`."""
+    import torch  # noqa: F401  (its OpenMP runtime must be in the process before ours is bound)
+
+    return ctypes.CDLL(str(Path(__file__).parent / f"verbatim_{name}.so"))
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, part of the numerics key; None where nothing was built.
+
+    `VERBATIM_KERNELS=NAME` picks another one of `available()`, and `VERBATIM_KERNELS=none` the
+    torch references.
+    """
+    wanted = os.environ.get("VERBATIM_KERNELS")
+    names = available()
+    if wanted == "none":
+        return None
+    if wanted:
+        if wanted not in names:
+            raise ValueError(f"VERBATIM_KERNELS={wanted!r}: this build and processor have {names}")
+        return wanted
+    return names[0] if names else None
+
+
+def library() -> ctypes.CDLL | None:
+    """The library for this processor, or None where none was built."""
+    name = instruction_set()
+    return load(name) if name else None

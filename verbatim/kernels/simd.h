@@ -1,0 +1,157 @@
+// Sixteen float lanes, the same on every instruction set.
+//
+// Every kernel is written once on these helpers and compiled once per instruction set. The order of
+// the arithmetic is spelled out here and never left to the compiler: sources are compiled with
+// -ffp-contract=off, a fused multiply-add happens only where `fma` says so, and a horizontal sum has
+// one fixed tree. That is what makes a row's bits independent of the rows computed beside it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace vb {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint16_t bf16;  // the upper half of a float's bits
+
+// Copies the bits, as an addition to a vector of zeros would not do for -0 and NaN.
+static inline f32x16 splat(float x) {
+    return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+}
+
+static inline f32x16 load(const float *p) {
+    f32x16 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float *p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
+
+static inline f32x16 widen(u16x16 bits) {
+    u32x16 wide = __builtin_convertvector(bits, u32x16) << 16;
+    return (f32x16)wide;
+}
+
+static inline f32x16 load(const bf16 *p) {
+    u16x16 bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return widen(bits);
+}
+
+// The first n (0 to 16) lanes from memory, the others zero.
+template <typename T> static inline f32x16 load_first(const T *p, int n) {
+    T lanes[16] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return load(lanes);
+}
+
+static inline void store_first(float *p, f32x16 v, int n) {
+    float lanes[16];
+    store(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(float));
+}
+
+static inline float to_float(float x) { return x; }
+
+static inline float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    std::memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+// Round to nearest, ties to even, as torch rounds.
+static inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+    return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+static inline void put(float *p, float x) { *p = x; }
+static inline void put(bf16 *p, float x) { *p = to_bf16(x); }
+
+// a * b + c with one rounding where the machine has it, with two where it has not.
+static inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    f32x16 out;
+    std::memcpy(&out, z, 64);
+    return out;
+#else
+    return a * b + c;
+#endif
+}
+
+static inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+// The sum of the lanes, always by the same tree: 16 -> 8 -> 4 -> 2 -> 1, halves added.
+static inline float sum(f32x16 v) {
+    float x[16];
+    store(x, v);
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) x[i] += x[i + width];
+    return x[0];
+}
+
+static inline float max_lane(f32x16 v) {
+    float x[16];
+    store(x, v);
+    float m = x[0];
+    for (int i = 1; i < 16; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+// Sixteen floats rounded to bf16 as `to_bf16` rounds one.
+static inline u16x16 narrow(f32x16 v) {
+    u32x16 bits = (u32x16)v;
+    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    u32x16 nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
+    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), u16x16);
+}
+
+// For x <= 0: x = n ln 2 + r with |r| <= ln 2 / 2; gives 2^n and exp(r) - 1 (its Taylor series to
+// r^7, short by less than 5e-9). Below -87 the result stays at -87, so that 2^n is a normal number.
+static inline f32x16 split_exp(f32x16 x, f32x16 *power) {
+    const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    x = x < -87.0f ? splat(-87.0f) : x;
+    f32x16 shifted = fma(x, splat(1.44269504f), shift);
+    f32x16 n = shifted - shift;
+    f32x16 r = fma(n, splat(-0.693359375f), x);  // ln 2 in two parts, the first exact times n
+    r = fma(n, splat(2.12194440e-4f), r);
+    *power = (f32x16)(((i32x16)shifted - (i32x16)shift + 127) << 23);
+    f32x16 series = splat(1.0f / 5040);
+    series = fma(series, r, splat(1.0f / 720));
+    series = fma(series, r, splat(1.0f / 120));
+    series = fma(series, r, splat(1.0f / 24));
+    series = fma(series, r, splat(1.0f / 6));
+    series = fma(series, r, splat(0.5f));
+    return fma(series, r * r, r);
+}
+
+// exp(x) for x <= 0, exactly 0 below -87; NaN stays NaN.
+static inline f32x16 exp_nonpositive(f32x16 x) {
+    f32x16 power, rest = split_exp(x, &power);
+    return x < -87.0f ? splat(0.0f) : fma(power, rest, power);
+}
+
+// tanh(|x|) = -t / (t + 2) with t = exp(-2|x|) - 1, which loses nothing near zero.
+static inline f32x16 tanh(f32x16 x) {
+    i32x16 sign = (i32x16)x & INT32_MIN;
+    f32x16 power, rest = split_exp(-2.0f * (f32x16)((i32x16)x ^ sign), &power);
+    f32x16 t = fma(power, rest, power - 1.0f);
+    return (f32x16)((i32x16)(-t / (t + 2.0f)) ^ sign);
+}
+
+}  // namespace vb

@@ -1,0 +1,113 @@
+"""The compiled sampler (`verbatim/kernels/sampling.cpp`) behind its ctypes face."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Draws, SampleRow
+from verbatim.kernels import library
+from verbatim.sampling.processors import edit
+
+
+class _Row(ctypes.Structure):
+    """`vb::SampleRow`, field for field."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("edited", ctypes.c_void_p),
+        ("target", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("temperature", ctypes.c_float),
+        ("sample_index", ctypes.c_uint32),
+        ("position", ctypes.c_uint32),
+        ("num_top", ctypes.c_int32),
+        ("id", ctypes.c_int32),
+        ("logprob", ctypes.c_float),
+        ("sampled_logprob", ctypes.c_float),
+        ("found_top", ctypes.c_int32),
+    )
+
+
+def available() -> bool:
+    """Whether the kernel was built for this processor."""
+    return hasattr(library(), "vb_sample_rows")
+
+
+def serves(row: SampleRow) -> bool:
+    """Whether the kernel knows all that the row asks for; the typical filter it leaves to torch."""
+    return row.target is not None or row.params.typical_p == 1
+
+
+def sample_rows(logits: Tensor, rows: list[SampleRow], num_threads: int) -> Draws:
+    """The draws of rows that the kernel `serves`; logits `[R, V]` on the CPU."""
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    edited: list[Tensor] = []  # keeps them alive until the kernel has read them
+    specs = (_Row * num_rows)()
+    for spec, row, raw in zip(specs, rows, logits, strict=True):
+        _fill(spec, row, raw, edited)
+    width = max((spec.num_top for spec in specs), default=0)
+    top_ids = torch.empty(num_rows, width, dtype=torch.int32)
+    top_logprobs = torch.empty(num_rows, width, dtype=torch.float32)
+    kernels = library()
+    assert kernels is not None
+    kernels.vb_sample_rows(
+        ctypes.c_void_p(logits.data_ptr()),
+        ctypes.c_int(logits.dtype == torch.bfloat16),
+        ctypes.c_int64(logits.stride(0)),
+        ctypes.c_int64(num_rows),
+        ctypes.c_int64(vocab_size),
+        specs,
+        ctypes.c_void_p(top_ids.data_ptr()),
+        ctypes.c_void_p(top_logprobs.data_ptr()),
+        ctypes.c_int64(width),
+        ctypes.c_int(max(1, min(num_threads, num_rows))),
+    )
+    found = [spec.found_top for spec in specs]
+    return Draws(
+        ids=[spec.id for spec in specs],
+        logprobs=[spec.logprob for spec in specs],
+        sampled_logprobs=[spec.sampled_logprob for spec in specs],
+        top_ids=[ids[:n] for ids, n in zip(top_ids.tolist(), found, strict=True)],
+        top_logprobs=[values[:n] for values, n in zip(top_logprobs.tolist(), found, strict=True)],
+    )
+
+
+def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None:
+    """Write a row's parameters; `raw` is its logits in any dtype, and new tensors go to `edited`."""
+    params, vocab_size = row.params, raw.shape[0]
+    spec.target = -1 if row.target is None else row.target
+    spec.num_top = min(row.num_logprobs, vocab_size)
+    if row.target is not None:
+        return
+    spec.seed, spec.sample_index, spec.position = row.seed, row.sample_index, row.position
+    spec.temperature = params.temperature
+    spec.top_k = params.top_k if params.top_k < vocab_size else 0
+    spec.top_p, spec.min_p = params.top_p, params.min_p
+    changed = edit(raw, row)
+    if changed is not raw:
+        edited.append(changed)
+        spec.edited = changed.data_ptr()
+
+
+def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
+    """The noise of ids 0 to `vocab_size - 1` as the kernel makes it: [V] float32."""
+    out = torch.empty(vocab_size, dtype=torch.float32)
+    kernels = library()
+    assert kernels is not None
+    kernels.vb_gumbel(
+        ctypes.c_uint64(seed),
+        ctypes.c_uint32(sample_index),
+        ctypes.c_uint32(position),
+        ctypes.c_int64(vocab_size),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out

@@ -1,0 +1,85 @@
+"""Masses and log-probs of one row of logits, with bits that nothing but the row decides.
+
+A mass is a sum of `exp(logit - max)` in float64. The exponential is spelled out in additions and
+products, and id `i` is always added to lane `i % 32`, so that one row alone, a row of a batch, any
+number of threads and the kernel (`verbatim/kernels/logits.h`) agree in every bit: `torch.logsumexp`
+does not promise that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_LANES = 32
+# 2**r = 1 + r * (c0 + r * (c1 + ...)) for |r| <= 1/2, to 3e-9 of its value.
+_COEFFICIENTS = (
+    0.6931472067028326,
+    0.24022650922288757,
+    0.05550327226670302,
+    0.009618056678524637,
+    0.0013400428177615838,
+    0.0001546144469856913,
+)
+
+
+def exp_falling(x: Tensor) -> Tensor:
+    """`exp(x)` for float64 `x <= 0`: exactly 1 at 0, and never below `2**-1000`."""
+    t = (x * 1.4426950408889634).clamp(min=-1000.0)
+    n = torch.round(t)
+    r = t - n
+    p = torch.full_like(r, _COEFFICIENTS[-1])
+    for c in (*_COEFFICIENTS[-2::-1], 1.0):
+        p = p * r + c
+    return (p.view(torch.int64) + (n.long() << 52)).view(torch.float64)
+
+
+def masses(logits: Tensor, top: float) -> Tensor:
+    """`exp(logit - top)` for each of some float32 logits, float64."""
+    return exp_falling(logits.double() - top)
+
+
+def lane_sum(values: Tensor) -> float:
+    """The sum of float64 values `[V]`, in the fixed order of this module."""
+    padding = -values.shape[0] % NUM_LANES
+    lanes = torch.nn.functional.pad(values, (0, padding)).view(-1, NUM_LANES)
+    # A running sum goes from one row to the next; `sum` would choose an order of its own.
+    lanes = lanes.cumsum(0)[-1]
+    while lanes.shape[0] > 1:
+        half = lanes.shape[0] // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes.item()
+
+
+@dataclass(frozen=True, slots=True)
+class Mass:
+    """What turns the logits of one row into log-probs: the largest logit, and the row's mass."""
+
+    top: float
+    total: float
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Mass | None:
+        """Of float32 logits `[V]`; None where they hold NaN or +inf, or nothing above -inf."""
+        top = logits.max().item()  # NaN if any is NaN
+        if not math.isfinite(top):
+            return None
+        return cls(top, lane_sum(masses(logits, top)))
+
+    def logprobs(self, logits: Tensor) -> list[float]:
+        """The log-probs of some of the row's logits, rounded to float32."""
+        values: list[float] = (logits.double() - self.top - math.log(self.total)).float().tolist()
+        return values
+
+
+def likeliest(logits: Tensor, n: int) -> Tensor:
+    """The ids of the `n` largest logits `[V]`, largest first, ties by id; without those at -inf."""
+    n = min(n, int((logits > -math.inf).sum()))
+    if n == 0:
+        return torch.empty(0, dtype=torch.int64)
+    least = torch.topk(logits, n).values[-1]
+    ids = (logits >= least).nonzero().squeeze(1)
+    return ids[torch.sort(logits[ids], descending=True, stable=True).indices[:n]]

@@ -1,0 +1,185 @@
+"""What stands between a model's logits and a draw: penalties, biases, bans, temperature, filters.
+
+Plain functions of one float32 row `[V]`; each returns a new row and leaves its argument alone. They
+are the readable reference of the kernel, and equal to transformers' warpers on logits without ties.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import SampleRow
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+from verbatim.sampling.logprobs import lane_sum, masses
+
+
+def process(logits: Tensor, row: SampleRow) -> Tensor:
+    """One row of raw logits `[V]` to the row that the noise is added to; filtered ids are -inf.
+
+    Where `is_greedy` the row is edited and not filtered: its largest logit will be taken.
+    """
+    logits = edit(logits.float(), row)
+    return logits if is_greedy(logits, row.params.temperature) else warp(logits, row.params)
+
+
+def warp(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature and the filters, in order."""
+    logits = temperature(logits, params.temperature)
+    if params.top_k:
+        logits = top_k(logits, params.top_k)
+    if params.top_p < 1:
+        logits = top_p(logits, params.top_p)
+    if params.min_p > 0:
+        logits = min_p(logits, params.min_p)
+    if params.typical_p < 1:
+        logits = typical(logits, params.typical_p)
+    return logits
+
+
+def edit(logits: Tensor, row: SampleRow) -> Tensor:
+    """Penalties, biases and bans, in order, as float32; the tensor itself where there are none."""
+    params, size = row.params, logits.shape[0]
+    if not _is_edited(row):
+        return logits
+    logits = logits.float()
+    if params.repetition_penalty != 1:
+        seen = [*row.prompt_ids, *row.output_ids]
+        logits = repetition_penalty(logits, params.repetition_penalty, seen)
+    if params.presence_penalty or params.frequency_penalty:
+        logits = count_penalties(
+            logits, params.presence_penalty, params.frequency_penalty, row.output_ids
+        )
+    if params.logit_bias:
+        logits = bias(logits, params.logit_bias)
+    if params.allowed_token_ids is not None:
+        allowed = _known(params.allowed_token_ids, size)
+        logits = torch.full_like(logits, -math.inf).index_copy(0, allowed, logits[allowed])
+    if row.banned_ids:
+        logits = logits.index_fill(0, _known(row.banned_ids, size), -math.inf)
+    return logits
+
+
+def _is_edited(row: SampleRow) -> bool:
+    params = row.params
+    return bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or row.banned_ids
+    )
+
+
+def _known(ids: Iterable[int], size: int) -> Tensor:
+    """The distinct ids that the vocabulary has; a row can't draw the others anyway."""
+    return torch.tensor([i for i in set(ids) if 0 <= i < size], dtype=torch.int64)
+
+
+def repetition_penalty(logits: Tensor, penalty: float, seen: Sequence[int]) -> Tensor:
+    """Positive logits of seen ids over the penalty, negative ones times it (Keskar et al. 2019)."""
+    ids = _known(seen, logits.shape[0])
+    picked = logits[ids]
+    return logits.index_copy(0, ids, torch.where(picked < 0, picked * penalty, picked / penalty))
+
+
+def count_penalties(
+    logits: Tensor, presence: float, frequency: float, output_ids: Sequence[int]
+) -> Tensor:
+    """Subtract `presence` once, and `frequency` once per occurrence, for ids of the completion."""
+    counts = {i: n for i, n in Counter(output_ids).items() if 0 <= i < logits.shape[0]}
+    ids = torch.tensor(list(counts), dtype=torch.int64)
+    penalties = presence + frequency * torch.tensor(list(counts.values()), dtype=torch.float32)
+    return logits.index_copy(0, ids, logits[ids] - penalties)
+
+
+def bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
+    """Add a number to the logits of some ids."""
+    known = {i: value for i, value in biases.items() if i < logits.shape[0]}
+    ids = torch.tensor(list(known), dtype=torch.int64)
+    return logits.index_copy(0, ids, logits[ids] + torch.tensor(list(known.values())).float())
+
+
+def is_greedy(logits: Tensor, temperature: float) -> bool:
+    """Whether the largest logit is simply taken: at temperature 0, or where dividing overflows."""
+    return not torch.isfinite(logits.max() / temperature)
+
+
+def temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Divide by a temperature above 0."""
+    return logits / temperature
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Keep the `k` largest; ties at the k-th survive."""
+    least = torch.topk(logits, min(k, logits.shape[0])).values[-1]
+    return logits.masked_fill(logits < least, -math.inf)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the fewest ids whose probabilities reach `p`, by logit descending and id ascending."""
+    ordered, ids = torch.sort(logits, descending=True, stable=True)
+    mass = masses(ordered, ordered[0].item())
+    before = mass.cumsum(0).roll(1)
+    before[0] = 0.0
+    return logits.index_fill(0, ids[before >= p * lane_sum(mass)], -math.inf)
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Drop ids less likely than `p` times the likeliest."""
+    return logits.masked_fill(masses(logits, logits.max().item()) < p, -math.inf)
+
+
+def typical(logits: Tensor, p: float) -> Tensor:
+    """Keep the ids whose surprise is nearest the entropy, up to mass `p` (Meister et al. 2022)."""
+    top = logits.max().item()
+    mass = masses(logits, top).masked_fill(logits == -math.inf, 0.0)
+    total = lane_sum(mass)
+    surprise = top - logits.double() + math.log(total)
+    entropy = lane_sum(torch.where(mass > 0, mass / total * surprise, 0.0))
+    distance, ids = torch.sort((surprise - entropy).abs(), stable=True)
+    crossing = int((mass[ids].cumsum(0) < p * total).sum())
+    least_typical = distance[min(crossing, len(distance) - 1)]
+    return logits.masked_fill((surprise - entropy).abs() > least_typical, -math.inf)
+
+
+def blocked_by_bad_words(
+    bad_sequences: Iterable[tuple[int, ...]], history: Sequence[int]
+) -> list[int]:
+    """The ids that would complete a banned sequence after this history (prompt and completion)."""
+    blocked = {
+        ids[-1]: None
+        for ids in bad_sequences
+        if len(ids) == 1 or tuple(history[-(len(ids) - 1) :]) == tuple(ids[:-1])
+    }
+    return list(blocked)
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that name token ids which the model does not have.
+
+    Raises:
+        InvalidRequest: with the field, the id and the limit.
+    """
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": [i for word in params.bad_words if not isinstance(word, str) for i in word],
+        "stop_token_ids": [i for ids in params.stop_token_ids for i in _as_ids(ids)],
+    }
+    for name, ids in named.items():
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})"
+                )
+
+
+def _as_ids(ids: int | Sequence[int]) -> Sequence[int]:
+    return (ids,) if isinstance(ids, int) else ids

@@ -1,0 +1,202 @@
+"""The one sampler: rows of logits to token ids and log-probs.
+
+Everything happens in float32, on the CPU, row by row: no number of a row depends on the rows beside
+it, on their count or on the number of threads. `backend="kernel"` is the compiled one pass sampler,
+`backend="reference"` the plain torch one; both draw the same ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import SamplingParams
+from verbatim.sampling import fast
+from verbatim.sampling.logprobs import Mass, likeliest
+from verbatim.sampling.noise import gumbel_row
+from verbatim.sampling.processors import edit, is_greedy, warp
+
+BACKENDS = ("auto", "kernel", "reference")
+MAX_POSITION = 2**32 - 1
+
+
+def sample_rows(
+    logits: Tensor, plan: SamplePlan, *, backend: str = "auto", num_threads: int | None = None
+) -> Draws:
+    """Draw an id, or score the target, for each row of a plan.
+
+    A drawn id is `argmax(process(logits) + gumbel)`, ties to the lowest id; at temperature 0 the
+    largest logit after penalties, biases and bans, ties to the lowest id.
+
+    A row that can't be drawn must not end the others: where the logits hold NaN or +inf, or where
+    nothing above -inf is left to draw from, the row's id is -1, both of its log-probs are NaN and
+    its lists are empty. The engine turns that into a failure of that request.
+
+    Args:
+        logits: `[R, V]`, any floating dtype and device; never written to.
+        plan: one `SampleRow` per row of logits.
+        backend: "auto" takes the kernel where it was built.
+        num_threads: of the kernel; None takes torch's number. No result depends on it.
+
+    Returns:
+        `Draws` in the order of the rows. `logprobs` are of the raw logits at temperature 1,
+        `sampled_logprobs` of the distribution drawn from (0.0 at temperature 0, NaN for targets);
+        the top lists leave out ids of probability 0.
+
+    Raises:
+        NotSupported: an unknown backend, or `backend="kernel"` where no kernel was built.
+    """
+    if backend not in BACKENDS:
+        raise NotSupported(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    if logits.dim() != 2 or logits.shape[0] != len(plan.rows):
+        raise ValueError(f"{len(plan.rows)} rows to sample, but logits are {list(logits.shape)}")
+    for row in plan.rows:
+        if row.target is not None and not 0 <= row.target < logits.shape[1]:
+            raise ValueError(f"target={row.target}: must be 0 to {logits.shape[1] - 1}")
+    if backend == "kernel" and not fast.available():
+        raise NotSupported("backend='kernel': no kernel was built for this processor")
+    logits = logits.detach().cpu()
+    if backend == "reference" or not fast.available():
+        return _reference(logits, plan.rows)
+    threads = num_threads or torch.get_num_threads()
+    if all(fast.serves(row) for row in plan.rows):
+        return fast.sample_rows(logits, plan.rows, threads)
+    mine = [i for i, row in enumerate(plan.rows) if fast.serves(row)]
+    rest = [i for i, row in enumerate(plan.rows) if not fast.serves(row)]
+    parts = (
+        fast.sample_rows(logits[mine], [plan.rows[i] for i in mine], threads),
+        _reference(logits[rest], [plan.rows[i] for i in rest]),
+    )
+    return _interleave(parts, (mine, rest))
+
+
+def _interleave(parts: tuple[Draws, Draws], places: tuple[list[int], list[int]]) -> Draws:
+    order = sorted(
+        (place, part, i)
+        for part, part_places in enumerate(places)
+        for i, place in enumerate(part_places)
+    )
+    return Draws(
+        ids=[parts[part].ids[i] for _, part, i in order],
+        logprobs=[parts[part].logprobs[i] for _, part, i in order],
+        sampled_logprobs=[parts[part].sampled_logprobs[i] for _, part, i in order],
+        top_ids=[parts[part].top_ids[i] for _, part, i in order],
+        top_logprobs=[parts[part].top_logprobs[i] for _, part, i in order],
+    )
+
+
+def _reference(logits: Tensor, rows: list[SampleRow]) -> Draws:
+    draws = Draws([], [], [], [], [])
+    for raw, row in zip(logits, rows, strict=True):
+        _reference_row(raw.float().clone(), row, draws)
+    return draws
+
+
+def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
+    """One row `[V]`, a tensor of its own, appended to the draws."""
+    mass = Mass.of(raw)
+    token_id, sampled_logprob = -1, math.nan
+    if mass is not None and row.target is not None:
+        token_id = row.target
+    elif mass is not None:
+        token_id, sampled_logprob = _draw(edit(raw, row), row)
+    if mass is None or token_id < 0:
+        draws.ids.append(-1)
+        draws.logprobs.append(math.nan)
+        draws.sampled_logprobs.append(math.nan)
+        draws.top_ids.append([])
+        draws.top_logprobs.append([])
+        return
+    draws.ids.append(token_id)
+    draws.logprobs.extend(mass.logprobs(raw[token_id : token_id + 1]))
+    draws.sampled_logprobs.append(sampled_logprob)
+    top_ids = likeliest(raw, row.num_logprobs)
+    draws.top_ids.append(top_ids.tolist())
+    draws.top_logprobs.append(mass.logprobs(raw[top_ids]))
+
+
+def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
+    """The drawn id and its log-prob in an edited row `[V]`; (-1, NaN) where nothing is left."""
+    if not torch.isfinite(edited.max()):
+        return -1, math.nan
+    if is_greedy(edited, row.params.temperature):
+        return _first(edited, edited.max()), 0.0
+    logits = warp(edited, row.params)
+    scores = logits + gumbel_row(row.seed, row.sample_index, row.position, logits.shape[0])
+    token_id = _first(scores, scores.max())
+    mass = Mass.of(logits)
+    assert mass is not None  # every filter keeps the largest logit
+    return token_id, mass.logprobs(logits[token_id : token_id + 1])[0]
+
+
+def _first(values: Tensor, value: Tensor) -> int:
+    return int((values == value).nonzero()[0])
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    *,
+    seed: int | None = None,
+    position: int | Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Draw one token id per row of logits: `[B, V]` to `[B]` int64, on the logits' device.
+
+    Row `b` draws with sample index `b`. With `generate`'s seed and positions a loop of one's own
+    over `sample` draws `generate`'s tokens.
+
+    Args:
+        logits: `[B, V]`, any floating dtype.
+        temperature, top_k, top_p: as in `SamplingParams`.
+        seed: 64-bit seed of the noise; None takes one number from torch's default generator, so
+            that `torch.manual_seed` repeats a run.
+        position: absolute position of the token to be drawn, one for all rows or one for each.
+            Given exactly when the seed is: with one seed and no position every step of a loop
+            would draw with the same noise.
+
+    Raises:
+        InvalidRequest: a value out of its range, a seed without a position, a position without a
+            seed, or a row in which nothing can be drawn.
+    """
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise InvalidRequest(f"logits must be a floating point tensor [B, V], not {shape}")
+    if logits.shape[1] == 0:
+        raise InvalidRequest(f"logits {list(logits.shape)} have no vocabulary to draw from")
+    positions = _positions(seed, position, logits.shape[0])
+    if seed is None:
+        seed = int(torch.randint(-(2**63), 2**63 - 1, ())) & (2**64 - 1)
+    rows = [SampleRow(params, seed, b, where) for b, where in enumerate(positions)]
+    ids = sample_rows(logits, SamplePlan(rows)).ids
+    if -1 in ids:
+        raise InvalidRequest(f"row {ids.index(-1)} of logits holds NaN or +inf, or only -inf")
+    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+
+
+def _positions(
+    seed: int | None, position: int | Sequence[int] | Tensor | None, num_rows: int
+) -> list[int]:
+    if (seed is None) != (position is None):
+        given, missing = ("position", "seed") if seed is None else ("seed", "position")
+        raise InvalidRequest(
+            f"a {given} without a {missing}: give both, or neither for fresh noise at each call"
+        )
+    if position is None:
+        return [0] * num_rows
+    if isinstance(position, Tensor):
+        position = position.tolist()
+    positions = [position] * num_rows if isinstance(position, int) else list(position)
+    if len(positions) != num_rows:
+        raise InvalidRequest(f"{len(positions)} positions for {num_rows} rows of logits")
+    for value in positions:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_POSITION:
+            raise InvalidRequest(f"position={value!r}: must be an integer, 0 to {MAX_POSITION}")
+    return positions
