@@ -8,11 +8,11 @@ import os
 # it saves at toy sizes. Must be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from collections.abc import Iterator  # noqa: E402
-from typing import Any  # noqa: E402
+from collections.abc import Iterator
+from typing import Any
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)

@@ -120,7 +120,11 @@ def test_bad_prompts_are_refused_before_any_forward(
     with LLM(make_toy("llama")) as llm:
         for call in (
             lambda: llm.generate(prompt, SamplingParams(**params)),
-            lambda: list(llm.stream(prompt, SamplingParams(**params))) if "[[" not in str(prompt) else 1 / 0,
+            lambda: (
+                list(llm.stream(prompt, SamplingParams(**params)))
+                if "[[" not in str(prompt)
+                else 1 / 0
+            ),
         ):
             with pytest.raises((error, ZeroDivisionError), match=f"{message}|division"):
                 call()
@@ -200,8 +204,8 @@ def test_a_folder_can_be_loaded_in_another_dtype(folder: Folder) -> None:
 def test_missing_and_damaged_folders_are_named(folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at '/no/such/folder'"):
         LLM("/no/such/folder")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"no config\.json"):
-        (tmp_path / "empty").mkdir()
         LLM(tmp_path / "empty")
     weights = folder.path / "model.safetensors"
     whole = weights.read_bytes()

@@ -88,7 +88,11 @@ def test_eos_and_stop_ids_stay_and_lists_have_one_length(llm: LLM) -> None:
 def test_several_eos_ids_of_the_generation_config_end_a_completion() -> None:
     model = make_toy("llama")
     with LLM(model) as llm:
-        ids = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids
+        ids = (
+            llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0]
+            .outputs[0]
+            .token_ids
+        )
     model.generation_config.eos_token_id = [2, ids[4]]
     with LLM(model) as llm:
         c = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0].outputs[0]
@@ -110,9 +114,9 @@ def test_deltas_join_to_the_result(llm: LLM) -> None:
     assert result is not None and facts(result) == facts(llm.generate(PROMPT, params)[0])
     for c in result.outputs:
         mine = [d for d in deltas if d.index == c.index]
-        assert sum((d.token_ids for d in mine), []) == c.token_ids
-        assert sum((d.logprobs for d in mine), []) == c.logprobs
-        assert sum((d.top_logprobs or [] for d in mine), []) == c.top_logprobs
+        assert [i for d in mine for i in d.token_ids] == c.token_ids
+        assert [p for d in mine for p in d.logprobs] == c.logprobs
+        assert [top for d in mine for top in d.top_logprobs or []] == c.top_logprobs
         assert [d.finish_reason for d in mine][-1] is c.finish_reason
         assert all(d.finish_reason is None for d in mine[:-1])
 
@@ -131,9 +135,8 @@ def test_async_streams_run_together_and_cancel(llm: LLM) -> None:
     expected = all_facts(llm.generate(prompts, params))
 
     async def last(i: int) -> Any:
-        async for delta in llm.astream(prompts[i], params[i]):
-            if delta.result is not None:
-                return facts(delta.result)
+        results = [d.result async for d in llm.astream(prompts[i], params[i]) if d.result]
+        return facts(results[0])
 
     async def cancelled() -> None:
         async for _ in llm.astream(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True)):
@@ -196,7 +199,9 @@ def test_memory_is_bounded_and_given_back() -> None:
     with LLM(model, kv_memory=100_000) as llm:
         info = llm.info()
         assert info["kv_bytes"] <= 100_000
-        assert info["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, width, bytes
+        assert (
+            info["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
+        )  # layers, K and V, heads, width, bytes
         limit = llm.max_length
         assert limit == (info["num_blocks"] - 1) * 16 < 256
         c = llm.generate(PROMPT, SamplingParams(ignore_eos=True))[0].outputs[0]

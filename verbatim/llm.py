@@ -159,7 +159,7 @@ class LLM:
     def chat(
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
     ) -> Result:
-        """The assistant's next turn after `messages` ({"role": ..., "content": ...}), by the chat template."""
+        """The assistant's next turn after `messages`, each {"role": ..., "content": ...}."""
         return self.generate([self._chat_ids(messages)], params)[0]
 
     def chat_stream(

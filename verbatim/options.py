@@ -95,4 +95,5 @@ def available_memory() -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

@@ -175,7 +175,7 @@ class SamplingParams:
                     raise InvalidRequest("bad_words: an empty string can't be banned")
                 words.append(word)
             else:
-                words.extend(_ids("bad_words", [list(word)]))  # type: ignore[arg-type]
+                words.extend(_ids("bad_words", [list(word)]))
         settle(self, "bad_words", tuple(words))
         if self.allowed_token_ids is not None:
             allowed = tuple(_id("allowed_token_ids", i) for i in self.allowed_token_ids)

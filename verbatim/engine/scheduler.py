@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from verbatim.batch import SCRATCH_BLOCK, Batch, SamplePlan, SampleRow
-from verbatim.core import Request, Sequence
+from verbatim.core import Sequence
 from verbatim.kv.blocks import BlockPool
 from verbatim.sampling.processors import blocked_by_bad_words
 from verbatim.sampling.stopping import banned_until_min_tokens

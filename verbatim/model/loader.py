@@ -149,12 +149,13 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
 
     try:
         with _quiet(progress=_weight_bytes(source) > _BIG):
-            module, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{source}: the weights can't be loaded: {first}") from error
+    module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
         if names:
