@@ -215,9 +215,7 @@ def test_a_loop_over_sample_draws_generates_tokens() -> None:
     model = make_toy("llama")
     ids = torch.tensor([PROMPT, PROMPT[::-1]])
     settings: dict[str, Any] = dict(temperature=0.9, top_k=30, top_p=0.95)
-    expected = verbatim.generate(
-        model, ids, max_new_tokens=8, seed=77, ignore_eos=True, **settings
-    )
+    expected = verbatim.generate(model, ids, max_new_tokens=8, seed=77, ignore_eos=True, **settings)
     rows = ids
     for _ in range(8):
         logits = torch.stack([eager_logits(model, row)[-1] for row in rows.tolist()])

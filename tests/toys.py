@@ -117,7 +117,9 @@ TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def make_toy(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+def make_toy(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Any:
     """A toy of architecture `name`, in eval mode; `changes` go over its config."""
     import transformers
 

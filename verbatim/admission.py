@@ -10,6 +10,7 @@ from typing import Any
 from verbatim.core import Request, Sequence
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.params import SamplingParams
+from verbatim.sampling.processors import check_vocabulary
 from verbatim.sampling.stopping import StopWatch
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ class Admission:
             detokenizer = Detokenizer(
                 self.tokenizer,
                 skip_special_tokens=request.params.skip_special_tokens,
-                prompt_tail_ids=request.prompt_ids[-8:],
+                prompt_tail_ids=request.prompt_ids,
             )
         watch = StopWatch(
             request.params,
@@ -119,17 +120,7 @@ class Admission:
         return value
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Ids that the model does not have, and words where there is no tokenizer."""
-        named: dict[str, Any] = {
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        for name, ids in named.items():
-            for value in ids:
-                if value >= self.vocab_size:
-                    raise InvalidRequest(
-                        f"{name}: id {value} is outside 0 to {self.vocab_size - 1}"
-                    )
+        check_vocabulary(params, self.vocab_size)
         for wanted in ("logprobs", "prompt_logprobs"):
             if (getattr(params, wanted) or 0) > self.vocab_size:
                 raise InvalidRequest(

@@ -84,7 +84,9 @@ def open_engine(
     limit, source = max_length_of(config)
     if max_length is not None:
         if limit is not None and max_length > limit:
-            raise InvalidRequest(f"max_length={max_length}: the model's limit is {limit} ({source})")
+            raise InvalidRequest(
+                f"max_length={max_length}: the model's limit is {limit} ({source})"
+            )
         limit, source = max_length, "max_length"
     store = _make_store(decoder, kv_dtype, kv_memory, block_size, limit, max_sequences)
     capacity = (store.num_blocks - 1) * block_size
@@ -102,9 +104,7 @@ def open_engine(
         source,
         eos_ids_of(loaded.generation_config, config),
     )
-    return Opened(
-        admission, Engine(runner, scheduler), decoder, config, loaded.generation_config
-    )
+    return Opened(admission, Engine(runner, scheduler), decoder, config, loaded.generation_config)
 
 
 def numerics_key(dtype: str, kv_dtype: str) -> str:
@@ -187,5 +187,3 @@ def _make_store(
     if max_length is not None:
         blocks = min(blocks, max_sequences * -(-max_length // block_size))
     return KVStore(anatomy.layers, blocks + 1, block_size, dtype, torch.device("cpu"))
-
-

@@ -99,5 +99,3 @@ class _FlatPass:
             batch.block_tables,
             options,
         )
-
-
