@@ -1,0 +1,38 @@
+.DEFAULT_GOAL := help
+.PHONY: help install kernels test slow lint format types bench ci clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' Makefile
+
+install:  ## editable install with everything needed to work on the project
+	VERBATIM_NO_KERNELS=1 pip install -e '.[test]'
+	$(MAKE) kernels
+
+kernels:  ## build the kernels in place, for working without an install
+	cmake -S . -B build/kernels -DCMAKE_BUILD_TYPE=Release >/dev/null
+	cmake --build build/kernels --parallel 2
+	cp build/kernels/verbatim_*.so verbatim/kernels/
+
+test:  ## the fast tests
+	python -m pytest
+
+slow:  ## the slow tests too
+	python -m pytest -m "not gpu"
+
+lint:  ## ruff, without changing anything
+	ruff check . && ruff format --check .
+
+format:  ## ruff, fixing what it can
+	ruff check --fix . && ruff format .
+
+types:  ## mypy, strict, on the package
+	mypy
+
+bench:  ## decode speed against transformers
+	python benchmarks/decode.py
+
+ci:  ## the whole check, in fresh virtual environments
+	.ci/run
+
+clean:  ## remove what was built
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis verbatim/kernels/*.so

@@ -1,0 +1,117 @@
+"""An engine that is a script, and the commands run against it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from typer.testing import CliRunner
+
+import verbatim
+import verbatim.kernels
+from verbatim.cli import app
+from verbatim.core import Completion, Delta, FinishReason, Metrics, Result
+from verbatim.errors import InvalidRequest, ModelError, PromptTooLong
+from verbatim.params import SamplingParams
+
+
+class ScriptedLLM:
+    """Says WORDS, one token each, and remembers what it was asked."""
+
+    WORDS = ("Once ", "there ", "was ", "a 🦊.")
+    last = None
+
+    def __init__(self, model=None, **settings):
+        if model == "missing":
+            raise ModelError("no folder 'missing':\n  and no such model on the hub")
+        self.model, self.settings = model, settings
+        self.asked, self.params, self.closed, self.aborted = [], [], False, False
+        self.interrupt_after = None
+        self.defaults = SamplingParams(temperature=0.7, top_k=20)
+        ScriptedLLM.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def default_params(self):
+        return self.defaults
+
+    def info(self):
+        return {"model": "scripted", "weight_bytes": 1_500_000, "probe": {"padding": 2}, "eos": [1]}
+
+    def stream(self, prompt, params):
+        self.asked.append(prompt)
+        self.params.append(params)
+        if prompt in ("", []):
+            raise InvalidRequest("the prompt is empty: it must have at least one token")
+        if len(prompt) > 1000:
+            raise PromptTooLong(f"the prompt has {len(prompt)} tokens; the limit is 1000")
+        if isinstance(prompt, list) and max(prompt) > 100:
+            raise InvalidRequest(f"token id {max(prompt)} is outside the vocabulary of 100")
+        return self._deltas(prompt, params)
+
+    def chat_stream(self, messages, params):
+        if len(messages) > 6 or len(messages[-1]["content"]) > 1000:
+            raise PromptTooLong("the conversation has 2000 tokens; the limit is 1000")
+        self.asked.append(messages)
+        self.params.append(params)
+        return self._deltas("chat", params)
+
+    def _deltas(self, prompt, params):
+        words = self.WORDS[: params.max_tokens]
+        try:
+            for number, word in enumerate(words):
+                if number + 1 == self.interrupt_after:
+                    signal.raise_signal(signal.SIGINT)
+                for index in range(params.n):
+                    yield Delta("r", index, word, [number], [-0.5], [0.0], None)
+            stopped = FinishReason.STOP if words == self.WORDS else FinishReason.LENGTH
+            outputs = [
+                Completion(
+                    index=i,
+                    sample_index=i,
+                    text="".join(words),
+                    token_ids=list(range(len(words))),
+                    logprobs=[-0.5] * len(words),
+                    sampled_logprobs=[0.0] * len(words),
+                    top_logprobs=[[(3, float("-inf"))]],
+                    finish_reason=stopped,
+                    stop_reason=(5, 6),
+                    seed=11,
+                )
+                for i in range(params.n)
+            ]
+            ids = prompt if isinstance(prompt, list) else [1, 2]
+            yield Delta("r", 0, "", [], [], [], None,
+                        result=Result("r", None, ids, None, None, outputs, 0, Metrics(), 0))  # fmt: skip
+        except GeneratorExit:
+            self.aborted = True
+            raise
+
+
+def interrupted_after(words):
+    """An engine during whose answer Ctrl-C is pressed, in its first answer only."""
+
+    class Interrupted(ScriptedLLM):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            self.interrupt_after = words
+
+        def chat_stream(self, messages, params):
+            self.interrupt_after = words if not self.asked else None
+            return super().chat_stream(messages, params)
+
+    return Interrupted
+
+
+def run(*args, input=b"", engine=ScriptedLLM, kernels=("generic",)):
+    """Run a command against the scripted engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            vars(verbatim), "LLM", engine
+        )  # setattr would import torch to see what was there
+        patch.setattr("verbatim.kernels.available", lambda: list(kernels))
+        return CliRunner().invoke(app, list(args), input=input)

@@ -1,0 +1,188 @@
+"""The commands on a real engine: a toy model in a folder, and the storyteller in the package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy_tokenizers
+from toys import make_toy
+from typer.testing import CliRunner
+
+from verbatim import LLM, SamplingParams
+from verbatim.cli import app
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+MAX_LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 with random weights, a byte-level tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = copy.deepcopy(toy_tokenizers.byte_level().hf)
+    tokenizer.chat_template = TEMPLATE
+    vocab_size = len(tokenizer)
+    make_toy("qwen3", vocab_size=vocab_size, max_position_embeddings=MAX_LENGTH).save_pretrained(
+        path
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    # Without kernels the commands say so in a line of their own; what is counted here are other lines.
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+
+    def run(*args, input=b"", model=folder):
+        return CliRunner().invoke(app, [*args, "--model", str(model)], input=input)
+
+    return run
+
+
+def test_generate_prints_what_python_generates(run, folder):
+    with LLM(str(folder)) as llm:
+        params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+        (expected,) = llm.generate("the quick", params)
+    done = run("generate", "the quick", "--seed", "3", "--max-tokens", "12", "--ignore-eos")
+    assert done.exit_code == 0
+    assert done.stdout.rstrip("\n") == expected.outputs[0].text.rstrip("\n")
+    assert f"{len(expected.prompt_token_ids)} prompt tokens, 12 new tokens in " in done.stderr
+    assert done.stderr.endswith("seed 3, finish: length\n")
+
+
+def test_the_reported_seed_gives_the_same_tokens_again(run):
+    def ids(*more):
+        done = run("generate", "--ids", "5 17 9", "--max-tokens", "9", "--json", *more)
+        result = json.loads(done.stdout)
+        return result["outputs"][0]["token_ids"], result["outputs"][0]["seed"]
+
+    first, seed = ids()
+    assert ids("--seed", str(seed)) == (first, seed)
+    assert ids()[1] != seed
+
+
+def test_json_carries_log_probs(run):
+    args = ("--logprobs", "2", "--prompt-logprobs", "1", "--n", "2", "--max-tokens", "4")
+    result = json.loads(run("generate", "the", "--json", *args).stdout)
+    assert [output["index"] for output in result["outputs"]] == [0, 1]
+    for output in result["outputs"]:
+        lengths = {len(output[name]) for name in ("token_ids", "logprobs", "top_logprobs")}
+        assert lengths == {len(output["token_ids"])}
+        assert all(len(top) >= 2 for top in output["top_logprobs"])
+    assert result["prompt_logprobs"][0] is None
+    assert len(result["prompt_logprobs"]) == len(result["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([""], "empty"),
+        (["--ids", ""], "empty"),
+        (["--ids", "5 99999"], "99999"),
+        (["--ids", "5 -1"], "-1"),
+        (["the quick brown fox " * 20], str(MAX_LENGTH)),
+        (["x", "--dtype", "int7"], "int7"),
+        (["x", "--device", "cuda"], "cuda"),
+        (["x", "--kv-memory", "lots"], "lots"),
+        (["x", "--num-threads", "0"], "num_threads=0"),
+        (["x", "--max-length", "100000"], "100000"),
+        (["x", "--logit-bias", "99999=1"], "99999"),
+        (["x", "--allowed-token-ids", "99999"], "99999"),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line(run, args, says):
+    done = run("generate", *args)
+    assert (done.exit_code, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("verbatim: ")
+    assert says in line
+
+
+def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
+    truncated = shutil.copytree(folder, tmp_path / "truncated") / "model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-1000])
+    strange = shutil.copytree(folder, tmp_path / "strange") / "config.json"
+    config = json.loads(strange.read_text())
+    strange.write_text(json.dumps(config | {"model_type": "odd", "architectures": ["OddLM"]}))
+    broken = shutil.copytree(folder, tmp_path / "broken") / "config.json"
+    broken.write_text("{not json")
+    (tmp_path / "empty").mkdir()
+    for name in ("truncated", "strange", "broken", "empty", "not-there"):
+        done = run("generate", "x", model=tmp_path / name)
+        assert (done.exit_code, done.stdout) == (1, ""), name
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("verbatim: "), name
+        assert name in line or "odd" in line.lower(), line
+
+
+def test_chat_survives_a_turn_that_is_too_long(run):
+    turns = "hi\n" + "the quick brown fox " * 20 + "\nhi\n/clear\nhi\n"
+    done = run("chat", "--max-tokens", "4", "--seed", "1", input=turns.encode())
+    assert done.exit_code == 0
+    assert "Traceback" not in done.stderr
+    assert str(MAX_LENGTH) in done.stderr
+    assert "/clear" in done.stderr
+    assert "temperature=0.0" in done.stderr  # a model without sampling defaults
+
+
+def test_info_tells_the_same_as_python(run, folder):
+    with LLM(str(folder)) as llm:
+        expected = llm.info()
+    shown = json.loads(run("info", "--json").stdout)
+    assert shown == json.loads(json.dumps(expected, default=str))
+    text = run("info").stdout
+    assert "kv bytes per token" in text
+    assert str(expected["architecture"]) in text
+
+
+def test_the_python_of_the_readme_runs(capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(example, {})
+    assert len(capsys.readouterr().out.split()) > 10
+
+
+def _start(*args):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    code = "from verbatim.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+
+
+def test_the_storyteller_tells_a_story_without_network():
+    stdout, stderr = _start("generate", "Once upon a time", "--max-tokens", "60").communicate()
+    assert len(stdout.split()) > 10
+    assert stderr.splitlines()[-1].split(b" in ")[0].endswith(b"new tokens"), stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
+    long = ("generate", "Once upon a time", "--max-tokens", "900", "--ignore-eos")
+    interrupted = _start(*long)
+    assert interrupted.stdout.read(1)
+    interrupted.send_signal(signal.SIGINT)
+    _, stderr = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 130
+    assert stderr.endswith(b"interrupted\n"), stderr
+
+    piped = _start(*long)
+    assert piped.stdout.read(1)
+    piped.stdout.close()
+    assert piped.wait(timeout=60) == 141
+    assert piped.stderr.read() == b""
+    piped.stderr.close()

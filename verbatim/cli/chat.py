@@ -1,0 +1,150 @@
+"""`verbatim chat`: a conversation, turn by turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    MODEL,
+    SAMPLING,
+    open_llm,
+    sampling_fields,
+    takes,
+)
+from verbatim.cli.terminal import command, ending, interruptible, note, one_line
+from verbatim.core import FinishReason
+from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
+from verbatim.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.core import Result
+    from verbatim.llm import LLM
+
+HELP = """/clear  forget the conversation
+/exit   leave, as Ctrl-D does
+/help   this list
+Ctrl-C ends an answer and keeps what there is of it; at the prompt it leaves."""
+
+
+@command
+@takes(*SAMPLING, *MODEL, show_defaults=False)
+def chat(
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="Instructions for the model.")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Talk with a model. What you leave out comes from the model's own generation config."""
+    fields = sampling_fields(values, SAMPLING)
+    SamplingParams(**fields)  # refuse what is wrong before a model is opened
+    with open_llm(values) as llm:
+        conversation = Conversation(llm, _params(llm, fields), system)
+        note(f"{_described(conversation.params)}\n/help lists the commands")
+        for line in _lines():
+            if not conversation.take(line):
+                break
+
+
+def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
+    """The model's own defaults with what the user gave."""
+    return llm.default_params().replace(**({"max_tokens": DEFAULT_MAX_TOKENS} | fields))
+
+
+def _described(params: SamplingParams) -> str:
+    """What differs from the plain distribution, so that nobody has to guess."""
+    plain = SamplingParams()
+    always = ("temperature", "max_tokens")
+    shown = [
+        f"{field.name}={getattr(params, field.name)!r}"
+        for field in dataclasses.fields(params)
+        if field.name in always or getattr(params, field.name) != getattr(plain, field.name)
+    ]
+    return "sampling (the model's defaults and your options): " + ", ".join(shown)
+
+
+class Conversation:
+    """The turns so far. A turn that fails leaves them as they were."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.system)
+
+    def take(self, line: str) -> bool:
+        """Act on one line of the user; False ends the conversation."""
+        text = line.strip()
+        if text == "/exit":
+            return False
+        if text == "/clear":
+            self.messages = list(self.system)
+            note("the conversation is forgotten")
+        elif text == "/help":
+            note(HELP)
+        elif text.startswith("/") and text[1:].isalpha():
+            note(f"no command {text}\n{HELP}")
+        elif text:
+            self.turn(text)
+        return True
+
+    def turn(self, text: str) -> None:
+        """Ask, print the answer as it comes, and remember both."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            answer = self.answer(asked)
+        except EngineClosed:
+            raise
+        except PromptTooLong as error:
+            note(f"{one_line(error)}\nthis turn was left out; /clear forgets the conversation")
+        except VerbatimError as error:
+            note(f"{one_line(error)}\nthis turn was left out")
+        else:
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def answer(self, messages: list[dict[str, str]]) -> str:
+        """Stream one answer to stdout; Ctrl-C ends it early."""
+        answer = ""
+        result: Result | None = None
+        stream = self.llm.chat_stream(messages, self.params)
+        with interruptible() as interrupt, ending(stream) as deltas:
+            for delta in deltas:
+                answer += delta.text
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+                result = delta.result or result
+                if interrupt.pressed:
+                    break
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if result is None:
+            note("(interrupted)")
+        elif result.outputs[0].finish_reason is FinishReason.LENGTH:
+            note(f"(cut after {len(result.outputs[0].token_ids)} tokens)")
+        return answer
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or what is piped in, line by line."""
+    if not sys.stdin.isatty():
+        for number, raw in enumerate(sys.stdin.buffer, start=1):
+            try:
+                yield raw.decode()
+            except UnicodeDecodeError:
+                raise InvalidRequest(f"stdin is not UTF-8 text: line {number}") from None
+        return
+    try:
+        import readline  # noqa: F401  (gives `input` history and editing)
+    except ImportError:
+        pass
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            note("")
+            return

@@ -1,0 +1,165 @@
+"""`verbatim generate`: one prompt, its completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    MODEL,
+    SAMPLING,
+    SEVERAL,
+    open_llm,
+    sampling_fields,
+    takes,
+)
+from verbatim.cli.terminal import EXIT_INTERRUPTED, WrongUsage, command, ending, interruptible, note
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.core import Result
+    from verbatim.llm import LLM
+
+
+@command
+@takes(*SAMPLING, *SEVERAL, *MODEL)
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", metavar="PATH", help="Read the prompt from a file; - is stdin."),
+    ] = None,
+    ids: Annotated[
+        str | None,
+        typer.Option("--ids", metavar="IDS", help='Token ids as the prompt, as "5 17 9".'),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole result as one JSON object.")
+    ] = False,
+    **values: Any,
+) -> None:
+    """Continue a prompt: given here, in a file, as token ids, or piped in.
+
+    Text goes to stdout as it is generated; the last line, with counts and speed, to stderr.
+    """
+    source = _prompt(prompt, file, ids)
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_fields(values, (*SAMPLING, *SEVERAL))
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in fields and not as_json:
+            raise WrongUsage(f"--{name.replace('_', '-')} is only shown with --json")
+    params = SamplingParams(**fields)
+    with open_llm(values) as llm:
+        _run(llm, source, params, as_json)
+
+
+def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:
+    """Generate, write to stdout as it comes where that is possible, and report on stderr."""
+    texts = [""] * params.n
+    counts = [0] * params.n
+    result: Result | None = None
+    live = params.n == 1 and not as_json
+    start = time.perf_counter()
+    with interruptible() as interrupt, ending(llm.stream(source, params)) as deltas:
+        for delta in deltas:
+            texts[delta.index] += delta.text
+            counts[delta.index] += len(delta.token_ids)
+            result = delta.result or result
+            if live and delta.text:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+            if interrupt.pressed:
+                break
+    seconds = time.perf_counter() - start
+
+    if as_json:
+        if result is not None:
+            sys.stdout.write(to_json(result) + "\n")
+    elif live:
+        if not texts[0].endswith("\n"):
+            sys.stdout.write("\n")
+    else:
+        for index, text in enumerate(texts):
+            sys.stdout.write(f"--- {index + 1} of {params.n} ---\n{text}\n")
+    sys.stdout.flush()
+    note(_summary(result, sum(counts), seconds))
+    if result is None:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _summary(result: Result | None, num_new: int, seconds: float) -> str:
+    speed = f"{_count(num_new, 'new token')} in {seconds:.2f} s ({num_new / seconds:.0f} tokens/s)"
+    if result is None:
+        return f"{speed}, interrupted"
+    finish = ", ".join(str(c.finish_reason.value) for c in result.outputs)
+    prompt = _count(len(result.prompt_token_ids), "prompt token")
+    return f"{prompt}, {speed}, seed {result.outputs[0].seed}, finish: {finish}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def to_json(value: Any) -> str:
+    """A result as one JSON line, its keys the names of its fields; infinities become null."""
+    return json.dumps(_plain(dataclasses.asdict(value)), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list[int]:
+    """The one prompt that was given."""
+    sources = [
+        name
+        for name, value in (("PROMPT", prompt), ("--file", file), ("--ids", ids))
+        if value is not None
+    ]
+    if len(sources) > 1:
+        raise WrongUsage(f"give one prompt, not {' and '.join(sources)}")
+    if prompt is not None:
+        return prompt
+    if ids is not None:
+        return _parse_ids(ids)
+    if file is not None and file != "-":
+        return _read(file, Path(file).read_bytes)
+    if file is None and sys.stdin.isatty():
+        raise WrongUsage("no prompt: give it as an argument, by --file or --ids, or pipe it in")
+    return _read("stdin", sys.stdin.buffer.read)
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise WrongUsage(f'--ids {text!r}: must be integers, as "5 17 9"') from None
+
+
+def _read(name: str, read: Callable[[], bytes]) -> str:
+    """The text of a file. The line end that closes a text file is not part of the prompt."""
+    try:
+        text = read().decode()
+    except OSError as error:
+        raise InvalidRequest(f"can't read {name}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise InvalidRequest(
+            f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")

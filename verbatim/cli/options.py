@@ -1,0 +1,182 @@
+"""The options that several commands share: one table from which their help, types and checks follow.
+
+An option has its Python name with dashes. None, or an empty list, means that it wasn't given; the
+defaults stay where they are defined, in `SamplingParams` and `LLM`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from verbatim.cli.terminal import WrongUsage
+from verbatim.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.llm import LLM
+
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """One option: its Python name, the type typer parses, the panel of the help it stands in."""
+
+    name: str
+    type: Any
+    panel: str
+    help: str
+    metavar: str | None = None
+
+    @property
+    def flags(self) -> str:
+        dashed = "--" + self.name.replace("_", "-")
+        default_true = self.type is bool and getattr(_defaults(), self.name, False) is True
+        return f"{dashed}/--no-{dashed[2:]}" if default_true else dashed
+
+    def parameter(self, defaults: SamplingParams | None) -> inspect.Parameter:
+        """The keyword parameter that typer reads; `defaults` are shown in the help."""
+        shown = getattr(defaults, self.name, None)
+        plain = isinstance(shown, int | float | str) and not isinstance(shown, bool)
+        info = typer.Option(
+            self.flags,
+            help=f"{self.help} Default: {shown}." if plain else self.help,
+            rich_help_panel=self.panel,
+            metavar=self.metavar,
+            show_default=False,
+        )
+        kind = self.type if self.type in (list[int], list[str]) else self.type | None
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind, info],
+        )
+
+
+def _defaults() -> SamplingParams:
+    return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+
+
+_DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Ending", "Reports"
+
+SAMPLING = (
+    Option("temperature", float, _DRAWING, "Divide the logits by this; 0 takes the largest."),
+    Option("top_k", int, _DRAWING, "Keep the k likeliest tokens; 0 keeps all."),
+    Option("top_p", float, _DRAWING, "Keep the fewest tokens with this much probability."),
+    Option("min_p", float, _DRAWING, "Drop tokens below this share of the likeliest one."),
+    Option(
+        "typical_p", float, _DRAWING, "Keep the most typical tokens with this much probability."
+    ),
+    Option("seed", int, _DRAWING, "Seed of the noise; a fresh one otherwise, which is reported."),
+    Option("repetition_penalty", float, _PENALTIES, "Weaken ids seen in prompt or completion."),
+    Option("presence_penalty", float, _PENALTIES, "Subtract once from ids in the completion."),
+    Option("frequency_penalty", float, _PENALTIES, "Subtract per occurrence in the completion."),
+    Option("logit_bias", list[str], _PENALTIES, "Add VALUE to an id's logit.", "ID=VALUE"),
+    Option("bad_words", list[str], _PENALTIES, "A string never to generate.", "TEXT"),
+    Option("allowed_token_ids", list[int], _PENALTIES, "The only ids that may be drawn.", "ID"),
+    Option("max_tokens", int, _STOPPING, "At most this many new tokens."),
+    Option("min_tokens", int, _STOPPING, "No end before this many tokens."),
+    Option("stop", list[str], _STOPPING, "A string that ends the completion.", "TEXT"),
+    Option("stop_token_ids", list[int], _STOPPING, "An id that ends the completion.", "ID"),
+    Option("include_stop_str_in_output", bool, _STOPPING, "Leave the stop string in the text."),
+    Option("ignore_eos", bool, _STOPPING, "Go on past the end of sequence."),
+    Option("skip_special_tokens", bool, _REPORT, "Leave special tokens out of the text."),
+    Option("draft", bool, _DRAWING, "Let the engine draft tokens ahead, where it can."),
+)
+
+SEVERAL = (
+    Option("n", int, _DRAWING, "Completions of the prompt."),
+    Option("logprobs", int, _REPORT, "With --json: the log-probs of the top N of each step."),
+    Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt, and the top N."),
+)
+
+_MODEL, _ENGINE = "Model", "Engine"
+
+MODEL = (
+    Option(
+        "model", str, _MODEL, "A folder or a hub id; the small model in the package if left out."
+    ),
+    Option("revision", str, _MODEL, "Branch, tag or commit on the hub."),
+    Option("trust_remote_code", bool, _MODEL, "Run Python code that comes with the model."),
+    Option("dtype", str, _MODEL, "auto (the checkpoint's), float32 or bfloat16."),
+    Option("device", str, _ENGINE, "auto or cpu."),
+    Option("num_threads", int, _ENGINE, "Threads; the results don't depend on them."),
+    Option("max_length", int, _ENGINE, "Longest sequence, prompt and completion together."),
+    Option("kv_memory", str, _ENGINE, 'Memory for keys and values: "512MB", "40%" or bytes.'),
+    Option("kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32 or bfloat16."),
+    Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
+    Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
+    Option("max_sequences", int, _ENGINE, "Sequences per forward."),
+)
+
+
+def takes(
+    *options: Option, show_defaults: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, which ends in `**given`, these options."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name])
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        shared = [option.parameter(_defaults() if show_defaults else None) for option in options]
+        parameters = own + shared
+        typed: Any = command  # what typer reads, in both of its ways
+        typed.__signature__ = signature.replace(parameters=parameters)
+        typed.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+        return command
+
+    return add
+
+
+def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
+    """What was really given of `options`."""
+    return {
+        option.name: values[option.name]
+        for option in options
+        if values[option.name] is not None and values[option.name] != []
+    }
+
+
+def sampling_fields(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that were given, as Python values."""
+    fields = given(values, options)
+    if "logit_bias" in fields:
+        fields["logit_bias"] = dict(_bias(entry) for entry in fields["logit_bias"])
+    return fields
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token_id, equals, value = entry.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(token_id), float(value)
+    except ValueError:
+        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, as 42=-1.5") from None
+
+
+def open_llm(values: Mapping[str, Any]) -> LLM:
+    """The engine on the model that the options name."""
+    from verbatim import kernels
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not kernels.available() and not os.environ.get("VERBATIM_KERNELS"):
+        typer.echo(
+            "verbatim: installed without compiled kernels, so this will be slow (docs/install.md)",
+            err=True,
+        )
+    settings = given(values, MODEL)
+    import verbatim
+
+    return verbatim.LLM(settings.pop("model", None), **settings)

@@ -1,0 +1,108 @@
+"""How a command ends: errors as one line, a closed pipe quietly, Ctrl-C with what there is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+import typer
+
+from verbatim.errors import VerbatimError
+
+T = TypeVar("T")
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as other programs of a pipe report it
+
+
+class WrongUsage(VerbatimError):
+    """A command line that makes no sense, whatever the model; exit status 2."""
+
+
+def note(message: str) -> None:
+    """One line on stderr, apart from the text on stdout."""
+    typer.echo(message, err=True)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks."""
+    return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors are one readable line and an exit status."""
+
+    @wraps(function)
+    def run(*args: object, **kwargs: object) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            reconfigure = getattr(stream, "reconfigure", None)
+            if reconfigure is not None:  # a terminal that can't show a character shows a "?"
+                reconfigure(errors="replace")
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()
+        except VerbatimError as error:
+            note(one_line(error))
+            wrong = isinstance(error, WrongUsage)
+            raise typer.Exit(EXIT_USAGE if wrong else EXIT_ERROR) from None
+        except KeyboardInterrupt:
+            note("verbatim: interrupted")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            _leave_broken_pipe()
+
+    return run
+
+
+def _leave_broken_pipe() -> NoReturn:
+    """Leave without the complaint that Python makes when it flushes a closed stdout at its end."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass
+    raise typer.Exit(EXIT_BROKEN_PIPE) from None
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed since the answer began."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    def press(self, _number: int, _frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Turn the first Ctrl-C into a flag, so that it ends an answer between two steps of the engine.
+
+    An exception in the middle of a step could leave the engine half changed. A second Ctrl-C is one.
+    """
+    interrupt = Interrupt()
+    before = signal.signal(signal.SIGINT, interrupt.press)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def ending(stream: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Close a stream of deltas on the way out, which ends its request in the engine."""
+    try:
+        yield stream
+    finally:
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
