@@ -168,6 +168,7 @@ template <typename T>
 static void all_rows(const T *logits, int64_t stride, int64_t num_rows, int64_t vocab,
                      SampleRow *rows, int32_t *top_ids, float *top_logprobs, int64_t top_stride,
                      int num_threads) {
+    if (num_rows * vocab < (1 << 17)) num_threads = 1;  // not worth waking the others
 #pragma omp parallel num_threads(num_threads)
     {
         Workspace workspace(vocab);

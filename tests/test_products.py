@@ -1,0 +1,249 @@
+"""Matrix products: right within their dtype, and each row's bits its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from verbatim import kernels
+from verbatim.model import products
+from verbatim.model.products import RowPadding, linear, matmul, probe_report
+
+BACKENDS = [*kernels.available(), "torch"]
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+SHAPES = [(1, 1), (3, 17), (17, 3), (33, 65), (65, 33), (60, 100), (100, 60), (1, 1000), (1000, 33)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads wait for one another on a busy machine; the tests about them ask for more."""
+    with threads(1):
+        yield
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    noise = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=noise).to(dtype)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_close(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    size = F.linear(x.double().abs(), weight.double().abs())  # what rounding is relative to
+    if bias is not None:
+        size = size + bias.double().abs()
+    assert out.shape == exact.shape
+    assert ((out.double() - exact).abs() <= TOLERANCE[x.dtype] * size).all()
+
+
+def differing_rows(product: Callable[[Tensor], Tensor], x: Tensor, counts: list[int]) -> list[int]:
+    """The row counts at which some row's bits are not those it has alone."""
+    alone = torch.cat([product(row) for row in x.split(1)])
+    differing = []
+    for count in counts:
+        start = (x.shape[0] - count) // 2  # rows in another place than at the beginning
+        if not torch.equal(product(x[start : start + count]), alone[start : start + count]):
+            differing.append(count)
+    return differing
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_are_close_to_float64(backend: str, dtype: torch.dtype) -> None:
+    # Each shape costs torch a probe.
+    for num_out, depth in SHAPES[:4] if backend == "torch" else SHAPES:
+        x = rand(7, depth, dtype=dtype)
+        weight, bias = rand(num_out, depth, dtype=dtype), rand(num_out, dtype=dtype)
+        assert_close(linear(x, weight, backend=backend), x, weight)
+        assert_close(linear(x, weight, bias, backend=backend), x, weight, bias)
+        stored = weight.t().contiguous()  # [K, N]
+        assert_close(matmul(x, stored, backend=backend), x, weight)
+        assert_close(linear(x, stored.t(), bias, backend=backend), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_do_not_change_the_bits(backend: str, dtype: torch.dtype) -> None:
+    x, weight, bias = rand(9, 65, dtype=dtype), rand(33, 65, dtype=dtype), rand(33, dtype=dtype)
+    expected = linear(x, weight, bias, backend=backend)
+    wide_x = torch.full((9, 100), torch.nan, dtype=dtype)
+    wide_x[:, 3:68] = x
+    wide_weight = torch.full((33, 80), torch.nan, dtype=dtype)
+    wide_weight[:, 5:70] = weight
+    scattered = torch.full((33, 130), torch.nan, dtype=dtype)
+    scattered[:, ::2] = weight
+    every_other = torch.full((9, 130), torch.nan, dtype=dtype)
+    every_other[:, ::2] = x
+    for rows in (wide_x[:, 3:68], every_other[:, ::2], x.t().contiguous().t()):
+        assert torch.equal(linear(rows, weight, bias, backend=backend), expected)
+    for matrix in (wide_weight[:, 5:70], scattered[:, ::2]):
+        assert torch.equal(linear(x, matrix, bias, backend=backend), expected)
+    cube = x.view(3, 3, 65)
+    assert torch.equal(linear(cube, weight, bias, backend=backend), expected.view(3, 3, 33))
+    assert torch.equal(linear(x[0], weight, bias, backend=backend), expected[0])
+    stored = weight.t().contiguous()
+    wide_stored = torch.full((65, 50), torch.nan, dtype=dtype)
+    wide_stored[:, 7:40] = stored
+    assert torch.equal(
+        matmul(x, wide_stored[:, 7:40], backend=backend), matmul(x, stored, backend=backend)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_edges(backend: str, dtype: torch.dtype) -> None:
+    weight = rand(5, 60, dtype=dtype)
+    assert linear(rand(0, 60, dtype=dtype), weight, backend=backend).shape == (0, 5)
+    assert linear(rand(2, 0, 60, dtype=dtype), weight, backend=backend).shape == (2, 0, 5)
+    no_depth = linear(rand(2, 0, dtype=dtype), rand(5, 0, dtype=dtype), backend=backend)
+    assert torch.equal(no_depth, torch.zeros(2, 5, dtype=dtype))
+    precise = linear(rand(3, 60, dtype=dtype), weight, backend=backend, float32=True)
+    assert precise.dtype is torch.float32
+    assert torch.equal(precise.to(dtype), linear(rand(3, 60, dtype=dtype), weight, backend=backend))
+    x, cube = rand(2, 3, 60, dtype=dtype), rand(2, 60, 5, dtype=dtype)
+    batched = matmul(x, cube, backend=backend)
+    assert torch.equal(batched[1], matmul(x[1], cube[1], backend=backend))
+    x = rand(2, 60, dtype=dtype)
+    x[0, 59] = torch.nan
+    assert linear(x, weight, backend=backend).isnan().tolist() == [[True] * 5, [False] * 5]
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 5\), \(3, 4\)"):
+        linear(rand(2, 5), rand(3, 4))
+    with pytest.raises(ValueError, match="do not fit"):
+        linear(rand(2, 4), rand(3, 4), rand(4))
+    with pytest.raises(ValueError, match="do not fit"):
+        matmul(rand(2, 4), rand(3, 4, 5))
+    with pytest.raises(ValueError, match="quantum"):
+        linear(rand(2, 4), rand(3, 4), backend="quantum")
+
+
+def test_other_dtypes_go_to_torch() -> None:
+    x, weight = rand(3, 60).double(), rand(5, 60).double()
+    assert torch.allclose(linear(x, weight), F.linear(x, weight), rtol=1e-12)
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(x, weight.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stored", ["N,K", "K,N"])
+def test_every_number_of_rows_gives_a_row_the_same_bits(
+    backend: str, dtype: torch.dtype, stored: str
+) -> None:
+    x = rand(300, 100, dtype=dtype)
+    weight = rand(33, 100, dtype=dtype)
+    if stored == "K,N":
+        weight = weight.t().contiguous().t()
+    counts = list(range(1, 301, 7 if backend == "torch" else 1))
+    assert differing_rows(lambda rows: linear(rows, weight, backend=backend), x, counts) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", kernels.available())
+@pytest.mark.parametrize(("depth", "num_out"), [(100, 1000), (1024, 256), (3001, 65)])
+def test_rows_and_threads_do_not_show(
+    backend: str, dtype: torch.dtype, depth: int, num_out: int
+) -> None:
+    x, bias = rand(130, depth, dtype=dtype), rand(num_out, dtype=dtype)
+    flat = rand(num_out, depth, dtype=dtype)
+    for weight in (flat, flat.t().contiguous().t()):
+        expected = linear(x, weight, bias, backend=backend)
+        for num_threads in (1, 2, 3, 7):
+            with threads(num_threads):
+                for count in (1, 5, 16, 33):
+                    some = linear(x[-count:], weight, bias, backend=backend)
+                    assert torch.equal(some, expected[-count:]), (num_threads, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_threads_do_not_show_with_torch(dtype: torch.dtype) -> None:
+    x, weight = rand(130, 100, dtype=dtype), rand(1000, 100, dtype=dtype)
+    expected = linear(x, weight, backend="torch")
+    with threads(2):
+        for count in (1, 5, 16, 33):
+            some = linear(x[-count:], weight, backend="torch")
+            assert torch.equal(some, expected[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_layer_of_a_real_model(backend: str, dtype: torch.dtype) -> None:
+    x, weight = rand(300, 1024, dtype=dtype), rand(3072, 1024, dtype=dtype)
+    expected = linear(x, weight, backend=backend)
+    assert_close(expected, x, weight)
+    for count in (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 128):
+        start = 300 - count if count % 2 else 7
+        rows = linear(x[start : start + count], weight, backend=backend)
+        assert torch.equal(rows, expected[start : start + count]), count
+
+
+def test_float32_bits_are_the_same_with_and_without_bf16_instructions() -> None:
+    names = [name for name in kernels.available() if name != "generic"]  # fma in all but one
+    x, weight = rand(7, 100), rand(33, 100)
+    results = [linear(x, weight, backend=name) for name in names]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_the_comparison_sees_a_product_that_depends_on_the_number_of_rows() -> None:
+    x, weight = rand(40, 1000), rand(33, 1000)
+
+    def chunked(rows: Tensor) -> Tensor:
+        """Another order of additions from six rows on, as a library's dispatch would have it."""
+        if rows.shape[0] < 6:
+            return linear(rows, weight, backend="torch")
+        halves = linear(rows[:, :500], weight[:, :500]), linear(rows[:, 500:], weight[:, 500:])
+        return halves[0] + halves[1]
+
+    assert differing_rows(chunked, x, [1, 5, 6, 40]) == [6, 40]
+
+
+def test_padding_hides_what_depends_on_the_number_of_rows() -> None:
+    def moody(rows: Tensor) -> Tensor:
+        return rows * (1 + rows.shape[0] % 4)
+
+    x = rand(40, 8)
+    assert differing_rows(moody, x, [1, 2, 4, 8]) == [2, 4, 8]
+    for padding in (RowPadding(multiple=4), RowPadding(tile=16), RowPadding(tile=1)):
+        assert (
+            differing_rows(lambda rows, p=padding: p.apply(moody, rows), x, [*range(1, 41)]) == []
+        )
+    assert differing_rows(lambda rows: RowPadding(least=2).apply(moody, rows), x, [1, 2, 3]) == [3]
+
+
+def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_found", {})
+    linear(rand(3, 100), rand(33, 100), backend="torch")
+    ((shape, dtype, padding),) = probe_report()
+    assert (shape, dtype) == ((33, 100), torch.float32)
+    assert isinstance(padding, RowPadding)
+    assert torch.get_num_threads() >= 1
+
+
+def test_without_kernels_auto_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = rand(3, 100), rand(33, 100)
+    expected = linear(x, weight, backend="torch")
+    monkeypatch.setenv("VERBATIM_KERNELS", "none")
+    products._functions.cache_clear()
+    try:
+        assert torch.equal(linear(x, weight), expected)
+        with pytest.raises(ValueError, match="kernel"):
+            linear(x, weight, backend="kernel")
+    finally:
+        products._functions.cache_clear()

@@ -1,0 +1,80 @@
+// What one call of attention is asked to do, and how it is divided among threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace vb::attention {
+
+constexpr int MAX_LINES = 64;       // (row, query head) pairs that share a tile
+
+struct Problem {
+    const void *q;                    // [T, H, Dk]
+    void *out;                        // [T, H, Dv], contiguous
+    const void *k_store, *v_store;    // [blocks, Hkv, block_size, Dk or Dv]
+    const int32_t *query_starts;      // [S + 1]
+    const int32_t *context_lens;      // [S]
+    const int32_t *block_tables;      // [S, max_blocks]
+    int64_t sequences, max_blocks, q_token_stride, q_head_stride;
+    int64_t heads, kv_heads, key_size, value_size, block_size, window;
+    int q_is_bf16;
+    float scale, cap;
+    const float *sinks, *slopes;      // [H] or NULL
+};
+
+// Some query heads of one KV head, for neighbouring rows of one sequence.
+struct Work {
+    int64_t sequence, row, rows, kv_head, head, heads;
+};
+
+// Multiplications of one call, at most: what decides whether waking the other threads pays.
+int64_t effort(const Problem &p) {
+    int64_t keys = 0;
+    for (int64_t s = 0; s < p.sequences; s++)
+        keys += (int64_t)(p.query_starts[s + 1] - p.query_starts[s]) * p.context_lens[s];
+    return keys * p.heads * (p.key_size + p.value_size);
+}
+
+// Few lines to a piece of work where there is little to do, so that no thread stands idle. The
+// choice moves no bits.
+std::vector<Work> divide(const Problem &p, int threads) {
+    const int64_t group = p.heads / p.kv_heads;
+    const int64_t all_rows = p.query_starts[p.sequences] - p.query_starts[0];
+    int64_t lines = MAX_LINES;
+    while (lines > 8 && all_rows * p.heads < lines * threads * 4) lines /= 2;
+    const int64_t heads = std::min(group, lines), rows = std::max<int64_t>(1, lines / group);
+    std::vector<Work> work;
+    for (int64_t s = 0; s < p.sequences; s++) {
+        const int64_t start = p.query_starts[s];
+        for (int64_t end = p.query_starts[s + 1]; end > start; end -= rows)  // the longest first
+            for (int64_t kv = 0; kv < p.kv_heads; kv++)
+                for (int64_t h = 0; h < group; h += heads) {
+                    const int64_t first = std::max(start, end - rows);
+                    work.push_back({s, first, end - first, kv, kv * group + h,
+                                    std::min(heads, group - h)});
+                }
+    }
+    return work;
+}
+
+// A thread's memory, handed out in pieces of whole cache lines and zeroed.
+struct Scratch {
+    char *memory, *next;
+    explicit Scratch(size_t bytes) {
+        memory = next = (char *)std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    }
+    Scratch(const Scratch &) = delete;
+    ~Scratch() { std::free(memory); }
+    template <typename T> T *take(size_t count) {
+        T *piece = (T *)next;
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        std::memset(next, 0, bytes);
+        next += bytes;
+        return piece;
+    }
+};
+
+}  // namespace vb::attention

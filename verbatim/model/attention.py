@@ -1,0 +1,301 @@
+"""Attention over KV blocks: one contract, a C++ kernel, and a plain reference beside it.
+
+K and V live in stores `[blocks, Hkv, block_size, D]`. A row attends to every position of its
+sequence up to its own, through the sequence's block table. The bits of a row depend on its query,
+on the keys and values it sees and on the options; not on the other rows, on how the prompt was cut,
+on which blocks were given out, or on the number of threads. (The two backends agree closely, not bit
+for bit.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim import kernels
+
+_TILE = 64  # keys between two rescalings of the reference, at absolute positions
+_MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What one layer's attention does besides the softmax.
+
+    Attributes:
+        scale: factor of every dot product.
+        window: a query at position p sees the keys at positions above p - window; 0: all.
+        softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
+        sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
+        alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.softcap < 0:
+            raise ValueError(
+                f"window={self.window} and softcap={self.softcap} must be 0 (off) or above"
+            )
+        for name in ("sinks", "alibi"):
+            values = getattr(self, name)
+            if values is not None and (values.dtype != torch.float32 or values.dim() != 1):
+                raise ValueError(
+                    f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
+                    f"{list(values.shape)}"
+                )
+
+
+def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
+    """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` into the stores.
+
+    Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores'.
+    """
+    if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
+        k, v = k.to(k_store.dtype), v.to(v_store.dtype)
+    library = _library() if k_store.device.type == "cpu" else None
+    if library is None or k.stride(2) != 1 or v.stride(2) != 1:
+        blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
+        k_store[blocks, :, offsets] = k
+        v_store[blocks, :, offsets] = v
+        return
+    assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
+    assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
+    k_bytes, v_bytes = k.element_size(), v.element_size()
+    library.vb_write_kv(
+        k.data_ptr(),
+        v.data_ptr(),
+        k_store.data_ptr(),
+        v_store.data_ptr(),
+        slots.data_ptr(),
+        len(slots),
+        k_store.shape[1],
+        k_store.shape[2],
+        k_store.shape[3] * k_bytes,
+        v_store.shape[3] * v_bytes,
+        k.stride(0) * k_bytes,
+        k.stride(1) * k_bytes,
+        v.stride(0) * v_bytes,
+        v.stride(1) * v_bytes,
+        torch.get_num_threads(),
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention of flat query rows over the stored keys and values of their sequences.
+
+    Args:
+        q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
+        k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
+        query_starts: `[S + 1]` int32; rows query_starts[s] to query_starts[s + 1] are sequence s.
+        context_lens: `[S]` int32; the last row of sequence s has position context_lens[s] - 1.
+        block_tables: `[S, max_blocks]` int32.
+        backend: "kernel", "reference", or "auto" for the kernel where it can serve.
+
+    Returns:
+        `[T, H, Dv]` in the dtype of `q`.
+    """
+    if backend not in ("auto", "kernel", "reference"):
+        raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
+    served = q.device.type == "cpu" and q.dtype in _DTYPES and k_store.dtype in _DTYPES
+    library = _library() if served and backend != "reference" else None
+    if library is not None:
+        return kernel_attention(
+            library, q, k_store, v_store, query_starts, context_lens, block_tables, options
+        )
+    if backend == "kernel":
+        raise ValueError(
+            f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "
+            f"(instruction set: {kernels.instruction_set()})"
+        )
+    return reference_attention(
+        q, k_store, v_store, query_starts, context_lens, block_tables, options
+    )
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def bind(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the arguments of the attention kernels in `library`."""
+    library.vb_write_kv.restype = None
+    library.vb_write_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 9, _INT]
+    library.vb_attention.restype = None
+    library.vb_attention.argtypes = [
+        *[_POINTER] * 7,
+        *[_LONG] * 10,
+        *[_INT] * 2,
+        *[_FLOAT] * 2,
+        *[_POINTER] * 2,
+        _INT,
+    ]
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = kernels.library()
+    return None if library is None else bind(library)
+
+
+def kernel_attention(
+    library: Any,
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """`paged_attention` by one compiled library."""
+    num_tokens, heads, key_size = q.shape
+    _, kv_heads, block_size, value_size = v_store.shape
+    num_sequences, max_blocks = block_tables.shape
+    sinks, alibi = options.sinks, options.alibi
+    assert k_store.shape[1:] == (kv_heads, block_size, key_size) and heads % kv_heads == 0
+    assert k_store.dtype == v_store.dtype
+    assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
+    assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
+    assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.is_contiguous()
+    assert query_starts.is_contiguous() and context_lens.is_contiguous()
+    assert sinks is None or (len(sinks) == heads and sinks.is_contiguous())
+    assert alibi is None or (len(alibi) == heads and alibi.is_contiguous())
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out = q.new_empty((num_tokens, heads, value_size))
+    library.vb_attention(
+        q.data_ptr(),
+        out.data_ptr(),
+        k_store.data_ptr(),
+        v_store.data_ptr(),
+        query_starts.data_ptr(),
+        context_lens.data_ptr(),
+        block_tables.data_ptr(),
+        num_sequences,
+        max_blocks,
+        q.stride(0),
+        q.stride(1),
+        heads,
+        kv_heads,
+        key_size,
+        value_size,
+        block_size,
+        options.window,
+        q.dtype == torch.bfloat16,
+        k_store.dtype == torch.bfloat16,
+        options.scale,
+        options.softcap,
+        None if sinks is None else sinks.data_ptr(),
+        None if alibi is None else alibi.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def reference_attention(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """`paged_attention` in torch, on any device: slow, and invariant because it is made of nothing
+    but elementwise operations. Sums are trees of additions, never torch reductions, whose order
+    changes with shapes and threads.
+    """
+    out = q.new_zeros((q.shape[0], q.shape[1], v_store.shape[3]))
+    row_products = q.shape[1] * _TILE * max(q.shape[2], v_store.shape[3])
+    rows_at_once = max(1, _MAX_PRODUCTS // row_products)
+    starts, lens = query_starts.tolist(), context_lens.tolist()
+    for s, length in enumerate(lens):
+        for first in range(starts[s], starts[s + 1], rows_at_once):
+            last = min(first + rows_at_once, starts[s + 1])
+            position = length - starts[s + 1] + first  # of row `first`
+            out[first:last] = _reference_rows(
+                q[first:last], k_store, v_store, block_tables[s], position, options
+            )
+    return out
+
+
+def _reference_rows(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    block_table: Tensor,
+    position: int,
+    options: AttentionOptions,
+) -> Tensor:
+    """Rows of one sequence, the first at `position`: `[R, H, Dk]` to `[R, H, Dv]`."""
+    rows, heads, key_size = q.shape
+    kv_heads, block_size, value_size = v_store.shape[1:]
+    grouped = (kv_heads, heads // kv_heads)
+    queries = q.float().reshape(rows, *grouped, 1, key_size)
+    positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
+    # A sink is a logit that is there before the first key, and has no value.
+    logits = torch.full((heads,), -torch.inf, device=q.device)
+    if options.sinks is not None:
+        logits = options.sinks
+    largest = logits.reshape(*grouped, 1).expand(rows, *grouped, 1)
+    total = (largest > -torch.inf).float()
+    acc = torch.zeros((rows, *grouped, value_size), device=q.device)
+    slopes = None if options.alibi is None else options.alibi.reshape(*grouped, 1)
+    for first in range(0, position + rows, _TILE):
+        if options.window and first + _TILE <= position + 1 - options.window:
+            continue
+        keys = torch.arange(first, first + _TILE, device=q.device)
+        seen = keys <= positions
+        if options.window:
+            seen = seen & (positions - keys < options.window)
+        # Keys past the end read block 0 of the table: whatever it holds, it is masked.
+        held = torch.where(keys < position + rows, keys, 0)
+        blocks, offsets = block_table[held // block_size].long(), held % block_size
+        k = k_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)  # [Hkv, 1, tile, Dk]
+        v = v_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)
+        scores = _tree_sum(queries * k, -1).squeeze(-1) * options.scale
+        if options.softcap:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        if slopes is not None:
+            scores = scores + slopes * (keys - positions)
+        scores = torch.where(seen, scores, -torch.inf)
+        active = seen.any(-1, keepdim=True)  # else the tile must leave a row as it is
+        highest = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        factor = torch.exp(largest - highest)
+        weights = torch.exp(scores - highest)
+        values = torch.where(seen.unsqueeze(-1), weights.unsqueeze(-1) * v, 0.0)
+        total = torch.where(active, total * factor + _tree_sum(weights, -1), total)
+        acc = torch.where(active, acc * factor + _tree_sum(values, -2).squeeze(-2), acc)
+        largest = torch.where(active, highest, largest)
+    return (acc / total).reshape(rows, heads, value_size).to(q.dtype)
+
+
+def _tree_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, kept as size 1, by adding halves: the same bits for any other shape."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
+    return x
