@@ -11,7 +11,9 @@ install:  ## editable install with everything needed to work on the project
 kernels:  ## build the kernels in place, for working without an install
 	cmake -S . -B build/kernels -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/kernels --parallel 2
-	cp build/kernels/verbatim_*.so verbatim/kernels/
+	# Moved into place and not overwritten: a process that runs on the old ones keeps them.
+	for so in build/kernels/verbatim_*.so; do \
+	  cp $$so $$so.new && mv $$so.new verbatim/kernels/$$(basename $$so); done
 
 test:  ## the fast tests
 	python -m pytest

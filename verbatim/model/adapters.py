@@ -1,21 +1,26 @@
 """Attention for architectures that predate transformers' attention interface.
 
 Each function replaces the forward of one attention class while we run: the module's own projections
-around the one attention contract. Their sources differ in how heads are laid out and where ALiBi is
-scaled; nothing else of the model is touched.
+around the one attention contract. Their sources differ in how heads are laid out, how positions turn
+them and where ALiBi is scaled; nothing else of the model is touched. `hidden` is `[B, T, H * D]`
+throughout, with B = 1 but in the first look.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.errors import UnsupportedModel
+from verbatim.model import products
 from verbatim.model.attention import AttentionOptions
 from verbatim.model.context import attend
+from verbatim.model.masks import LATER, NotedMask
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -33,43 +38,61 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+) -> Tensor:
+    """q `[B, T, H, Dk]`, k and v `[B, T, Hkv, D]` to `[B, T, H * Dv]`."""
+    out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
+    return out.reshape(q.shape[0], q.shape[1], -1)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.view(*x.shape[:-1], heads, -1)
+
+
+def _source(module: nn.Module, name: str) -> Any:
+    """A function from the file that defines `module`'s class."""
+    return getattr(sys.modules[type(module).__module__], name)
+
+
 def _bloom(module: Any) -> Callable[..., tuple[Tensor, None]]:
     slopes = alibi_slopes(module.num_heads)
     options = AttentionOptions(scale=float(module.inv_norm_factor), alibi=slopes)
 
-    def forward(hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        fused = module.query_key_value(hidden)[0]
-        fused = fused.view(fused.shape[0], module.num_heads, 3, module.head_dim)
-        out = attend(module, fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], options)
-        return residual + module.dense(out.flatten(1)[None]), None
+    def forward(hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        fused = module.query_key_value(hidden_states).unflatten(
+            -1, (module.num_heads, 3, module.head_dim)
+        )
+        out = _attend(module, fused[..., 0, :], fused[..., 1, :], fused[..., 2, :], options)
+        return residual + module.dense(out), None
 
     return forward
 
 
 def _falcon(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-
+    rotate = _source(module, "apply_rotary_pos_emb")
     # Falcon scales score and bias together, so the slope carries the scale too. Its slopes pass
-    # through bfloat16 in the original.
+    # through bfloat16 in the original. (transformers' eager attention adds the bias a second time, with
+    # the mask; its default, by scaled_dot_product_attention, does not, and is what is matched here.)
     slopes = alibi_slopes(module.num_heads).bfloat16().float() * module.inv_norm_factor
     rotary = AttentionOptions(scale=module.inv_norm_factor)
     biased = AttentionOptions(scale=module.inv_norm_factor, alibi=slopes)
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         alibi = kwargs.get("alibi", args[0] if args else None)
-        q, k, v = _falcon_heads(module, module.query_key_value(hidden))
+        q, k, v = _falcon_heads(module, module.query_key_value(hidden_states))
         if alibi is None:
             cos, sin = kwargs["position_embeddings"]
-            q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        out = attend(module, q[0], k[0], v[0], rotary if alibi is None else biased)
-        return module.dense(out.flatten(1)[None]), None
+            q, k = (
+                x.transpose(1, 2) for x in rotate(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            )
+        return module.dense(_attend(module, q, k, v, rotary if alibi is None else biased)), None
 
     return forward
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[1, T, H, D]`, k and v `[1, T, Hkv, D]`, without repeating the shared heads."""
+    """q `[B, T, H, D]`, k and v `[B, T, Hkv, D]`, without repeating the shared heads."""
     batch, length, _ = fused.shape
     heads, width = module.num_heads, module.head_dim
     if module.new_decoder_architecture:
@@ -82,15 +105,190 @@ def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows[..., 0, :], rows[..., 1, :], rows[..., 2, :]
 
 
+def _mpt(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    scale, clip = float(module.softmax_scale), module.clip_qkv
+
+    def forward(
+        hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        # `[H, 1, positions]`, rising by a head's slope from position to position up to 0.
+        slopes = -position_bias[:, 0, -2].float()
+        fused = module.Wqkv(hidden_states)
+        if clip:
+            fused = fused.clamp(min=-clip, max=clip)
+        q, k, v = (_split(x, module.n_heads) for x in fused.chunk(3, dim=-1))
+        out = _attend(module, q, k, v, AttentionOptions(scale=scale, alibi=slopes))
+        return module.out_proj(out), None
+
+    return forward
+
+
+def _separate(module: Any, heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Heads from `q_proj`, `k_proj` and `v_proj`."""
+
+    def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)
+        return _split(q, heads), _split(k, heads), _split(v, heads)
+
+    return split
+
+
+def _codegen_heads(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Heads from one projection that was laid out for four processors: query, value, key of each."""
+
+    def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        fused = module.qkv_proj(hidden).unflatten(-1, (4, 3, -1, module.head_dim))
+        q, v, k = (fused[..., i, :, :].flatten(-3, -2) for i in range(3))
+        return q, k, v
+
+    return split
+
+
+def _gptj(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """GPT-J and CodeGen: rotary over the first `rotary_dim` dimensions, in pairs of neighbours."""
+    rotate = _source(module, "apply_rotary_pos_emb")
+    options = AttentionOptions(scale=1.0 / float(module.scale_attn))
+    codegen = type(module).__name__ == "CodeGenAttention"
+    heads = _codegen_heads(module) if codegen else _separate(module, module.num_attention_heads)
+
+    def forward(hidden_states: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        sin, cos = (
+            module.embed_positions[kwargs["position_ids"]].to(hidden_states.dtype).chunk(2, dim=-1)
+        )
+        q, k, v = heads(hidden_states)
+        q, k = (_turned(x, module.rotary_dim, rotate, sin, cos) for x in (q, k))
+        return module.out_proj(_attend(module, q, k, v, options)), None
+
+    return forward
+
+
+def _turned(x: Tensor, width: int | None, rotate: Any, sin: Tensor, cos: Tensor) -> Tensor:
+    if width is None:
+        return rotate(x, sin, cos)  # type: ignore[no-any-return]
+    return torch.cat([rotate(x[..., :width], sin, cos), x[..., width:]], dim=-1)
+
+
+def _gpt_neo(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    window = module.config.window_size if module.attention_type == "local" else 0
+    options = AttentionOptions(scale=1.0, window=window)
+    heads = _separate(module, module.num_heads)
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return module.out_proj(_attend(module, *heads(hidden_states), options)), None
+
+    return forward
+
+
+def _xglm(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    options = AttentionOptions(scale=float(module.scaling))
+    heads = _separate(module, module.num_heads)
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return module.out_proj(_attend(module, *heads(hidden_states), options)), None
+
+    return forward
+
+
+def _neox_japanese(module: Any) -> Callable[..., tuple[Tensor, None, Any]]:
+    rotate, width = _source(module, "apply_rotary_pos_emb"), module.rotary_ndims
+    options = AttentionOptions(scale=1.0 / float(module.norm_factor))
+
+    def forward(hidden_states: Tensor, *_: Any, **kwargs: Any) -> tuple[Tensor, None, Any]:
+        q, k, v = _split(module.query_key_value(hidden_states), module.num_attention_heads).chunk(
+            3, dim=-1
+        )
+        q_rot, k_rot = (x[..., :width].transpose(1, 2) for x in (q, k))
+        q_rot, k_rot = rotate(q_rot, k_rot, *kwargs["position_embeddings"])
+        q = torch.cat([q_rot.transpose(1, 2), q[..., width:]], dim=-1)
+        k = torch.cat([k_rot.transpose(1, 2), k[..., width:]], dim=-1)
+        return module.dense(_attend(module, q, k, v, options)), None, module.dense_bias
+
+    return forward
+
+
+def _openai_gpt(module: Any) -> Callable[..., list[Tensor]]:
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        q, k, v = (_split(x, module.n_head) for x in module.c_attn(hidden_states).chunk(3, dim=-1))
+        options = AttentionOptions(scale=v.shape[-1] ** -0.5 if module.scale else 1.0)
+        return [module.c_proj(_attend(module, q, k, v, options))]
+
+    return forward
+
+
+def _bert(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """The BERT descendants that kept their own attention; the output projection is a module of its own."""
+    options = AttentionOptions(scale=module.attention_head_size**-0.5)
+    heads = module.num_attention_heads
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        if not module.is_decoder:
+            raise UnsupportedModel(f"{type(module).__name__} attends to later tokens")
+        q, k, v = (
+            module.query(hidden_states),
+            module.key(hidden_states),
+            module.value(hidden_states),
+        )
+        return _attend(module, _split(q, heads), _split(k, heads), _split(v, heads), options), None
+
+    return forward
+
+
+def _falcon_linear(module: Any) -> Callable[[Tensor], Tensor]:
+    """A linear that rounds between product and bias, as Falcon was trained."""
+
+    def forward(x: Tensor) -> Tensor:
+        out = products.linear(x, module.weight)
+        return out if module.bias is None else out + module.bias
+
+    return forward
+
+
+def _mpt_model(module: Any) -> Callable[..., Any]:
+    """MPT's body insists on a mask; one of four dimensions is taken as it is, and never read."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
+    "CodeGenAttention": _gptj,
     "FalconAttention": _falcon,
+    "FalconLinear": _falcon_linear,
+    "GPTJAttention": _gptj,
+    "GPTNeoSelfAttention": _gpt_neo,
+    "GPTNeoXJapaneseAttention": _neox_japanese,
+    "MegatronBertSelfAttention": _bert,
+    "MptAttention": _mpt,
+    "MptModel": _mpt_model,
+    "RemBertSelfAttention": _bert,
+    "XGLMAttention": _xglm,
 }
+_ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 
 
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     """A forward over the attention contract for a class without the interface, else None."""
-    maker = _ADAPTERS.get(type(module).__name__)
-    if maker is None or not type(module).__module__.startswith("transformers."):
+    cls = type(module)
+    if not cls.__module__.startswith("transformers."):
         return None
-    return maker(module)
+    maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))
+    return None if maker is None else _minding_masks(module, maker(module))
+
+
+def _minding_masks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Masks come only in the first look; they must be causal, as `forward` takes them to be."""
+
+    def minded(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, NotedMask) and value.window != 0:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} "
+                    + ("attends to later tokens" if value.window == LATER else "has another mask")
+                )
+        return forward(*args, **kwargs)
+
+    return minded

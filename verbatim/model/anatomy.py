@@ -1,7 +1,8 @@
 """What one look at a model tells: which modules attend, what they store, what they call.
 
-The look is a forward of two tokens in which attention only notes its shapes. It runs once when a model
-is opened, with the user's hooks silenced, and decides whether the model can be run on flat batches.
+The look is a forward of a few tokens in which attention only notes its shapes and reads its masks. It
+runs once when a model is opened, with the user's hooks silenced, and decides whether the model can be
+run on flat batches. A class that is not in the list of verified ones must pass a trial besides.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kv.store import LayerShape
+from verbatim.model import masks
 from verbatim.model.attention import AttentionOptions
 from verbatim.model.borrow import borrow, configs_of, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.invariant import Recorder
+from verbatim.model.refusals import reason_to_refuse
+from verbatim.model.trial import try_out
+from verbatim.model.verified import is_verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Anatomy:
         needs_safety_net: functions the model calls directly that must be swapped; usually none.
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
-        takes_positions: the model's forward has `position_ids`.
+        takes_positions: the model's forward has `position_ids`, or passes them on.
     """
 
     slots: dict[tuple[int, int], int]
@@ -53,6 +58,7 @@ class _Look:
         self.layers: list[LayerShape] = []
         self.calls: dict[int, int] = {}
         self.dtype: torch.dtype | None = None
+        self.needs_positions = False
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -66,7 +72,11 @@ class _Look:
                 f"{type(module).__name__} attends with shapes {tuple(q.shape)}, {tuple(k.shape)}"
             )
         self.dtype = self.dtype or k.dtype
-        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        self.needs_positions |= options.alibi is None
+        # Something of a token's own query, key and value, so that wrong positions show as well.
+        group = q.shape[1] // v.shape[1]
+        turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
+        return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
 
 
 def inner_model(module: nn.Module) -> Any:
@@ -82,6 +92,15 @@ def inner_model(module: nn.Module) -> Any:
     )
 
 
+_NO_INTERFACE = "its attention does not go through transformers' attention interface"
+_NO_POSITIONS = "its forward takes no position_ids, so it counts positions from the start of a row"
+
+# Two rows with the same tokens at the same positions, one place apart: wherever they differ, something
+# else than attention mixes tokens, or takes a token's place in its row for its position.
+_IDS = [[4, 1, 3, 2], [1, 3, 2, 5]]
+_POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
+
+
 def look_at(module: nn.Module) -> Anatomy:
     """Look at `module` once.
 
@@ -89,32 +108,71 @@ def look_at(module: nn.Module) -> Anatomy:
         UnsupportedModel: the reason why it can't be run on flat batches.
     """
     inner = inner_model(module)
-    name = type(inner).__name__
-    _refuse_by_config(name, inner)
+    try:
+        reason = reason_to_refuse(inner)
+        if reason is not None:
+            raise UnsupportedModel(reason)
+        anatomy = _look_through(module, inner)
+        if not is_verified(inner):
+            try_out(
+                module,
+                replaced_forwards(module),
+                vocab_size=anatomy.vocab_size,
+                positions=anatomy.takes_positions,
+                safety_net=bool(anatomy.needs_safety_net),
+            )
+    except UnsupportedModel as reason:
+        name = type(inner).__name__
+        raise UnsupportedModel(
+            f"{name} can't be run on flat batches: {reason}"
+        ) from reason.__cause__
+    return anatomy
+
+
+def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> Anatomy:
+    """Look once; `positions` None: hand over `position_ids` if the forward names them."""
+    masks.register()
     signature = inspect.signature(inner.forward).parameters
-    look, recorder = _Look(), Recorder()
+    named = "position_ids" in signature
+    positions = named if positions is None else positions
+    look, recorder, configs = _Look(), Recorder(), configs_of(module)
     device = next(module.parameters()).device
-    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=device)}
-    if "position_ids" in signature:
-        inputs["position_ids"] = torch.arange(2, device=device)[None]
+    ids = torch.tensor(_IDS, device=device)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if positions:
+        inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
+    if "logits_to_keep" in signature:
+        inputs["logits_to_keep"] = torch.arange(ids.shape[1], device=device)
     try:
         with (
-            borrow(module, replaced_forwards(module), configs_of(module), hooks=False),
+            borrow(module, replaced_forwards(module), configs, hooks=False),
             activate(look),
             recorder,
         ):
+            for config in configs:  # borrow puts it back
+                config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits = module(**inputs, use_cache=False).logits
-    except UnsupportedModel as reason:
-        raise UnsupportedModel(f"{name} can't be run on flat batches: {reason}") from None
+    except UnsupportedModel:
+        raise
     except Exception as error:
         raise UnsupportedModel(
-            f"{name} can't be run on flat batches: a forward of two tokens without a cache raised "
-            f"{type(error).__name__}: {error}"
+            f"a forward of a few tokens without a cache raised {type(error).__name__}: {error}"
         ) from error
     if not look.layers:
+        raise UnsupportedModel(_NO_INTERFACE)
+    if look.needs_positions and not positions:
+        if any(p.kind is p.VAR_KEYWORD for p in signature.values()):  # a wrapper may pass them on
+            return _look_through(module, inner, positions=True)
+        raise UnsupportedModel(_NO_POSITIONS)
+    if logits.shape[:2] != ids.shape:
         raise UnsupportedModel(
-            f"{name} can't be run on flat batches: its attention does not go through transformers' "
-            "attention interface"
+            f"its logits have shape {tuple(logits.shape)} for 2 rows of 4 tokens"
+        )
+    if not _close(logits[0, 1:], logits[1, :-1]):
+        raise UnsupportedModel(
+            "something else than attention mixes its tokens, or counts their positions"
+            if named
+            else _NO_POSITIONS
         )
     assert look.dtype is not None
     return Anatomy(
@@ -124,23 +182,12 @@ def look_at(module: nn.Module) -> Anatomy:
         vocab_size=logits.shape[-1],
         needs_safety_net=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
-        takes_positions="position_ids" in signature,
+        takes_positions=positions,
     )
 
 
-_STATE = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
-
-
-def _refuse_by_config(name: str, inner: Any) -> None:
-    """Refuse what runs without complaint and is wrong: state outside of K and V, masks that only a mask knows."""
-    config = inner.config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; only causal models are run")
-    if getattr(inner, "_is_stateful", False):
-        raise UnsupportedModel(f"{name} keeps a recurrent state, which a flat batch would mix up")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    for kind in sorted(kinds):
-        if any(part in kind for part in _STATE):
-            raise UnsupportedModel(f"{name} has {kind} layers, whose state is not in K and V")
-        if kind == "chunked_attention":
-            raise UnsupportedModel(f"{name} has chunked_attention layers, which exist only as masks")
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):  # a matter of weights
+        return True
+    tolerance = 1e-4 if a.dtype == torch.float32 else 2e-2
+    return bool(((a - b).abs() <= tolerance * a.abs().max()).all())

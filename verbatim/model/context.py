@@ -20,8 +20,19 @@ from verbatim.model.attention import AttentionOptions
 
 IMPLEMENTATION = "verbatim"  # our name in transformers' registries of attention and experts
 
-# Tensors that models hand to every attention function and that ours has in the batch already.
-_KNOWN_TENSORS = frozenset({"position_ids", "cache_position"})
+# What models hand to every attention function without meaning attention by it.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 class Pass(Protocol):
@@ -53,9 +64,7 @@ def activate(walk: Pass) -> Iterator[None]:
         _thread.active = before
 
 
-def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
-) -> Tensor:
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Attention of the active pass: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
     walk = active_pass()
     if walk is None:
@@ -77,17 +86,18 @@ def flat_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature over one flat row of tokens.
+    """transformers' attention signature over flat rows of tokens: one row, but in the look.
 
     Args:
-        query, key, value: `[1, H, T, Dk]`, `[1, Hkv, T, Dk]`, `[1, Hkv, T, Dv]`.
+        query, key, value: `[B, H, T, Dk]`, `[B, Hkv, T, Dk]`, `[B, Hkv, T, Dv]`.
         s_aux: attention sinks, `[H]`.
 
     Returns:
-        The output `[1, T, H, Dv]`, and None for the weights.
+        The output `[B, T, H, Dv]`, and None for the weights.
 
     Raises:
-        UnsupportedModel: a mask, a bias or bidirectional attention, which flat batches can't carry.
+        UnsupportedModel: a mask, a bias, bidirectional attention or an argument that is not known,
+            which flat batches can't carry.
     """
     name = type(module).__name__
     if attention_mask is not None:
@@ -95,18 +105,19 @@ def flat_attention(
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} attends to later tokens")
     for key_name, extra in kwargs.items():
-        if isinstance(extra, Tensor) and key_name not in _KNOWN_TENSORS:
-            raise UnsupportedModel(f"{name} hands its attention a tensor {key_name!r}")
+        if extra is not None and extra is not False and key_name not in _HARMLESS:
+            raise UnsupportedModel(
+                f"{name} hands its attention {key_name!r}, which is not known here"
+            )
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float(),
     )
-    out = attend(
-        module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options
-    )
-    return out[None], None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = attend(module, q, k, v, options)
+    return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
 
 def register() -> None:
@@ -118,5 +129,3 @@ def register() -> None:
 
     AttentionInterface.register(IMPLEMENTATION, flat_attention)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)
-
-

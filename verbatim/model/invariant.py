@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import UnsupportedModel
@@ -115,6 +115,11 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """A product over a dimension of 1 (rotary angles) is one rounding an element: torch may do it."""
     if a.shape[-1] == 1 or not a.is_floating_point():
         return _plain_matmul(a, b)
+    if b.dim() > 3:  # [..., M, K] and [..., K, N]
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+        product: Tensor = products.matmul(a, b).unflatten(0, batch)
+        return product
     return products.matmul(a, b)
 
 
@@ -218,7 +223,9 @@ def _linear_forward(module: nn.Linear) -> Callable[..., Tensor]:
     parameters, linear = module._parameters, products.linear
 
     def forward(x: Tensor) -> Tensor:
-        return linear(x, parameters["weight"], parameters["bias"])
+        weight = parameters["weight"]
+        assert weight is not None
+        return linear(x, weight, parameters["bias"])
 
     return forward
 

@@ -19,7 +19,8 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
     """The longest sequence the model may see, None for no limit, and where the number comes from.
 
     Rotary embeddings of type "dynamic" and "longrope" change with the longest sequence in the batch
-    once it passes the length of the original training; up to there they are fixed, so that is the limit.
+    once it passes a length; up to there they are fixed, so that is the limit. For "longrope" it is the
+    length of the original training, for "dynamic" `max_position_embeddings`.
     """
     text = config.get_text_config(decoder=True)
     limit, source = None, "no limit in the config"
@@ -29,15 +30,17 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
             limit, source = value, field
             break
     for rope in _rope_settings(text):
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("dynamic", "longrope"):
-            original = (
-                rope.get("original_max_position_embeddings")
-                or getattr(text, "original_max_position_embeddings", None)
-                or getattr(text, "max_position_embeddings", None)
-            )
-            if original and (limit is None or original < limit):
-                limit, source = int(original), f"original length of {kind} rotary embeddings"
+        kind = rope.get("rope_type", rope.get("type")) or ""
+        if kind == "longrope" or "dynamic" in kind:
+            fixed = getattr(text, "max_position_embeddings", None)
+            if kind == "longrope":
+                fixed = (
+                    rope.get("original_max_position_embeddings")
+                    or getattr(text, "original_max_position_embeddings", None)
+                    or fixed
+                )
+            if fixed and (limit is None or fixed < limit):
+                limit, source = int(fixed), f"original length of {kind} rotary embeddings"
     return limit, source
 
 

@@ -192,10 +192,12 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias is not None,
         torch.get_num_threads(),
     )
-    padding = _found.get(key)
-    if padding is None:
-        padding = _found[key] = _probe(weight, bias)
-    out = padding.apply(lambda tile: F.linear(tile, weight, bias), rows)
+    # A mode that watches torch functions must see neither the probe nor the product.
+    with torch._C.DisableTorchFunction():
+        padding = _found.get(key)
+        if padding is None:
+            padding = _found[key] = _probe(weight, bias)
+        out = padding.apply(lambda tile: F.linear(tile, weight, bias), rows)
     return out.view(*x.shape[:-1], num_out)
 
 

@@ -1,0 +1,162 @@
+"""Every architecture that transformers lists as a causal language model: its toy, and what becomes of it.
+
+An architecture is supported when its class is in `verbatim.model.verified` and its name is not below.
+`python tests/sweep.py` prints docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import toys
+from sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
+
+_MADE_WITH = 23  # the minor version of transformers 5 that these lists were made with
+
+# Why the others are refused: a part of the message, what the docs say, and the names.
+_REFUSALS: list[tuple[str, str, str]] = [
+    (
+        "recurrent state",
+        "keeps a recurrent state, which a flat batch has no place for",
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid:mamba inkling2_text inkling_text "
+        "jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
+        "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text "
+        "recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+    ),
+    ("convolution's state", "keeps a convolution's state", "lfm2 lfm2_moe lfm3"),
+    (
+        "indexer",
+        "chooses the keys it attends to by an indexer with keys of its own",
+        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
+    ),
+    ("compressed keys", "attends to compressed keys", "deepseek_v4"),
+    ("within chunks", "attends within chunks, which exist only as masks", "llama4 llama4_text"),
+    ("temperature", "an attention temperature by the place in the row", "llama4_text:full"),
+    ("exists only as a mask", "attends by a mask of its own", "doge gemma4_unified"),
+    ("sliding window", "has its window only in its mask", "phimoe:window"),
+    (
+        "takes no position_ids",
+        "a decoder that counts positions from the start of a row",
+        "bart blenderbot blenderbot-small marian mbart pegasus plbart",
+    ),
+    (
+        "ids that are not padding",
+        "counts positions by ids that are not padding",
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
+    ),
+    (
+        "attention interface",
+        "has an attention of its own",
+        "big_bird cpmant git mvp reformer roformer trocr xlm",
+    ),
+    ("torch.einsum", "has an attention of its own, made of einsum", "prophetnet xlnet"),
+    (
+        "later tokens",
+        "attends to later tokens",
+        "bert:encoder bigbird_pegasus gemma3_text:bidirectional megatron-bert:encoder",
+    ),
+    ("codebook", "generates several codebooks at once", "musicgen musicgen_melody"),
+    ("patches", "attends to patches of bytes", "blt"),
+    (
+        "main model",
+        "drafts from the hidden states of another model",
+        "gemma4_assistant gemma4_unified_assistant",
+    ),
+]
+REFUSED = {name: phrase for phrase, _, listed in _REFUSALS for name in listed.split()}
+# What older versions of transformers get wrong: these build no causal masks there.
+OLDER = {"megatron-bert": "later tokens", "moshi": "later tokens", "rembert": "later tokens"}
+UNBUILDABLE = {
+    "gemma3n": "needs pillow and timm for its vision tower; its text model, gemma3n_text, is supported",
+}
+
+
+def names() -> dict[str, str]:
+    """Every name in transformers' table of causal language models, with its class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def refusal(case: str) -> str | None:
+    """A part of the message with which this case must be refused; None: it must not be."""
+    import transformers
+
+    minor = int(transformers.__version__.split(".")[1])
+    return REFUSED.get(case) or (OLDER.get(case) if minor < _MADE_WITH else None)
+
+
+def cases() -> list[str]:
+    """The names and the variants whose architecture this transformers has."""
+    known = names()
+    return [*known, *(case for case in VARIANTS if case.partition(":")[0] in known)]
+
+
+def config_of(case: str) -> Any:
+    """The toy config of an architecture or a variant."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = case.partition(":")[0]
+    cls = getattr(transformers, names()[name]).config_class or CONFIG_MAPPING[name]
+    fields = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    settings = {key: value for key, value in SMALL.items() if key in fields}
+    bare = name.removesuffix("_text")
+    own = SETTINGS.get(name) or SETTINGS.get(f"{name}_text") or SETTINGS.get(bare) or {}
+    settings |= copy.deepcopy(own) | copy.deepcopy(VARIANTS.get(case, {}))
+    return cls(**{key: value for key, value in settings.items() if value != DEFAULT})
+
+
+def build(case: str) -> Any:
+    """The toy of an architecture or a variant, with eager attention, in eval mode."""
+    import transformers
+
+    config = config_of(case)
+    if case != "falcon:alibi":  # in eager attention transformers adds Falcon's ALiBi twice
+        config._attn_implementation = "eager"
+    if case == "gemma4_assistant":  # its config asks for what its layers then refuse
+        config.text_config.num_kv_shared_layers = 2
+    cls = getattr(transformers, names()[case.partition(":")[0]])
+    return toys.build(cls, config)
+
+
+def markdown() -> str:
+    """docs/architectures.md for the transformers that is installed."""
+    from verbatim.model.verified import VERIFIED
+
+    known = names()
+    supported = [n for n in known if n not in REFUSED and n not in UNBUILDABLE]
+    assert {known[n] for n in supported} <= VERIFIED
+    lines = [
+        "# Architectures",
+        "",
+        "What becomes of the architectures that transformers lists as causal language models, by their",
+        "`model_type`. Supported means: a toy of it, with random weights, gives on a packed batch the",
+        "logits of transformers' own eager forward of each sequence alone, to 1e-5, and the same bits",
+        "in pieces, alone and in company. `tests/test_sweep.py` holds this page true.",
+        "",
+        "A class that is not listed is tried out when it is opened, against its own forward, and refused",
+        "where they differ; so is a listed class whose config asks for something that is not built.",
+        "",
+        f"## Supported ({len(supported)})",
+        "",
+        ", ".join(f"`{name}`" for name in sorted(supported)),
+        "",
+        "## Refused",
+        "",
+        "| why | architectures |",
+        "| --- | --- |",
+    ]
+    for _, why, listed in _REFUSALS:
+        found = [f"`{name}`" for name in listed.split() if name in known]
+        if found:
+            lines.append(f"| {why} | {', '.join(found)} |")
+    lines += ["", "## Not tried", ""]
+    lines += [f"- `{name}`: {why}" for name, why in UNBUILDABLE.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

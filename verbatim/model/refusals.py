@@ -1,0 +1,64 @@
+"""What is refused by a model's config or parts, because a look would not see it or not see why.
+
+Everything else is refused by what the look and the trial find, so that an architecture nobody has
+heard of is treated by what it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Parts of the names of layer kinds, and what such layers do.
+_STATE = "keep a recurrent state, which is not in K and V"
+_INDEXER = "choose the keys they attend to by an indexer with keys of its own"
+_KINDS = {
+    "linear_attention": _STATE,
+    "mamba": _STATE,
+    "recurrent": _STATE,
+    "hybrid": _STATE,
+    "conv": "keep a convolution's state, which is not in K and V",
+    "chunked_attention": "attend within chunks, which exist only as masks",
+    "compressed": "attend to compressed keys",
+    "indexed": _INDEXER,
+    "sparse": _INDEXER,
+}
+_WITHOUT_STATE = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
+
+_CODEBOOKS = "every position holds an id of each codebook, not one id"
+_ASSISTANT = "it drafts from hidden states and keys of its main model, which a batch of ids has not"
+_CLASSES = {
+    "BltForCausalLM": "it attends to patches of bytes, not to positions",
+    "Gemma4AssistantForCausalLM": _ASSISTANT,
+    "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
+    "MusicgenForCausalLM": _CODEBOOKS,
+    "MusicgenMelodyForCausalLM": _CODEBOOKS,
+}
+
+
+def reason_to_refuse(inner: Any) -> str | None:
+    """Why the transformers model `inner` can't be run on flat batches; None where nothing is known."""
+    config = inner.config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; only causal models are run"
+    known = _CLASSES.get(type(inner).__name__)
+    if known is not None:
+        return known
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    for part, what in _KINDS.items():
+        for kind in kinds:
+            if part in kind:
+                return f"its {kind} layers {what}"
+    if getattr(inner, "_is_stateful", False) and not (kinds and _WITHOUT_STATE.issuperset(kinds)):
+        return "it keeps a recurrent state, which is not in K and V"
+    for layer in inner.modules():
+        if "Indexer" in type(layer).__name__:
+            return (
+                f"its attention chooses keys by {type(layer).__name__}, which has keys of its own"
+            )
+        if hasattr(layer, "create_position_ids_from_input_ids"):
+            return "it counts positions by ids that are not padding, from the padding id on"
+        if getattr(layer, "attn_temperature_tuning", False) and not getattr(
+            layer, "use_rope", True
+        ):
+            return "its attention's temperature counts positions from the start of a row"
+    return None

@@ -1,0 +1,149 @@
+"""A trial run for model classes that are not in the list of verified ones.
+
+Two short sequences go through the flat path, in one piece and in two, and must give what the model's
+own forward gives for each of them alone. What the first look cannot see shows here: scores changed in
+ways of the model's own, positions that start elsewhere, keyword arguments that mean something.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import UnsupportedModel
+from verbatim.model.attention import AttentionOptions
+from verbatim.model.borrow import Forwards, borrow, configs_of
+from verbatim.model.context import activate
+from verbatim.model.invariant import InvariantMode
+
+_LENGTHS = (9, 6)
+_CUT = (4, 1)
+
+
+class _TrialPass:
+    """Attention of the plainest kind, over keys and values kept in lists."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []  # rows of each sequence in this forward
+        self._calls: dict[int, int] = {}
+        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def start(self, lengths: list[int]) -> None:
+        self.lengths, self._calls = lengths, {}
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        call = self._calls.get(id(module), 0)
+        self._calls[id(module)] = call + 1
+        pieces = zip(
+            q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True
+        )
+        outs = []
+        for s, (queries, keys, values) in enumerate(pieces):
+            slot = (id(module), call, s)
+            if slot in self._kept:
+                keys = torch.cat([self._kept[slot][0], keys])
+                values = torch.cat([self._kept[slot][1], values])
+            self._kept[slot] = keys, values
+            outs.append(_attention(queries, keys, values, options))
+        return torch.cat(outs)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+    """The last rows `q` `[R, H, Dk]` of a sequence with `k` and `v` `[L, Hkv, D]`, in float32."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q.float()[:, None] * keys).sum(-1) * options.scale  # [R, L, H]
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance = (
+        torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+        - torch.arange(len(k), device=q.device)
+    )[..., None]
+    if options.alibi is not None:
+        scores = scores - distance * options.alibi.to(q.device)
+    seen = (distance >= 0) & (distance < (options.window or math.inf))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(q.device).expand(len(q), 1, -1)
+        weights = torch.softmax(torch.cat([scores, sinks], dim=1), dim=1)[:, :-1]
+    else:
+        weights = torch.softmax(scores, dim=1)
+    return (weights[..., None] * values).sum(1).to(q.dtype)
+
+
+def try_out(
+    module: nn.Module, forwards: Forwards, *, vocab_size: int, positions: bool, safety_net: bool
+) -> None:
+    """Compare the flat path with the model's own forward.
+
+    Args:
+        forwards: of this module, as for `borrow`.
+        vocab_size: width of its logits.
+        positions: its forward takes `position_ids`.
+        safety_net: it must run in `InvariantMode`.
+
+    Raises:
+        UnsupportedModel: they differ.
+    """
+    device = next(module.parameters()).device
+    high = max(2, min(vocab_size, 1000) - 3)  # special ids stand at either end
+    whole = [torch.arange(n, device=device) * 37 % high + 2 for n in _LENGTHS]
+    plain = [_plain(module, ids) for ids in whole]
+    scale = max(float(logits.abs().max()) for logits in plain)
+    if not math.isfinite(scale):  # a matter of weights
+        return
+    for cuts in ((_LENGTHS,), (_CUT, _LENGTHS)):
+        walk = _TrialPass()
+        starts = [0] * len(whole)
+        for stops in cuts:
+            spans = list(zip(starts, stops, strict=True))
+            walk.start([stop - start for start, stop in spans])
+            inputs: dict[str, Any] = {
+                "input_ids": _flat([w[a:b] for w, (a, b) in zip(whole, spans, strict=True)])
+            }
+            if positions:
+                inputs["position_ids"] = _flat(
+                    [torch.arange(a, b, device=device) for a, b in spans]
+                )
+            with (
+                borrow(module, forwards, configs_of(module), hooks=False),
+                activate(walk),
+                InvariantMode() if safety_net else nullcontext(),
+            ):
+                logits = module(**inputs, use_cache=False).logits[0].split(walk.lengths)
+            for s, (start, stop) in enumerate(spans):
+                error = _error(logits[s], plain[s][start:stop])
+                if not error <= scale * (1e-3 if logits[s].dtype == torch.float32 else 5e-2):
+                    raise UnsupportedModel(
+                        "in a trial its logits on a flat batch were off by "
+                        f"{error:.2g} (largest logit: {scale:.2g}) from its own forward"
+                    )
+            starts = list(stops)
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """How far off the logits `[T, V]` are: the worst row's error in float32, the median row's in less,
+    where a rounding may send a token to another expert.
+    """
+    rows = (ours - theirs).abs().amax(-1).float()
+    return float(rows.max() if ours.dtype == torch.float32 else rows.median())
+
+
+def _flat(pieces: list[Tensor]) -> Tensor:
+    return torch.cat(pieces)[None]
+
+
+def _plain(module: nn.Module, ids: Tensor) -> Tensor:
+    """Logits `[T, V]` of the module's own forward, with eager attention."""
+    configs = configs_of(module)
+    with borrow(module, [], configs, hooks=False):
+        for config in configs:  # borrow puts it back
+            config.__dict__["_attn_implementation_internal"] = "eager"
+            config.__dict__["_experts_implementation_internal"] = "eager"
+        return module(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]

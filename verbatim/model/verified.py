@@ -1,0 +1,130 @@
+"""Model classes whose flat logits were held against transformers' eager ones by the sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VERIFIED = frozenset(
+    """
+    AfmoeForCausalLM
+    ApertusForCausalLM
+    ArceeForCausalLM
+    AriaTextForCausalLM
+    AXK1ForCausalLM
+    BeamForCausalLM
+    BertGenerationDecoder
+    BertLMHeadModel
+    BioGptForCausalLM
+    BitNetForCausalLM
+    BloomForCausalLM
+    CodeGenForCausalLM
+    Cohere2ForCausalLM
+    Cohere2MoeForCausalLM
+    CohereCompassForCausalLM
+    CohereForCausalLM
+    CTRLLMHeadModel
+    CwmForCausalLM
+    DbrxForCausalLM
+    DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM
+    DiffLlamaForCausalLM
+    Dots1ForCausalLM
+    ElectraForCausalLM
+    Emu3ForCausalLM
+    Ernie4_5_MoeForCausalLM
+    Ernie4_5ForCausalLM
+    ErnieForCausalLM
+    Exaone4ForCausalLM
+    ExaoneMoeForCausalLM
+    FalconForCausalLM
+    FlexOlmoForCausalLM
+    FlintForCausalLM
+    FuyuForCausalLM
+    Gemma2ForCausalLM
+    Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration
+    Gemma3nForCausalLM
+    Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration
+    Gemma4UnifiedForCausalLM
+    GemmaForCausalLM
+    Glm4ForCausalLM
+    Glm4MoeForCausalLM
+    Glm4MoeLiteForCausalLM
+    GlmForCausalLM
+    GotOcr2ForConditionalGeneration
+    GPT2LMHeadModel
+    GPTBigCodeForCausalLM
+    GPTJForCausalLM
+    GPTNeoForCausalLM
+    GPTNeoXForCausalLM
+    GPTNeoXJapaneseForCausalLM
+    GptOssForCausalLM
+    GraniteForCausalLM
+    GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM
+    GraniteMoeSharedForCausalLM
+    GraniteMoeSWAForCausalLM
+    GraniteSWAForCausalLM
+    HeliumForCausalLM
+    HrmTextForCausalLM
+    HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM
+    HYV3ForCausalLM
+    Jais2ForCausalLM
+    JetMoeForCausalLM
+    Kolibri1ForCausalLM
+    LagunaForCausalLM
+    LlamaForCausalLM
+    LongcatFlashForCausalLM
+    MegatronBertForCausalLM
+    MellumForCausalLM
+    MiMoV2FlashForCausalLM
+    MiniCPM3ForCausalLM
+    MiniMaxM2ForCausalLM
+    Ministral3ForCausalLM
+    MinistralForCausalLM
+    MistralForCausalLM
+    MixtralForCausalLM
+    MllamaForCausalLM
+    ModernBertDecoderForCausalLM
+    MoshiForCausalLM
+    MossTranscribeDiarizeForConditionalGeneration
+    MptForCausalLM
+    NanoChatForCausalLM
+    NemotronForCausalLM
+    Olmo2ForCausalLM
+    Olmo3ForCausalLM
+    OlmoeForCausalLM
+    OlmoForCausalLM
+    OpenAIGPTLMHeadModel
+    OPTForCausalLM
+    PersimmonForCausalLM
+    Phi3ForCausalLM
+    Phi4MultimodalForCausalLM
+    PhiForCausalLM
+    PhimoeForCausalLM
+    Qwen2ForCausalLM
+    Qwen2MoeForCausalLM
+    Qwen3ForCausalLM
+    Qwen3MoeForCausalLM
+    RemBertForCausalLM
+    RoCBertForCausalLM
+    SeedOssForCausalLM
+    SmolLM3ForCausalLM
+    SolarOpenForCausalLM
+    StableLmForCausalLM
+    Starcoder2ForCausalLM
+    VaultGemmaForCausalLM
+    WhisperForCausalLM
+    XGLMForCausalLM
+    YoutuForCausalLM
+    """.split()
+)
+
+
+def is_verified(inner: Any) -> bool:
+    """The class of `inner` is transformers' own and in the list."""
+    cls = type(inner)
+    return cls.__module__.startswith("transformers.models.") and cls.__name__ in VERIFIED
