@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model import products
-from verbatim.model.products import RowPadding, linear, matmul, probe_report
+from verbatim.model.products import RowTiles, holds, linear, matmul, probe_report
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -214,17 +214,33 @@ def test_the_comparison_sees_a_product_that_depends_on_the_number_of_rows() -> N
     assert differing_rows(chunked, x, [1, 5, 6, 40]) == [6, 40]
 
 
-def test_padding_hides_what_depends_on_the_number_of_rows() -> None:
+def test_tiles_hide_what_depends_on_the_number_of_rows() -> None:
     def moody(rows: Tensor) -> Tensor:
         return rows * (1 + rows.shape[0] % 4)
 
-    x = rand(40, 8)
+    x = rand(256, 8)
     assert differing_rows(moody, x, [1, 2, 4, 8]) == [2, 4, 8]
-    for padding in (RowPadding(multiple=4), RowPadding(tile=16), RowPadding(tile=1)):
-        assert (
-            differing_rows(lambda rows, p=padding: p.apply(moody, rows), x, [*range(1, 41)]) == []
-        )
-    assert differing_rows(lambda rows: RowPadding(least=2).apply(moody, rows), x, [1, 2, 3]) == [3]
+    for tiles in (RowTiles((16,)), RowTiles((1,)), RowTiles((32, 8), one_thread=True)):
+        assert differing_rows(lambda rows, t=tiles: t.apply(moody, rows), x, [*range(1, 100)]) == []
+        assert holds(tiles, moody, x)
+    assert differing_rows(lambda rows: RowTiles((7, 2)).apply(moody, rows), x, [7]) == [7]
+    assert not holds(RowTiles((7, 2)), moody, x)
+
+
+def test_the_probe_sees_places_and_threads() -> None:
+    x = rand(256, 8)
+
+    def by_place(rows: Tensor) -> Tensor:
+        return rows + torch.arange(rows.shape[0])[:, None].eq(11)
+
+    def by_threads(rows: Tensor) -> Tensor:
+        return rows * torch.get_num_threads()
+
+    with threads(2):
+        assert not holds(RowTiles((16,)), by_place, x)
+        assert holds(RowTiles((1,)), by_place, x)
+        assert not holds(RowTiles((16,)), by_threads, x)
+        assert holds(RowTiles((16,), one_thread=True), by_threads, x)
 
 
 def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +248,7 @@ def test_the_probe_reports_what_it_found(monkeypatch: pytest.MonkeyPatch) -> Non
     linear(rand(3, 100), rand(33, 100), backend="torch")
     ((shape, dtype, padding),) = probe_report()
     assert (shape, dtype) == ((33, 100), torch.float32)
-    assert isinstance(padding, RowPadding)
+    assert isinstance(padding, RowTiles)
     assert torch.get_num_threads() >= 1
 
 

@@ -62,7 +62,7 @@ class Opened:
             **placed,
             "numerics_key": numerics_key(dtype, placed["kv_dtype"]),
             "safety_net": sorted(anatomy.needs_safety_net),
-            "probe": [str(finding) for finding in probe_report()],
+            "probe": _probe_findings(),
         }
 
 
@@ -105,6 +105,15 @@ def open_engine(
         eos_ids_of(loaded.generation_config, config),
     )
     return Opened(admission, Engine(runner, scheduler), decoder, config, loaded.generation_config)
+
+
+def _probe_findings() -> list[str]:
+    """How torch's products are kept row-invariant; empty where the kernels do them."""
+    return [
+        f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
+        + (", one thread" if tiles.one_thread else "")
+        for (rows, columns), dtype, tiles in probe_report()
+    ]
 
 
 def numerics_key(dtype: str, kv_dtype: str) -> str:

@@ -4,8 +4,8 @@
 the number of threads. Two backends hold to that:
 
 - the kernels (`kernels/linear.cpp`), where every element is one fixed sequence of arithmetic;
-- torch, where no kernel serves: rows are padded until torch's choice of method, which depends on the
-  number of rows, no longer shows in the bits. How much padding that takes is found by a probe.
+- torch, where no kernel serves: its choice of method depends on the number of rows and of threads, so
+  rows are multiplied in tiles of constant heights, and a probe finds heights that give equal bits.
 
 The two backends round differently, so the backend is part of the numerics key. No gradients.
 """
@@ -139,44 +139,53 @@ def matmul(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPadding:
-    """What is done to the rows before torch multiplies them, so that their number does not show.
+class RowTiles:
+    """The heights in which torch multiplies rows, so that their number does not show.
 
-    At least `least` rows and a multiple of `multiple`, with rows of zeros added; or, where `tile`
-    is not 0, products of exactly `tile` rows each.
+    Rows go in as many tiles of `heights[0]` as they fill, then in tiles of the next height, and what is
+    left of the last height is filled with zeros. So only products of these heights are ever made, and
+    a probe of each of them covers every number of rows.
     """
 
-    least: int = 1
-    multiple: int = 1
-    tile: int = 0
+    heights: tuple[int, ...]
+    one_thread: bool = False
 
     def apply(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`product` of x [M, K], padded; the result has M rows."""
+        """`product` of x [M, K], tile by tile: [M, N]."""
+        if not self.one_thread or torch.get_num_threads() == 1:
+            return self._tiles(product, x)
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._tiles(product, x)
+        finally:
+            torch.set_num_threads(before)
+
+    def _tiles(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        wanted = max(num_rows, self.least)
-        wanted += -wanted % (self.tile or self.multiple)
-        if wanted != num_rows:
-            x = torch.cat([x, x.new_zeros(wanted - num_rows, x.shape[1])])
-        if not self.tile:
-            return product(x)[:num_rows]
-        # Cloned, so that every tile also starts at the same alignment.
-        return torch.cat([product(tile.clone()) for tile in torch.split(x, self.tile)])[:num_rows]
+        missing = -num_rows % self.heights[-1]
+        if missing:
+            x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
+        out, start = [], 0
+        for height in self.heights:
+            while x.shape[0] - start >= height:
+                # Cloned, so that every tile also starts at the same alignment.
+                out.append(product(x[start : start + height].clone()))
+                start += height
+        return torch.cat(out)[:num_rows]
 
 
-# Cheapest first. The last one cannot fail: each row by itself.
+# Cheapest first. The last one can't fail: one shape, one thread.
 _CANDIDATES = (
-    RowPadding(),
-    RowPadding(least=2),
-    RowPadding(multiple=4),
-    RowPadding(multiple=8),
-    RowPadding(multiple=16),
-    RowPadding(tile=16),
-    RowPadding(tile=1),
+    RowTiles((256, 16)),
+    RowTiles((16,)),
+    RowTiles((256, 16), one_thread=True),
+    RowTiles((16,), one_thread=True),
+    RowTiles((1,), one_thread=True),
 )
-_PROBED_COUNTS = (*range(1, 18), 31, 33, 64, 100, 128, 300)
 
 _Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool, int]
-_found: dict[_Key, RowPadding] = {}
+_found: dict[_Key, RowTiles] = {}
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -194,18 +203,17 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     )
     # A mode that watches torch functions must see neither the probe nor the product.
     with torch._C.DisableTorchFunction():
-        padding = _found.get(key)
-        if padding is None:
-            padding = _found[key] = _probe(weight, bias)
-        out = padding.apply(lambda tile: F.linear(tile, weight, bias), rows)
+        tiles = _found.get(key)
+        if tiles is None:
+            tiles = _found[key] = _probe(weight, bias)
+        out = tiles.apply(lambda tile: F.linear(tile, weight, bias), rows)
     return out.view(*x.shape[:-1], num_out)
 
 
-def _probe(weight: Tensor, bias: Tensor | None) -> RowPadding:
-    """The cheapest padding with which every number of rows, and one thread, give the same bits."""
+def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
+    """The first candidate in which neither a row's place nor the number of threads shows."""
     noise = torch.Generator().manual_seed(0)
-    depth = weight.shape[1]
-    x = torch.randn(max(_PROBED_COUNTS), depth, generator=noise).to(weight.device, weight.dtype)
+    x = torch.randn(256, weight.shape[1], generator=noise).to(weight.device, weight.dtype)
     if int(weight.count_nonzero()) * 2 < weight.numel():  # zeros would hide every difference
         filled = torch.randn(weight.shape, generator=noise).to(weight.device, weight.dtype)
         weight = torch.empty_like(weight).copy_(filled)
@@ -213,34 +221,28 @@ def _probe(weight: Tensor, bias: Tensor | None) -> RowPadding:
     def product(rows: Tensor) -> Tensor:
         return F.linear(rows, weight, bias)
 
-    num_threads = torch.get_num_threads()
     with torch.no_grad():
-        for padding in _CANDIDATES[:-1]:
-            reference = RowPadding(tile=16).apply(product, x)
-            try:
-                same = _same(padding, product, x, reference)
-                if same and num_threads > 1:
-                    torch.set_num_threads(1)
-                    same = _same(padding, product, x, reference)
-            finally:
-                if torch.get_num_threads() != num_threads:
-                    torch.set_num_threads(num_threads)
-            if same:
-                return padding
-    return _CANDIDATES[-1]
+        return next(tiles for tiles in _CANDIDATES if holds(tiles, product, x))
 
 
-def _same(
-    padding: RowPadding, product: Callable[[Tensor], Tensor], x: Tensor, reference: Tensor
-) -> bool:
-    # The first rows, and the last: a row must not depend on its place either.
-    return all(
-        torch.equal(padding.apply(product, x[:count]), reference[:count])
-        and torch.equal(padding.apply(product, x[-count:]), reference[-count:])
-        for count in _PROBED_COUNTS
+def holds(tiles: RowTiles, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Does every place in every tile give a row the bits that it has at the first place, on one thread?
+
+    x is [256, K]. All shapes that `tiles` will ever multiply are tried, at each of their places.
+    """
+    last = tiles.heights[-1]
+    one = RowTiles((last,), one_thread=True)
+    expected = one.apply(product, x)
+    for shift in range(1, last):
+        if not torch.equal(
+            tiles.apply(product, x[:last].roll(shift, 0)).roll(-shift, 0), expected[:last]
+        ):
+            return False
+    return torch.equal(tiles.apply(product, x), expected) and torch.equal(
+        RowTiles((last,), tiles.one_thread).apply(product, x), expected
     )
 
 
-def probe_report() -> list[tuple[tuple[int, int], torch.dtype, RowPadding]]:
-    """What the probe found so far: weight shape [N, K], dtype, padding."""
-    return [(key[0], key[1], padding) for key, padding in _found.items()]
+def probe_report() -> list[tuple[tuple[int, int], torch.dtype, RowTiles]]:
+    """What the probe found so far: weight shape [N, K], dtype, tiles."""
+    return [(key[0], key[1], tiles) for key, tiles in _found.items()]
