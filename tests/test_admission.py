@@ -109,7 +109,7 @@ def test_params_keep_their_own_copies() -> None:
         ([3] * 250, dict(max_tokens=7), PromptTooLong, "make 257; the limit"),
         ([3], dict(stop="x"), InvalidRequest, "stop"),
         ([3], dict(bad_words=["x"]), InvalidRequest, "bad_words as strings needs a tokenizer"),
-        ([3], dict(logit_bias={VOCAB: 1.0}), InvalidRequest, f"logit_bias: token id {VOCAB} is not in the vocabulary"),
+        ([3], dict(logit_bias={VOCAB: 1.0}), InvalidRequest, "logit_bias: token id"),
         ([3], dict(allowed_token_ids=[500]), InvalidRequest, "allowed_token_ids: token id 500"),
         ([3], dict(stop_token_ids=[[4, VOCAB]]), InvalidRequest, "stop_token_ids: token id"),
         ([3], dict(logprobs=VOCAB + 1), InvalidRequest, "more than the vocabulary"),

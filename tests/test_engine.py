@@ -19,6 +19,7 @@ from verbatim import (
     OutOfBlocks,
     RequestFailed,
     SamplingParams,
+    VerbatimError,
 )
 
 PROMPT = random_ids(10, seed=3)
@@ -183,14 +184,23 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
         return out
 
     monkeypatch.setattr(llm._engine.runner, "forward", broken)
-    with llm._lock:
-        requests = [llm._admission.admit(p, params) for p in prompts]
+    requests = [llm._admission.admit(p, params) for p in prompts]
     with pytest.raises(RequestFailed, match="no token can be drawn"):
-        llm._run(requests)
+        llm._driver.run(requests)
     assert isinstance(requests[1].error, RequestFailed)
     for i in (0, 2):
         result = requests[i].result
         assert result is not None and result.outputs[0].token_ids == expected[i]
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
+    module = llm._opened.decoder.module
+    hook = module.register_forward_hook(lambda *_: llm.generate(PROMPT))
+    with pytest.raises(VerbatimError, match="from inside its own forward"):
+        llm.generate(PROMPT, SamplingParams(max_tokens=2))
+    hook.remove()
+    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=2))) == 1
     assert llm.stats()["blocks_used"] == 0
 
 

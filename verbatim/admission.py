@@ -101,7 +101,7 @@ class Admission:
             max_tokens=request.max_tokens,
             detokenizer=detokenizer,
         )
-        return Sequence(request, index, watch=watch)
+        return Sequence(request, index, watch)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

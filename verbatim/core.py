@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from verbatim.params import SamplingParams
-
-if TYPE_CHECKING:
-    from verbatim.sampling.stopping import StopWatch
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
 
@@ -24,6 +21,30 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # `max_tokens`, or the length limit
     ABORT = "abort"  # the caller went away
     ERROR = "error"
+
+
+StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids; None for length
+
+
+class Watch(Protocol):
+    """Follows one completion token by token, and says what its text is and when it ends."""
+
+    @property
+    def text(self) -> str:
+        """The text so far, cut where a stop string begins."""
+        ...
+
+    def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
+        """Take the next token in; the reason if it ends the completion."""
+        ...
+
+    def take(self) -> str:
+        """Text that is final and was not handed out before."""
+        ...
+
+    def finish(self, reason: FinishReason) -> None:
+        """End it for a reason that no token gave."""
+        ...
 
 
 @dataclass(slots=True)
@@ -42,7 +63,7 @@ class Completion:
     sampled_logprobs: list[float]  # of the distribution drawn from; 0.0 at temperature 0
     top_logprobs: list[TopLogprobs] | None  # only with SamplingParams(logprobs=N)
     finish_reason: FinishReason
-    stop_reason: int | str | tuple[int, ...] | None  # what stopped it, None for length
+    stop_reason: StopReason
     seed: int  # reproduces this completion, together with `sample_index`
 
 
@@ -87,7 +108,7 @@ class Delta:
     sampled_logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | tuple[int, ...] | None = None
+    stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
 
 
@@ -97,6 +118,7 @@ class Sequence:
 
     request: Request
     index: int
+    watch: Watch
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
@@ -104,8 +126,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions whose K and V are in the store
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | tuple[int, ...] | None = None
-    watch: StopWatch | None = None  # text and stops, followed token by token
+    stop_reason: StopReason = None
     num_sent: int = 0  # tokens already handed out as deltas
 
     @property

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -14,8 +11,9 @@ import torch
 from torch import nn
 
 from verbatim.admission import Prompt
-from verbatim.core import Delta, Request, Result
-from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
+from verbatim.core import Delta, Result
+from verbatim.engine.driver import Driver
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.opening import open_engine, open_model
 from verbatim.options import check_device, positive, refuse_unbuilt
 from verbatim.params import SamplingParams
@@ -105,8 +103,7 @@ class LLM:
         self.max_length = opened.admission.max_length
         self._admission = opened.admission
         self._engine = opened.engine
-        self._lock = threading.RLock()
-        self._closed = False
+        self._driver = Driver(opened.engine)
 
     def generate(
         self,
@@ -126,21 +123,16 @@ class LLM:
         """
         many = _as_prompts(prompts)
         each = _as_params(params, len(many))
-        with self._lock:
-            requests = [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
-        return self._run(requests)
+        requests = [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
+        return self._driver.run(requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """One prompt's completion as it grows. Leaving the loop early aborts the request."""
-        with self._lock:
-            request = self._admission.admit(prompt, params or SamplingParams())
-        return self._deltas(request)
+        return self._driver.deltas(self._admission.admit(prompt, params or SamplingParams()))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """`stream` for asyncio: steps run in a thread, and cancelling aborts the request."""
-        with self._lock:
-            request = self._admission.admit(prompt, params or SamplingParams())
-        return self._adeltas(request)
+        return self._driver.adeltas(self._admission.admit(prompt, params or SamplingParams()))
 
     def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
         """The log-prob of each token given those before it, at temperature 1.
@@ -179,8 +171,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Forwards, tokens and preemptions so far; sequences and blocks now."""
-        with self._lock:
-            return self._engine.stats()
+        return self._driver.stats()
 
     def info(self) -> dict[str, Any]:
         """What was opened and how it is run, as plain values."""
@@ -191,15 +182,8 @@ class LLM:
         }
 
     def close(self) -> None:
-        """End what is running and free the KV store; a second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            scheduler = self._engine.scheduler
-            for sequence in [*scheduler.running, *scheduler.waiting]:
-                self._engine.abort(sequence.request)
-            self._engine.runner.close()
+        """End what is running, free the KV store and let go of the model; again does nothing."""
+        self._driver.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -209,12 +193,11 @@ class LLM:
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         """New ids for each prompt, all under one seed, row b drawing with sample index b."""
-        with self._lock:
-            requests = [
-                self._admission.admit(prompt, params, first_sample=row)
-                for row, prompt in enumerate(prompts)
-            ]
-        return [result.outputs[0].token_ids for result in self._run(requests)]
+        requests = [
+            self._admission.admit(prompt, params, first_sample=row)
+            for row, prompt in enumerate(prompts)
+        ]
+        return [result.outputs[0].token_ids for result in self._driver.run(requests)]
 
     def _pad_id(self) -> int:
         """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
@@ -223,65 +206,6 @@ class LLM:
             if isinstance(pad, int) and pad >= 0:
                 return pad
         return min(self._admission.eos_ids, default=0)
-
-    def _run(self, requests: list[Request]) -> list[Result]:
-        """Drive the engine until all of `requests` have ended."""
-        try:
-            self._add(requests, lambda delta: None)
-            for request in requests:
-                while not request.finished:
-                    self._step(request)
-        finally:
-            self._abort(requests)
-        return [_result_of(request) for request in requests]
-
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        outbox: deque[Delta] = deque()
-        try:
-            self._add([request], outbox.append)
-            while True:
-                while outbox:
-                    yield outbox.popleft()
-                if request.finished and not outbox:
-                    break
-                self._step(request)
-            _result_of(request)
-        finally:
-            self._abort([request])
-
-    async def _adeltas(self, request: Request) -> AsyncIterator[Delta]:
-        outbox: deque[Delta] = deque()
-        try:
-            self._add([request], outbox.append)
-            while True:
-                while outbox:
-                    yield outbox.popleft()
-                if request.finished and not outbox:
-                    break
-                await asyncio.to_thread(self._step, request)
-            _result_of(request)
-        finally:
-            self._abort([request])
-
-    def _add(self, requests: Iterable[Request], deliver: Callable[[Delta], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise EngineClosed("this LLM has been closed")
-            for request in requests:
-                self._engine.add(request, deliver)
-
-    def _step(self, request: Request) -> None:
-        """Whoever waits drives: one step for everybody, unless another caller has just made it."""
-        with self._lock:
-            if self._closed and not request.finished:
-                raise EngineClosed("this LLM was closed while a request was running")
-            if not request.finished:
-                self._engine.step()
-
-    def _abort(self, requests: Iterable[Request]) -> None:
-        with self._lock:
-            for request in requests:
-                self._engine.abort(request)
 
     def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         if self.tokenizer is None:
@@ -317,13 +241,6 @@ def _as_params(params: Any, count: int) -> list[SamplingParams]:
     if len(each) != count:
         raise InvalidRequest(f"{len(each)} params for {count} prompts: one for all, or one each")
     return each
-
-
-def _result_of(request: Request) -> Result:
-    if request.error is not None:
-        raise request.error
-    assert request.result is not None
-    return request.result
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:

@@ -49,7 +49,6 @@ def commit(chunk: Chunk, draws: Draws, first_row: int) -> Delta | None:
 def grow(sequence: Sequence, draws: Draws, rows: Iterable[int]) -> Delta:
     """Append the ids drawn in `rows`, in order, through the first that ends the sequence."""
     request = sequence.request
-    assert sequence.watch is not None
     for row in rows:
         sequence.output_ids.append(draws.ids[row])
         sequence.logprobs.append(draws.logprobs[row])
@@ -67,7 +66,6 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int]) -> Delta:
 
 def finish(sequence: Sequence, reason: FinishReason) -> Delta:
     """End a sequence for a reason that no token gave: a length of nothing, an abort."""
-    assert sequence.watch is not None
     sequence.finish_reason = reason
     sequence.watch.finish(reason)
     return delta(sequence)
@@ -76,7 +74,6 @@ def finish(sequence: Sequence, reason: FinishReason) -> Delta:
 def delta(sequence: Sequence) -> Delta:
     """Everything that was added since the last one; with the result when the whole request has ended."""
     request = sequence.request
-    assert sequence.watch is not None
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
     if request.result is None and all(s.finished for s in request.sequences):
@@ -113,7 +110,7 @@ def _result(request: Request) -> Result:
 
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
-    assert sequence.watch is not None and sequence.finish_reason is not None
+    assert sequence.finish_reason is not None
     return Completion(
         index=sequence.index,
         sample_index=sequence.sample_index,

@@ -77,6 +77,11 @@ class Engine:
                 self.scheduler.remove(sequence)
                 self._send(request, finish(sequence, FinishReason.ABORT))
 
+    def abort_all(self) -> None:
+        """End everything that runs or waits."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.abort(sequence.request)
+
     def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error; the others go on."""
         request.error = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +35,9 @@ class Decoder:
 
     def __init__(self, module: nn.Module, *, weak: bool = False) -> None:
         register()
-        self._module = weakref.ref(module) if weak else lambda: module
+        self._module: Callable[[], nn.Module | None] = (
+            weakref.ref(module) if weak else lambda: module
+        )
         self._examine(module)
 
     def _examine(self, module: nn.Module) -> None:
@@ -48,8 +51,13 @@ class Decoder:
         """The module itself; EngineClosed when it was held weakly and is gone."""
         module = self._module()
         if module is None:
-            raise EngineClosed("the module that this engine was made for no longer exists")
+            raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
+
+    def close(self) -> None:
+        """Let go of the module."""
+        self._module = lambda: None
+        self._forwards, self._configs = [], []
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""

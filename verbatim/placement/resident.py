@@ -48,3 +48,4 @@ class Resident:
 
     def close(self) -> None:
         self.store.layers.clear()
+        self.decoder.close()
