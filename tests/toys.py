@@ -54,6 +54,7 @@ TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
             attn_logit_softcapping=5.0,
             final_logit_softcapping=10.0,
             query_pre_attn_scalar=16,
+            attn_implementation="eager",  # transformers' SDPA once left the soft cap out
         ),
     ),
     "gemma3": (
