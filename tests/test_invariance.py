@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from requests_mixed import all_facts, facts, mixed_requests
-from toys import make_toy
+from toys import make_toy, random_ids
 
 from verbatim import LLM
 
@@ -124,3 +124,22 @@ def test_global_random_state_neither_matters_nor_moves() -> None:
         state = torch.get_rng_state()
         assert all_facts(llm.generate(prompts, params)) == first
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt2", "gpt_oss"])
+def test_loops_long_enough_to_be_split_over_threads_give_the_same_bits(
+    name: str, dtype: str
+) -> None:
+    """torch divides elementwise loops and reductions from 32,768 elements on."""
+    wide = dict(hidden_size=540, n_embd=540, n_head=6, num_hidden_layers=2, n_layer=2)
+    ids = random_ids(200, seed=4)
+    model = make_toy(name, dtype=DTYPES[dtype], **{**MODELS[name], **wide})
+    expected = None
+    for threads in (2, 1, 3, 7):
+        torch.set_num_threads(threads)
+        for max_batch_tokens in (2048, 77):
+            with LLM(model, max_batch_tokens=max_batch_tokens) as llm:
+                scores = llm.score(ids)
+            expected = expected or scores
+            assert scores == expected, (threads, max_batch_tokens)
