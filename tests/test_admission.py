@@ -36,7 +36,7 @@ from verbatim import (
         (dict(typical_p=0), "typical_p=0"),
         (dict(repetition_penalty=0.0), "repetition_penalty=0.0: must be above 0"),
         (dict(presence_penalty=3.0), "presence_penalty=3.0"),
-        (dict(n=0), "n=0: must be 1 or more"),
+        (dict(n=0), "n=0: must be 1 to 4096"),
         (dict(max_tokens=-1), "max_tokens=-1"),
         (dict(min_tokens=5, max_tokens=4), "min_tokens=5 is more than max_tokens=4"),
         (dict(seed=2**64), "seed=18446744073709551616"),

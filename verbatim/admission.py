@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -41,7 +43,7 @@ class Admission:
         self.max_length = max_length
         self.limit_source = limit_source
         self.eos_ids = eos_ids
-        self._count = 0
+        self._count = itertools.count(1)
 
     def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
         """A request for `prompt`, which is a string or a sequence of ids.
@@ -70,9 +72,8 @@ class Admission:
                 f"{len(ids) + params.max_tokens}; the limit for both together is {self.max_length} "
                 f"({self.limit_source})"
             )
-        self._count += 1
         request = Request(
-            request_id=f"request-{self._count}",
+            request_id=f"request-{next(self._count)}",
             prompt=text,
             prompt_ids=ids,
             params=params,
@@ -106,6 +107,12 @@ class Admission:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self._need_tokenizer("a prompt given as text").encode(prompt)
+            outside = [value for value in ids if value >= self.vocab_size]
+            if outside:
+                raise InvalidRequest(
+                    f"prompt: the tokenizer gives id {outside[0]}, which is outside of the model's "
+                    f"0 to {self.vocab_size - 1}; it belongs to another model"
+                )
         else:
             ids = [self._id(value) for value in _plain(prompt)]
         if not ids:
@@ -145,12 +152,12 @@ class Admission:
 
 def _plain(prompt: Any) -> list[Any]:
     """A list of Python numbers from a list, a tuple, an array or a one-dimensional tensor."""
-    if hasattr(prompt, "tolist"):
-        prompt = prompt.tolist()
+    if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, bytes | bytearray | Mapping | Set):
+        raise InvalidRequest(f"prompt={prompt!r}: must be a string or a list of token ids")
     try:
-        values = list(prompt)
+        values = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
     except TypeError:
         raise InvalidRequest(
             f"prompt={prompt!r}: must be a string or a list of token ids"
         ) from None
-    return [value.item() if hasattr(value, "item") else value for value in values]
+    return [value.item() if getattr(value, "ndim", None) == 0 else value for value in values]

@@ -27,6 +27,10 @@ class UnsupportedModel(ModelError, ValueError):
     """An architecture that can't be run on flat batches; the message names it and the reason."""
 
 
+class ModelChanged(VerbatimError, RuntimeError):
+    """A live module whose layers, vocabulary or dtype are others than when it was opened."""
+
+
 class OutOfBlocks(VerbatimError, MemoryError):
     """The KV memory is too small for even one sequence of the length that was asked for."""
 

@@ -13,9 +13,9 @@ from torch import nn
 from verbatim.admission import Prompt
 from verbatim.core import Delta, Result
 from verbatim.engine.driver import Driver
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.opening import open_engine, open_model
-from verbatim.options import check_device, positive, refuse_unbuilt
+from verbatim.options import check_device, positive, refuse_unbuilt, thread_count
 from verbatim.params import SamplingParams
 from verbatim.text.chat import render_chat
 
@@ -95,7 +95,7 @@ class LLM:
             max_batch_tokens=positive("max_batch_tokens", max_batch_tokens),
             max_sequences=positive("max_sequences", max_sequences),
             max_length=None if max_length is None else positive("max_length", max_length),
-            num_threads=None if num_threads is None else positive("num_threads", num_threads),
+            num_threads=thread_count(num_threads),
             weak=_weak,
         )
         self.name = loaded.name
@@ -121,7 +121,7 @@ class LLM:
             RequestFailed: nothing can be drawn for a request. An exception thrown inside the model's
                 own forward is raised as it is. The other requests have ended then, too.
         """
-        many = _as_prompts(prompts)
+        many, _ = _as_prompts(prompts)
         each = _as_params(params, len(many))
         requests = [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
         return self._driver.run(requests)
@@ -143,8 +143,8 @@ class LLM:
             For one prompt of P tokens a list of P entries, the first None; for many prompts a list
             of such lists.
         """
-        single = isinstance(prompts, str) or not _is_nested(prompts)
-        results = self.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        many, single = _as_prompts(prompts)
+        results = self.generate(many, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [result.prompt_logprobs for result in results]
         return scores[0] or [] if single else scores
 
@@ -161,7 +161,11 @@ class LLM:
         return self.stream(self._chat_ids(messages), params)
 
     def default_params(self) -> SamplingParams:
-        """The sampling that the model's generation_config.json suggests; used by the chat command alone."""
+        """The sampling that the model's generation_config.json suggests; used by the chat command alone.
+
+        Raises:
+            InvalidRequest: it suggests a value out of range.
+        """
         config = self._opened.generation_config
         if config is None or not getattr(config, "do_sample", False):
             return SamplingParams(temperature=0.0)
@@ -178,11 +182,17 @@ class LLM:
         return {
             "model": self.name,
             **self._opened.info(),
-            "default_params": _plain_params(self.default_params()),
+            "default_params": self._default_params_or_why_not(),
         }
 
+    def _default_params_or_why_not(self) -> dict[str, Any] | str:
+        try:
+            return _plain_params(self.default_params())
+        except VerbatimError as error:
+            return f"unusable: {error}"
+
     def close(self) -> None:
-        """End what is running, free the KV store and let go of the model; again does nothing."""
+        """Free the KV store and let go of the model; what is running ends as "abort". Again does nothing."""
         self._driver.close()
 
     def __enter__(self) -> LLM:
@@ -213,31 +223,31 @@ class LLM:
         return render_chat(self.tokenizer, list(messages))
 
 
-def _is_nested(prompts: Any) -> bool:
-    """Is this a list of prompts, and not one prompt given as ids?"""
-    if hasattr(prompts, "ndim"):
-        return bool(prompts.ndim > 1)
-    return len(prompts) > 0 and not isinstance(prompts[0], int) and not hasattr(prompts[0], "item")
+def _is_id(entry: Any) -> bool:
+    """Is this entry of a list a number, and not a prompt? Arrays count by their dimensions."""
+    return isinstance(entry, int | float) or getattr(entry, "ndim", None) == 0
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
+def _as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether it was a single one: a string, or numbers that are its ids."""
     if isinstance(prompts, str):
-        return [prompts]
-    if not hasattr(prompts, "__len__"):
+        return [prompts], True
+    if getattr(prompts, "ndim", 1) > 1:
+        return list(prompts), False
+    if not isinstance(prompts, SequenceOf) and not hasattr(prompts, "ndim"):
         raise InvalidRequest(
             f"prompts={prompts!r}: must be a string, a list of ids, or a list of those"
         )
-    if _is_nested(prompts):
-        return list(prompts)
-    if len(prompts) == 0:
+    entries = [] if getattr(prompts, "ndim", 1) == 0 else list(prompts)
+    if not entries:
         raise InvalidRequest("the prompt is empty: at least one token is needed")
-    return [prompts]
+    return ([prompts], True) if _is_id(entries[0]) else (entries, False)
 
 
 def _as_params(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    each = list(params)
+    each = list(params) if isinstance(params, SequenceOf) else [params]
     if len(each) != count:
         raise InvalidRequest(f"{len(each)} params for {count} prompts: one for all, or one each")
     return each

@@ -181,7 +181,7 @@ def _make_store(
 ) -> KVStore:
     """As many blocks as `kv_memory` holds, and no more than can ever be used at once."""
     anatomy = decoder.anatomy
-    dtype = anatomy.dtype if kv_dtype == "auto" else settle_dtype(kv_dtype)
+    dtype = anatomy.dtype if kv_dtype == "auto" else settle_dtype(kv_dtype, option="kv_dtype")
     block_bytes = block_size * bytes_per_token(anatomy.layers, dtype)
     if kv_memory is None:
         budget = int(available_memory() * _DEFAULT_KV_SHARE)

@@ -51,6 +51,14 @@ def positive(name: str, value: Any) -> int:
     return value
 
 
+def thread_count(value: Any) -> int | None:
+    """`num_threads`: None, or 1 to four times the processors (64 at least)."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if value is not None and positive("num_threads", value) > most:
+        raise InvalidRequest(f"num_threads={value}: at most {most} on this machine")
+    return None if value is None else int(value)
+
+
 def memory_bytes(value: int | str, total: int) -> int:
     """Bytes meant by 5000000, "512MB", "2GiB" or "40%" (of `total`).
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from verbatim.errors import InvalidRequest, NotSupported
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
 MAX_LOGPROBS = 1024
+MAX_N = 4096
 
 # Fields that are part of the public face and whose work is not built yet: they may be left alone, and
 # any other value is refused by name.
@@ -42,7 +45,7 @@ class SamplingParams:
     `min_tokens`), temperature, top-k, top-p, min-p, typical. Filters see float32 logits.
 
     Attributes:
-        n: completions per prompt; completion `i` draws with sample index `i`.
+        n: completions per prompt, 1 to 4096; completion `i` draws with sample index `i`.
         temperature: logits are divided by it; 0 takes the largest logit (ties: the lowest id).
         top_k: keep the k largest logits (ties at the k-th survive); 0 keeps all.
         top_p: keep the fewest tokens whose probabilities reach `top_p`, in (0, 1]; the token that
@@ -120,7 +123,8 @@ class SamplingParams:
         self._settle_lists()
         for name, off in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value is not off and value != off and value != []:
+            plain = isinstance(value, str | int | float | list | tuple)
+            if value is not off and not (plain and (value == off or value == [])):
                 raise NotSupported(f"{name}={value!r} is not built yet; leave it at {off!r}")
 
     def replace(self, **changes: Any) -> SamplingParams:
@@ -129,7 +133,7 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         integer, number = self._integer, self._number
-        integer("n", 1)
+        integer("n", 1, MAX_N)
         number("temperature", 0.0)
         integer("top_k", 0)
         number("top_p", 0.0, 1.0, open_low=True)
@@ -153,43 +157,23 @@ class SamplingParams:
 
     def _settle_lists(self) -> None:
         """Check the list fields and keep immutable copies, so that a caller's later edit changes nothing."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS}")
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest(f"stop={text!r}: each stop must be a string that is not empty")
-            if len(text) > MAX_STOP_STRING_CHARS:
-                raise InvalidRequest(
-                    f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
-                )
-        settle = object.__setattr__
-        settle(self, "stop", stop)
-        settle(self, "stop_token_ids", tuple(_ids("stop_token_ids", self.stop_token_ids)))
-        words: list[str | tuple[int, ...]] = []
-        if isinstance(self.bad_words, str):
-            raise InvalidRequest(f"bad_words={self.bad_words!r}: must be a list of strings")
-        for word in self.bad_words or ():
-            if isinstance(word, str):
-                if not word:
-                    raise InvalidRequest("bad_words: an empty string can't be banned")
-                words.append(word)
-            else:
-                words.extend(_ids("bad_words", [list(word)]))
-        settle(self, "bad_words", tuple(words))
+
+        def settle(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        settle("stop", _stops(self.stop))
+        settle("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
+        settle("bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
-            allowed = tuple(_id("allowed_token_ids", i) for i in self.allowed_token_ids)
+            name = "allowed_token_ids"
+            allowed = tuple(_id(name, i) for i in _entries(name, self.allowed_token_ids))
             if not allowed:
                 raise InvalidRequest("allowed_token_ids is empty: no token could be drawn")
-            settle(self, "allowed_token_ids", allowed)
+            settle(name, allowed)
         if self.logit_bias is not None:
-            bias = {_id("logit_bias", int(i)): float(v) for i, v in self.logit_bias.items()}
-            for i, value in bias.items():
-                if not math.isfinite(value):
-                    raise InvalidRequest(f"logit_bias[{i}]={value}: must be finite")
-            settle(self, "logit_bias", bias)
+            settle("logit_bias", _biases(self.logit_bias))
         if self.logits_processors is None:
-            settle(self, "logits_processors", ())
+            settle("logits_processors", ())
 
     def _integer(
         self, name: str, low: int, high: int | None = None, *, optional: bool = False
@@ -197,8 +181,15 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequest(f"{name}={value!r}: must be an integer{' or None' * optional}")
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)
+        except TypeError:
+            raise InvalidRequest(
+                f"{name}={value!r}: must be an integer{' or None' * optional}"
+            ) from None
+        object.__setattr__(self, name, value)
         if value < low or (high is not None and value > high):
             upper = f" to {high}" if high is not None else " or more"
             raise InvalidRequest(f"{name}={value}: must be {low}{upper}")
@@ -207,8 +198,9 @@ class SamplingParams:
         self, name: str, low: float, high: float | None = None, *, open_low: bool = False
     ) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise InvalidRequest(f"{name}={value!r}: must be a number")
+        object.__setattr__(self, name, value := float(value))
         too_low = value <= low if open_low else value < low
         if not math.isfinite(value) or too_low or (high is not None and value > high):
             lower = f"above {low:g}" if open_low else f"{low:g} or more"
@@ -216,18 +208,71 @@ class SamplingParams:
             raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
 
 
+def _entries(name: str, value: Any) -> list[Any]:
+    """The entries of a list, a tuple or an array; none for None."""
+    if value is None:
+        return []
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
+        value = value.tolist()
+    if not isinstance(value, list | tuple | range):
+        raise InvalidRequest(f"{name}={value!r}: must be a list")
+    return list(value)
+
+
 def _id(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    try:
+        index = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        index = -1
+    if index < 0:
         raise InvalidRequest(f"{name}: {value!r} is not a token id (an integer, 0 or more)")
-    return value
+    return index
 
 
-def _ids(name: str, values: Sequence[int | Sequence[int]]) -> list[tuple[int, ...]]:
+def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
     """Every entry as a tuple of ids: a bare id becomes a sequence of one."""
     settled = []
-    for value in values or ():
-        entry = tuple(value) if isinstance(value, Sequence) else (value,)
+    for value in _entries(name, values):
+        several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
+        entry = _entries(name, value) if several else [value]
         if not entry or isinstance(value, str):
             raise InvalidRequest(f"{name}: {value!r} is neither an id nor a list of ids")
         settled.append(tuple(_id(name, i) for i in entry))
-    return settled
+    return tuple(settled)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else tuple(_entries("stop", value))
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}")
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"stop={text!r}: each stop must be a string that is not empty")
+        if len(text) > MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(
+                f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
+            )
+    return stops
+
+
+def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(value, str):
+        raise InvalidRequest(f"bad_words={value!r}: must be a list of strings")
+    words: list[str | tuple[int, ...]] = []
+    for word in _entries("bad_words", value):
+        if word == "":
+            raise InvalidRequest("bad_words: an empty string can't be banned")
+        words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])
+    return tuple(words)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"logit_bias={value!r}: must map token ids to numbers")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token_id = _id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise InvalidRequest(f"logit_bias[{token_id}]={bias!r}: must be a finite number")
+        biases[token_id] = float(bias)
+    return biases

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, ModelChanged
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
@@ -26,6 +26,12 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         raise InvalidRequest(f"model={model!r}: must be an LLM or a transformers module")
     with _engines_lock:
         engine = _engines.get(model)
+        if engine is not None:
+            try:
+                engine._opened.decoder.look_again()
+            except ModelChanged:
+                engine.close()
+                engine = None
         if engine is None:
             engine = _engines[model] = LLM(model, _weak=True)
         return engine
@@ -45,12 +51,14 @@ def generate(
     Args:
         model: a live transformers module, or an open `LLM`.
         input_ids: `[B, P]` int64.
-        attention_mask: `[B, P]`, 0 marks padding, on either side; None means there is none. Padding is
-            no part of the prompt: a padded row gets the tokens of the row alone.
+        attention_mask: `[B, P]` of 0 and 1, or bool; 0 marks padding, before or after a row's tokens.
+            None means there is none. Padding is no part of the prompt: a padded row gets the tokens
+            of the row alone.
         max_new_tokens: at most this many new tokens a row; None means up to the length limit.
         pad_token_id: fills a row after its end; None takes the model's pad id, else its
             end-of-sequence id, else 0.
-        params: the fields of `SamplingParams` but `n` and `max_tokens`. Row b draws with sample index b
+        params: the fields of `SamplingParams` that change which ids are drawn: all but `n`, `max_tokens`,
+            `logprobs` and `prompt_logprobs`. Row b draws with sample index b
             and `seed`; without a seed one number is drawn from torch's default generator.
 
     Returns:
@@ -60,15 +68,12 @@ def generate(
     Raises:
         InvalidRequest: wrong shapes, a row that is all padding, a parameter out of range.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
-        raise InvalidRequest("input_ids must be an integer tensor of shape [batch, prompt]")
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise InvalidRequest(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}"
-        )
-    for name in ("n", "max_tokens"):
-        if name in params:
-            raise InvalidRequest(f"{name} is not taken here: one row each, max_new_tokens long")
+    _check_tensors(input_ids, attention_mask)
+    _check_names(params)
+    if pad_token_id is not None and (
+        isinstance(pad_token_id, bool) or pad_token_id != int(pad_token_id)
+    ):
+        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
     if params.get("seed") is None:
         params["seed"] = int(torch.randint(2**53, ()))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
@@ -81,6 +86,47 @@ def generate(
         tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], dtype=torch.int64)
         tail = tail.reshape(len(new), width).to(input_ids.device)
         return torch.cat([input_ids.long(), tail], dim=1)
+
+
+_NOT_TAKEN = frozenset({"n", "max_tokens", "logprobs", "prompt_logprobs"})
+
+
+def _check_names(params: dict[str, Any]) -> None:
+    known = set(SamplingParams.__slots__) - _NOT_TAKEN
+    for name in params:
+        if name in _NOT_TAKEN:
+            raise InvalidRequest(
+                f"{name} is not taken here: one row each, max_new_tokens long, ids and nothing else"
+            )
+        if name not in known:
+            raise InvalidRequest(
+                f"{name} is not known; SamplingParams has {', '.join(sorted(known))}"
+            )
+
+
+def _check_tensors(input_ids: Any, attention_mask: Any) -> None:
+    plain = isinstance(input_ids, Tensor) and input_ids.ndim == 2
+    if not plain or input_ids.dtype not in _ID_DTYPES or input_ids.device.type == "meta":
+        raise InvalidRequest("input_ids must be an integer tensor of shape [batch, prompt]")
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
+        raise InvalidRequest(
+            f"attention_mask has shape {shape}; it must be a tensor of input_ids' {input_ids.shape}"
+        )
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise InvalidRequest(
+            "attention_mask must hold 0 (padding) and 1 (a token) and nothing else"
+        )
+    edges = attention_mask.long().diff(
+        dim=1, prepend=torch.zeros_like(attention_mask[:, :1]).long()
+    )
+    if ((edges == 1).sum(dim=1) > 1).any():
+        raise InvalidRequest("attention_mask has padding in the middle of a row")
+
+
+_ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 def _row(input_ids: Tensor, attention_mask: Tensor | None, b: int) -> list[int]:

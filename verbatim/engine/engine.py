@@ -35,7 +35,10 @@ class Engine:
         self.scheduler.add(request.sequences)
 
     def step(self) -> bool:
-        """Schedule, forward, sample, commit. False when there was nothing to do."""
+        """Schedule, forward, sample, commit. False when there was nothing to do.
+
+        An interrupt (Ctrl-C) in the middle leaves every request as it was: nothing counts before commit.
+        """
         work = self.scheduler.schedule()
         if work is None:
             return False
@@ -43,11 +46,9 @@ class Engine:
         try:
             forward = self.runner.forward(work.batch)
             draws = self.runner.sample(forward, work.plan)
-        except BaseException as error:
-            self._fail_all(work, error)
-            if isinstance(error, Exception):
-                return True  # whoever waits for one of these requests finds the error in it
-            raise
+        except Exception as error:
+            self._fail_all(work, error)  # whoever waits for one of these requests finds it there
+            return True
         self._commit(work, draws)
         return True
 
@@ -116,7 +117,7 @@ class Engine:
             if request.metrics.queue_s == 0.0:
                 request.metrics.queue_s = now - request.arrival
 
-    def _fail_all(self, work: Schedule, error: BaseException) -> None:
+    def _fail_all(self, work: Schedule, error: Exception) -> None:
         """A forward that raises takes the requests of its batch with it, and frees their blocks."""
         for chunk in work.chunks:
             if not chunk.sequence.request.finished:

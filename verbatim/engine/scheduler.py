@@ -66,10 +66,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
     def add(self, sequences: Iterable[Sequence]) -> None:
         self.waiting.extend(sequences)
 

@@ -38,17 +38,16 @@ class KVStore:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (
-                torch.empty(
-                    num_blocks, s.kv_heads, block_size, s.key_dim, dtype=dtype, device=device
-                ),
-                torch.empty(
-                    num_blocks, s.kv_heads, block_size, s.value_dim, dtype=dtype, device=device
-                ),
-            )
-            for s in layers
-        ]
+
+        def blocks(heads: int, width: int) -> Tensor:
+            return torch.empty(num_blocks, heads, block_size, width, dtype=dtype, device=device)
+
+        with torch.inference_mode(
+            False
+        ):  # or it could be written in the caller's inference mode only
+            self.layers: list[tuple[Tensor, Tensor]] = [
+                (blocks(s.kv_heads, s.key_dim), blocks(s.kv_heads, s.value_dim)) for s in layers
+            ]
 
     @property
     def nbytes(self) -> int:

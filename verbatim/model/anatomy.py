@@ -113,7 +113,7 @@ def look_at(module: nn.Module) -> Anatomy:
         if reason is not None:
             raise UnsupportedModel(reason)
         anatomy = _look_through(module, inner)
-        if not is_verified(inner):
+        if not is_verified(module, inner):
             try_out(
                 module,
                 replaced_forwards(module),

@@ -256,12 +256,12 @@ def _reference_rows(
     queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
     # A sink is a logit that is there before the first key, and has no value.
-    logits = torch.full((heads,), -torch.inf, device=q.device)
+    logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
     if options.sinks is not None:
         logits = options.sinks
     largest = logits.reshape(*grouped, 1).expand(rows, *grouped, 1)
     total = (largest > -torch.inf).float()
-    acc = torch.zeros((rows, *grouped, value_size), device=q.device)
+    acc = torch.zeros((rows, *grouped, value_size), dtype=torch.float32, device=q.device)
     slopes = None if options.alibi is None else options.alibi.reshape(*grouped, 1)
     for first in range(0, position + rows, _TILE):
         if options.window and first + _TILE <= position + 1 - options.window:

@@ -3,11 +3,15 @@
 A live module belongs to somebody: a trainer, a notebook. For the length of a forward it gets our
 attention, our experts and row-invariant forwards for the layers we know; then its config, its mode and
 its forwards are what they were, also after an exception.
+
+One borrow at a time in the whole process: two engines may share a module, or two modules a config, and
+the second would take our settings for the owner's. The owner's own use is not locked out, so a module
+is not to be called from another thread while an engine runs it.
 """
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,20 +25,36 @@ from verbatim.model.invariant import forward_for
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 
+# Held while a module is borrowed, and while one is looked at, which must not find another engine's
+# forwards in it. Re-entrant: a hook may use another engine.
+exclusive = threading.RLock()
+
 _CONFIG_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def structure(module: nn.Module) -> list[tuple[int, type[nn.Module], bool]]:
+def structure(module: nn.Module) -> list[Any]:
     """What `replaced_forwards` depends on; cheap, so that a live module can be looked at every time."""
-    return [(id(m), type(m), "forward" in m.__dict__) for m in module.modules()]
+    found: list[Any] = [(id(m), type(m), "forward" in m.__dict__) for m in module.modules()]
+    found.append(next((p.dtype for p in module.parameters()), None))
+    return found
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Does anybody's code run in the middle of this module's forward?"""
+    everywhere = torch.nn.modules.module
+    return (
+        any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+        or bool(everywhere._global_forward_hooks)
+        or bool(everywhere._global_forward_pre_hooks)
+    )
 
 
 def replaced_forwards(module: nn.Module) -> Forwards:
     """For each layer we know, its instance dictionary and the forward to put there.
 
-    The new forward steps aside where no pass of ours is active on the thread, so a module that is
-    used from another thread in the middle of our forward computes what its owner expects.
+    The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
+    another module which happens to be shared.
     """
     found: Forwards = []
     for layer in module.modules():
@@ -73,6 +93,13 @@ def borrow(
         forwards, configs: of this module, from `replaced_forwards` and `configs_of`.
         hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
     """
+    with exclusive:
+        yield from _borrowed(module, forwards, configs, hooks)
+
+
+def _borrowed(
+    module: nn.Module, forwards: Forwards, configs: list[Any], hooks: bool
+) -> Iterator[None]:
     training = [layer for layer in module.modules() if layer.training]
     settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
     silenced = [] if hooks else _silence(module)
@@ -124,8 +151,3 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def cpu_count() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

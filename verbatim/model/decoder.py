@@ -10,11 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
-from verbatim.errors import EngineClosed
+from verbatim.errors import EngineClosed, ModelChanged
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, look_at
 from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
-from verbatim.model.borrow import borrow, configs_of, replaced_forwards, structure
+from verbatim.model.borrow import (
+    borrow,
+    configs_of,
+    exclusive,
+    has_hooks,
+    replaced_forwards,
+    structure,
+)
 from verbatim.model.context import activate, register
 from verbatim.model.invariant import InvariantMode
 
@@ -38,13 +45,37 @@ class Decoder:
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
-        self._examine(module)
+        with exclusive:
+            self.anatomy: Anatomy = look_at(module)
+            self._prepare(module)
 
-    def _examine(self, module: nn.Module) -> None:
+    def _prepare(self, module: nn.Module) -> None:
         self._structure = structure(module)
-        self.anatomy: Anatomy = look_at(module)
         self._forwards = replaced_forwards(module)
         self._configs = configs_of(module)
+
+    def look_again(self) -> None:
+        """Follow a module that was edited since the last forward.
+
+        Raises:
+            ModelChanged: what it stores for a token, its vocabulary or its dtype is another one.
+        """
+        with exclusive:
+            module = self.module
+            if structure(module) == self._structure:
+                return
+            before, now = self.anatomy, look_at(module)
+            for name, old, new in (
+                ("layers", before.layers, now.layers),
+                ("vocabulary", before.vocab_size, now.vocab_size),
+                ("dtype", before.dtype, now.dtype),
+            ):
+                if old != new:
+                    raise ModelChanged(
+                        f"the model's {name} changed since it was opened; open it again"
+                    )
+            self.anatomy = now
+            self._prepare(module)
 
     @property
     def module(self) -> nn.Module:
@@ -61,9 +92,11 @@ class Decoder:
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""
-        module = self.module
-        if structure(module) != self._structure:
-            self._examine(module)
+        with exclusive:
+            self.look_again()
+            return self._forward(self.module, batch, store)
+
+    def _forward(self, module: nn.Module, batch: Batch, store: KVStore) -> Tensor:
         anatomy = self.anatomy
         store.copy_blocks(batch.block_copies)
         inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
@@ -74,7 +107,8 @@ class Decoder:
         with (
             borrow(module, self._forwards, self._configs),
             activate(_FlatPass(anatomy, batch, store)),
-            InvariantMode() if anatomy.needs_safety_net else nullcontext(),
+            # What a hook calls was not seen in the look, so the net is out for it.
+            InvariantMode() if anatomy.needs_safety_net or has_hooks(module) else nullcontext(),
         ):
             logits: Tensor = module(**inputs).logits[0]
         return logits if anatomy.takes_logit_rows else logits[batch.logit_rows]

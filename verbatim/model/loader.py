@@ -72,18 +72,25 @@ def load(
     return LoadedModel(module, tokenizer, module.generation_config, source)
 
 
-def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
-    """The torch dtype that `dtype` means for a model on a CPU.
+def settle_dtype(
+    dtype: str | torch.dtype, config: Any = None, *, option: str = "dtype"
+) -> torch.dtype:
+    """The torch dtype that `dtype` means for a model on a CPU; `option` is its name in messages.
 
     Raises:
         NotSupported: a dtype that is not computed in.
     """
     if dtype == "auto":
-        own = getattr(config, "dtype", None) or torch.float32
-        return torch.bfloat16 if own == torch.float16 else own
+        own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        dtype = "bfloat16" if own == "float16" else own
+        if dtype not in DTYPES:
+            raise NotSupported(
+                f"the checkpoint's dtype is {own}, which is not computed in; ask for one of "
+                f"{sorted(DTYPES)}"
+            )
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise NotSupported(f"dtype={dtype!r}: must be 'auto' or one of {sorted(DTYPES)}")
+        raise NotSupported(f"{option}={dtype!r}: must be 'auto' or one of {sorted(DTYPES)}")
     return found
 
 
@@ -93,7 +100,8 @@ def _check_folder(folder: Path) -> None:
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     try:
-        json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(json.loads(config.read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds no object")
     except (ValueError, OSError) as error:
         raise ModelError(f"{config} can't be read: {error}") from None
     index = folder / "model.safetensors.index.json"
@@ -101,7 +109,9 @@ def _check_folder(folder: Path) -> None:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, OSError) as error:
+            if not names or not all(isinstance(name, str) for name in names):
+                raise ValueError("its weight_map names no files")
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise ModelError(f"{index} can't be read: {error}") from None
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
@@ -119,8 +129,8 @@ def _check_shard(path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise ModelError(f"{path} ({size} bytes) is damaged or cut short: {error}") from None
+        size = f"{path.stat().st_size} bytes" if path.exists() else "a link to nothing"
+        raise ModelError(f"{path} ({size}) is damaged or cut short: {error}") from None
 
 
 def _config(source: str, where: dict[str, Any]) -> Any:
@@ -129,8 +139,8 @@ def _config(source: str, where: dict[str, Any]) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(source, **where)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # a config is checked by its own class, in its own ways
+        first = _first_line(error)
         if "model type" in first or "Unrecognized model" in first:
             raise UnsupportedModel(f"{source}: {first}") from None
         raise ModelError(f"{source}: {first}") from None
@@ -152,9 +162,8 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{source}: the weights can't be loaded: {first}") from error
+    except Exception as error:  # building and unpickling raise whatever a damaged file leads to
+        raise ModelError(f"{source}: can't be loaded: {_first_line(error)}") from error
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
@@ -189,10 +198,23 @@ def _quiet(*, progress: bool) -> Iterator[None]:
 
 
 def _tokenizer(source: str, where: dict[str, Any]) -> Any:
-    """The folder's tokenizer, or None: ids in and out need none."""
-    from transformers import AutoTokenizer
+    """The folder's tokenizer, or None where it has no file of one: ids in and out need none.
 
-    try:
-        return AutoTokenizer.from_pretrained(source, **where)
-    except (OSError, ValueError, KeyError, ImportError):
+    Raises:
+        ModelError: there are files, and they can't be read.
+    """
+    from verbatim.text.tokenizer import Tokenizer, has_tokenizer_files
+
+    if os.path.isdir(source) and not has_tokenizer_files(Path(source)):
         return None
+    return Tokenizer.open(
+        source,
+        revision=where.get("revision"),
+        trust_remote_code=where["trust_remote_code"],
+    ).hf
+
+
+def _first_line(error: Exception) -> str:
+    """An error of a library in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__

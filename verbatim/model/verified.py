@@ -124,7 +124,15 @@ VERIFIED = frozenset(
 )
 
 
-def is_verified(inner: Any) -> bool:
-    """The class of `inner` is transformers' own and in the list."""
+# Whose layers leave a verified model a verified model.
+_KNOWN_SOURCES = ("torch.nn.modules.", "torch.nn.parallel.", "transformers.", "peft.")
+
+
+def is_verified(module: Any, inner: Any) -> bool:
+    """The class of `inner` is transformers' own and in the list, and nobody put other layers into it."""
     cls = type(inner)
-    return cls.__module__.startswith("transformers.models.") and cls.__name__ in VERIFIED
+    return (
+        cls.__module__.startswith("transformers.models.")
+        and cls.__name__ in VERIFIED
+        and all(type(layer).__module__.startswith(_KNOWN_SOURCES) for layer in module.modules())
+    )

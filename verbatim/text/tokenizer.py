@@ -73,14 +73,13 @@ class Tokenizer:
             ModelError: there is none, or its files can't be read.
         """
         folder = Path(path_or_id)
-        if folder.is_dir():
+        if folder.is_dir() and not has_tokenizer_files(folder):
             names = sorted(file.name for file in folder.iterdir())
-            if not any(n.startswith(_FILE_BEGINNINGS) or n.endswith(_FILE_ENDINGS) for n in names):
-                held = ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "nothing"
-                raise ModelError(
-                    f"{str(path_or_id)!r} has no tokenizer: none of tokenizer.json, "
-                    f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({held})"
-                )
+            held = ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "nothing"
+            raise ModelError(
+                f"{str(path_or_id)!r} has no tokenizer: none of tokenizer.json, "
+                f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({held})"
+            )
         from transformers import AutoTokenizer
 
         try:
@@ -155,6 +154,13 @@ class Tokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequest(f"{type(text).__name__} can't be tokenized: a string is needed")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text is not Unicode: half a surrogate pair, {text[error.start]!r}, at character "
+                f"{error.start}"
+            ) from None
         encoded = self.hf(
             text,
             add_special_tokens=add_special_tokens,
@@ -172,6 +178,12 @@ class Tokenizer:
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         bpe = self._fast is not None and type(self._fast.model).__name__ == "BPE"
         return not bpe or bool(getattr(self.hf, forced, False))
+
+
+def has_tokenizer_files(folder: Path) -> bool:
+    """Is there any file that a tokenizer could be made from?"""
+    names = [file.name for file in folder.iterdir()]
+    return any(n.startswith(_FILE_BEGINNINGS) or n.endswith(_FILE_ENDINGS) for n in names)
 
 
 def clean_up(text: str) -> str:
