@@ -14,8 +14,16 @@ from verbatim.admission import Prompt
 from verbatim.core import Delta, Result
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
-from verbatim.opening import open_engine, open_model
-from verbatim.options import check_device, positive, refuse_unbuilt, thread_count
+from verbatim.model.loader import settle_dtype
+from verbatim.opening import EngineOptions, open_engine, open_model
+from verbatim.options import (
+    check_device,
+    memory_bytes,
+    positive,
+    refuse_unbuilt,
+    thread_count,
+    total_memory,
+)
 from verbatim.params import SamplingParams
 from verbatim.text.chat import render_chat
 
@@ -86,18 +94,17 @@ class LLM:
             config=config,
         )
         check_device(device, deterministic)
-        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
-        self._opened = opened = open_engine(
-            loaded,
-            kv_dtype=kv_dtype,
-            kv_memory=kv_memory,
+        options = EngineOptions(
+            kv_dtype=None if kv_dtype == "auto" else settle_dtype(kv_dtype, option="kv_dtype"),
+            kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
             block_size=positive("block_size", block_size),
             max_batch_tokens=positive("max_batch_tokens", max_batch_tokens),
             max_sequences=positive("max_sequences", max_sequences),
             max_length=None if max_length is None else positive("max_length", max_length),
             num_threads=thread_count(num_threads),
-            weak=_weak,
         )
+        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
+        self._opened = opened = open_engine(loaded, options, weak=_weak)
         self.name = loaded.name
         self.tokenizer = opened.admission.tokenizer
         self.max_length = opened.admission.max_length

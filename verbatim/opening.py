@@ -19,9 +19,9 @@ from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
-from verbatim.model.loader import DTYPES, LoadedModel, load, settle_dtype
+from verbatim.model.loader import DTYPES, LoadedModel, load
 from verbatim.model.products import probe_report
-from verbatim.options import available_memory, dtype_name, memory_bytes, total_memory
+from verbatim.options import available_memory, dtype_name
 from verbatim.placement.resident import Resident
 from verbatim.text.tokenizer import Tokenizer
 
@@ -66,36 +66,41 @@ class Opened:
         }
 
 
-def open_engine(
-    loaded: LoadedModel,
-    *,
-    kv_dtype: str | torch.dtype,
-    kv_memory: int | str | None,
-    block_size: int,
-    max_batch_tokens: int,
-    max_sequences: int,
-    max_length: int | None,
-    num_threads: int | None,
-    weak: bool,
-) -> Opened:
-    """Build the rooms under `LLM`; its docstring says what the options mean."""
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """`LLM`'s options that shape the engine, checked; its docstring says what they mean."""
+
+    kv_dtype: torch.dtype | None  # None: that of the model's keys
+    kv_bytes: int | None  # None: a share of what is available
+    block_size: int
+    max_batch_tokens: int
+    max_sequences: int
+    max_length: int | None
+    num_threads: int | None
+
+
+def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Opened:
+    """Build the rooms under `LLM`; `weak` holds the module only weakly."""
     decoder = Decoder(loaded.module, weak=weak)
     config = inner_model(loaded.module).config
     limit, source = max_length_of(config)
-    if max_length is not None:
-        if limit is not None and max_length > limit:
+    if options.max_length is not None:
+        if limit is not None and options.max_length > limit:
             raise InvalidRequest(
-                f"max_length={max_length}: the model's limit is {limit} ({source})"
+                f"max_length={options.max_length}: the model's limit is {limit} ({source})"
             )
-        limit, source = max_length, "max_length"
-    store = _make_store(decoder, kv_dtype, kv_memory, block_size, limit, max_sequences)
-    capacity = (store.num_blocks - 1) * block_size
+        limit, source = options.max_length, "max_length"
+    store = _make_store(decoder, options, limit)
+    capacity = (store.num_blocks - 1) * options.block_size
     if limit is None or capacity < limit:
         limit, source = capacity, "what kv_memory holds"
-    runner = Resident(decoder, store, num_threads)
-    prompt_targets = max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size))
+    runner = Resident(decoder, store, options.num_threads)
     scheduler = Scheduler(
-        BlockPool(store.num_blocks), block_size, max_batch_tokens, max_sequences, prompt_targets
+        BlockPool(store.num_blocks),
+        options.block_size,
+        options.max_batch_tokens,
+        options.max_sequences,
+        max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size)),
     )
     admission = Admission(
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer),
@@ -171,28 +176,18 @@ def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
             )
 
 
-def _make_store(
-    decoder: Decoder,
-    kv_dtype: Any,
-    kv_memory: int | str | None,
-    block_size: int,
-    max_length: int | None,
-    max_sequences: int,
-) -> KVStore:
-    """As many blocks as `kv_memory` holds, and no more than can ever be used at once."""
-    anatomy = decoder.anatomy
-    dtype = anatomy.dtype if kv_dtype == "auto" else settle_dtype(kv_dtype, option="kv_dtype")
-    block_bytes = block_size * bytes_per_token(anatomy.layers, dtype)
-    if kv_memory is None:
-        budget = int(available_memory() * _DEFAULT_KV_SHARE)
-    else:
-        budget = memory_bytes(kv_memory, total_memory())
+def _make_store(decoder: Decoder, options: EngineOptions, max_length: int | None) -> KVStore:
+    """As many blocks as the memory holds, and no more than can ever be used at once."""
+    anatomy, size = decoder.anatomy, options.block_size
+    dtype = options.kv_dtype or anatomy.dtype
+    block_bytes = size * bytes_per_token(anatomy.layers, dtype)
+    budget = options.kv_bytes or int(available_memory() * _DEFAULT_KV_SHARE)
     blocks = budget // block_bytes - 1
     if blocks < 1:
         raise OutOfBlocks(
-            f"kv_memory of {budget} bytes is too small: one block of {block_size} tokens and the "
+            f"kv_memory of {budget} bytes is too small: one block of {size} tokens and the "
             f"scratch block take {2 * block_bytes} bytes"
         )
     if max_length is not None:
-        blocks = min(blocks, max_sequences * -(-max_length // block_size))
-    return KVStore(anatomy.layers, blocks + 1, block_size, dtype, torch.device("cpu"))
+        blocks = min(blocks, options.max_sequences * -(-max_length // size))
+    return KVStore(anatomy.layers, blocks + 1, size, dtype, torch.device("cpu"))
