@@ -117,20 +117,34 @@ def test_a_tokenizer_of_another_model_is_refused_before_it_crashes_a_batch() -> 
 
 def test_an_interrupt_ends_only_the_call_that_was_interrupted() -> None:
     model = make_toy("llama")
-    with LLM(model, **SMALL) as llm:
-        expected = llm.generate(PROMPT, GREEDY.replace(max_tokens=60))[0].outputs[0].token_ids
-        model.register_forward_hook(lambda *_: time.sleep(0.005))
-        found: list[Any] = []
-        other = threading.Thread(
-            target=lambda: found.append(llm.generate(PROMPT, GREEDY.replace(max_tokens=60)))
-        )
-        other.start()
-        threading.Timer(0.15, signal.raise_signal, (signal.SIGINT,)).start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([PROMPT[::-1]] * 3, GREEDY.replace(max_tokens=200))
-        other.join()
-        assert found[0][0].outputs[0].token_ids == expected
-        assert llm.stats()["blocks_used"] == 0
+    long = GREEDY.replace(max_tokens=120)
+    steps = 0
+
+    def interrupt(*_: Any) -> None:
+        """Ctrl-C in the middle of the third forward that the main thread drives."""
+        nonlocal steps
+        if threading.current_thread() is threading.main_thread():
+            steps += 1
+            if steps == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LLM(model, **SMALL) as llm:
+            expected = llm.generate(PROMPT, long)[0].outputs[0].token_ids
+            hook = model.register_forward_hook(interrupt)
+            found: list[Any] = []
+            other = threading.Thread(target=lambda: found.append(llm.generate(PROMPT, long)))
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT[::-1]] * 3, GREEDY.replace(max_tokens=200))
+            other.join()
+            hook.remove()
+            assert found[0][0].outputs[0].token_ids == expected
+            assert llm.stats()["blocks_used"] == 0
+            assert llm.generate(PROMPT, long)[0].outputs[0].token_ids == expected
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_an_event_loop_is_not_held_up_by_a_step() -> None:
