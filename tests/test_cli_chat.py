@@ -85,7 +85,7 @@ def test_help_is_quick_and_does_not_import_torch():
         "print(heavy, time.process_time(), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", code, "--help"], capture_output=True, text=True, check=True
     )
     assert "generate" in done.stdout
     heavy, seconds = done.stderr.rsplit(" ", 1)

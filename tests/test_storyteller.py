@@ -148,7 +148,7 @@ def test_the_path_is_found_without_torch() -> None:
         f"made = runpy.run_path({str(storyteller.path() / '__init__.py')!r}); "
         "assert (made['path']() / 'config.json').exists() and 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_transformers_loads_every_weight(model: Any) -> None:
