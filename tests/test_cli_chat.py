@@ -75,20 +75,17 @@ def test_version():
     assert run("--version").stdout == f"verbatim {__version__}\n"
 
 
-def test_help_is_quick_and_does_not_import_torch():
+def test_help_does_not_import_torch():
     code = (
-        "import sys, time\n"
-        "from verbatim.cli import main\n"
-        "try: main()\n"
+        "import sys\n"
+        "from verbatim.cli import app\n"
+        "try: app()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
-        "print(heavy, time.process_time(), file=sys.stderr)"
+        "print(heavy, file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, "--help"], capture_output=True, text=True, check=True
     )
     assert "generate" in done.stdout
-    heavy, seconds = done.stderr.rsplit(" ", 1)
-    assert heavy == "set()"
-    # Of the processor, interpreter included: on a busy machine the clock on the wall tells nothing.
-    assert float(seconds) < 0.3
+    assert done.stderr.strip() == "set()"

@@ -186,3 +186,23 @@ def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
     assert piped.wait(timeout=60) == 141
     assert piped.stderr.read() == b""
     piped.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        ("> /dev/full", 1, "can't write to stdout: No space left on device"),
+        (">&-", 1, "stdout is closed"),
+        ("<&-", 2, "stdin is closed"),
+    ],
+)
+def test_a_full_disk_and_closed_streams_are_one_line(redirection, status, message):
+    prompt = "" if redirection == "<&-" else "hi"
+    code = "from verbatim.cli import main; main()"
+    command = (
+        f'exec "{sys.executable}" -P -c "{code}" generate {prompt} --max-tokens 2 {redirection}'
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == status
+    (line,) = [x for x in done.stderr.splitlines() if "compiled kernels" not in x]
+    assert line.startswith("verbatim: ") and message in line

@@ -107,7 +107,10 @@ def test_a_process_restart_gives_the_same_bits() -> None:
     script = _RESTART.format(tests=str(Path(__file__).parent))
     first, second = (
         subprocess.run(
-            [sys.executable, "-P", "-c", script, threads], capture_output=True, text=True, check=True
+            [sys.executable, "-P", "-c", script, threads],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for threads in ("1", "2")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,8 @@ class EngineOptions:
 
 def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Opened:
     """Build the rooms under `LLM`; `weak` holds the module only weakly."""
+    if kernels.missing():
+        warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     decoder = Decoder(loaded.module, weak=weak)
     config = inner_model(loaded.module).config
     limit, source = max_length_of(config)

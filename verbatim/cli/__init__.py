@@ -6,6 +6,8 @@ mistyped option answer at once.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -44,5 +46,22 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app(prog_name="verbatim")
+    """Entry point of the console script.
+
+    Once everything is written the process ends at once: taking torch apart takes a second.
+    """
+    status = 0
+    try:
+        app(prog_name="verbatim")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except OSError as error:  # the help, on a full disk
+        status = 1
+        typer.echo(f"verbatim: can't write to stdout: {error.strerror or error}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            status = status or 1
+    os._exit(status)

@@ -17,7 +17,7 @@ from verbatim.cli.options import (
     sampling_fields,
     takes,
 )
-from verbatim.cli.terminal import command, ending, interruptible, note, one_line
+from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
 from verbatim.core import FinishReason
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
 from verbatim.params import SamplingParams
@@ -131,6 +131,8 @@ class Conversation:
 
 def _lines() -> Iterator[str]:
     """What the user types, or what is piped in, line by line."""
+    if sys.stdin is None:
+        raise WrongUsage("stdin is closed: there is nothing to talk with")
     if not sys.stdin.isatty():
         for number, raw in enumerate(sys.stdin.buffer, start=1):
             try:

@@ -139,6 +139,8 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
         return _parse_ids(ids)
     if file is not None and file != "-":
         return _read(file, Path(file).read_bytes)
+    if sys.stdin is None:
+        raise WrongUsage("no prompt: stdin is closed; give it as an argument, by --file or --ids")
     if file is None and sys.stdin.isatty():
         raise WrongUsage("no prompt: give it as an argument, by --file or --ids, or pipe it in")
     return _read("stdin", sys.stdin.buffer.read)

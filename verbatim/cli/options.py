@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -87,7 +88,6 @@ SAMPLING = (
     Option("include_stop_str_in_output", bool, _STOPPING, "Leave the stop string in the text."),
     Option("ignore_eos", bool, _STOPPING, "Go on past the end of sequence."),
     Option("skip_special_tokens", bool, _REPORT, "Leave special tokens out of the text."),
-    Option("draft", bool, _DRAWING, "Let the engine draft tokens ahead, where it can."),
 )
 
 SEVERAL = (
@@ -171,11 +171,9 @@ def open_llm(values: Mapping[str, Any]) -> LLM:
     from verbatim import kernels
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not kernels.available() and not os.environ.get("VERBATIM_KERNELS"):
-        typer.echo(
-            "verbatim: installed without compiled kernels, so this will be slow (docs/install.md)",
-            err=True,
-        )
+    warnings.filterwarnings("ignore", message=kernels.MISSING)  # said here, in our own way
+    if kernels.missing():
+        typer.echo(f"verbatim: {kernels.MISSING}", err=True)
     settings = given(values, MODEL)
     import verbatim
 

@@ -42,6 +42,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def run(*args: object, **kwargs: object) -> None:
+        if sys.stdout is None:
+            note("verbatim: stdout is closed: there is nowhere to write to")
+            raise typer.Exit(EXIT_ERROR)
         for stream in (sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:  # a terminal that can't show a character shows a "?"
@@ -57,18 +60,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             note("verbatim: interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
-            _leave_broken_pipe()
+            _leave(EXIT_BROKEN_PIPE)
+        except OSError as error:
+            note(f"verbatim: can't write to stdout: {error.strerror or error}")
+            _leave(EXIT_ERROR)
 
     return run
 
 
-def _leave_broken_pipe() -> NoReturn:
-    """Leave without the complaint that Python makes when it flushes a closed stdout at its end."""
+def _leave(status: int) -> NoReturn:
+    """Leave without the complaint that Python makes when it flushes a broken stdout at its end."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
         pass
-    raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    raise typer.Exit(status) from None
 
 
 class Interrupt:

@@ -69,6 +69,14 @@ def instruction_set() -> str | None:
     return names[0] if names else None
 
 
+MISSING = "installed without compiled kernels, so this will be slow (docs/install.md)"
+
+
+def missing() -> bool:
+    """Were no kernels built, without anybody asking for that by VERBATIM_KERNELS?"""
+    return not available() and not os.environ.get("VERBATIM_KERNELS")
+
+
 def library() -> ctypes.CDLL | None:
     """The library for this processor, or None where none was built."""
     name = instruction_set()
