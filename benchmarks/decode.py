@@ -70,7 +70,8 @@ def _timed(call: Any) -> float:
 def run_verbatim(llm: LLM, prompts: list[list[int]], steps: int, times: Times) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
     requests = [llm._admission.admit(prompt, params) for prompt in prompts]
-    llm._driver._add(requests, lambda delta: None)
+    for request in requests:
+        llm._engine.add(request, lambda delta: None)
     prefill = 0.0
     while not requests[-1].sequences[0].output_ids:
         prefill += _timed(llm._engine.step)
