@@ -93,16 +93,10 @@ def exp2(x: Tensor) -> Tensor:
 
 
 def power(x: Tensor, exponent: Any) -> Tensor:
-    """`x ** exponent`; exponents that torch rounds correctly stay with torch."""
-    if isinstance(exponent, int | float):
-        if exponent == -0.5:
-            return rsqrt(x)
-        if exponent in (0, 1, 2, 3, -1, -2, 0.5):
-            return _plain_pow(x, exponent)
-    return _plain_pow(x.double(), exponent).to(x.dtype)
-
-
-_plain_pow = torch.pow
+    """`x ** exponent`, for the exponents that `replacement` does not leave with torch."""
+    if isinstance(exponent, int | float) and exponent == -0.5:
+        return rsqrt(x)
+    return torch.pow(x.double(), exponent).to(x.dtype)
 
 
 def _addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -112,18 +106,12 @@ def _addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float 
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """A product over a dimension of 1 (rotary angles) is one rounding an element: torch may do it."""
-    if a.shape[-1] == 1 or not a.is_floating_point():
-        return _plain_matmul(a, b)
     if b.dim() > 3:  # [..., M, K] and [..., K, N]
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
         product: Tensor = products.matmul(a, b).unflatten(0, batch)
         return product
     return products.matmul(a, b)
-
-
-_plain_matmul = torch.matmul
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -188,6 +176,7 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return _HALF_ONLY[func] if half else None
     found = REPLACEMENTS.get(func)
     if found is _matmul and isinstance(first, Tensor):
+        # A product over a dimension of 1 (rotary angles) is one rounding an element.
         if first.shape[-1] == 1 or not first.is_floating_point():
             return None
     return found
