@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Batch:
     block_tables: Tensor  # [S, blocks] int32, padded with SCRATCH_BLOCK
     logit_rows: Tensor  # [R] int64, indices into the T rows, ascending
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), made first
+    wants_hidden: bool = False  # hand back what the head saw in the logit rows
+    forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router is free
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +67,11 @@ class SampleRow:
         target: not None makes this a row of a prompt: nothing is drawn, and the log-prob of this id
             is reported instead.
         num_logprobs: how many of the likeliest ids to report.
+        mask: the ids that a structure allows: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
+        processed: `[V]` float32, the row after the request's own processors; what is drawn from in
+            place of the logits. The log-probs of the model stay those of the logits.
+        num_candidates: above 0 makes this a row of a beam: nothing is drawn, and the likeliest
+            continuations are reported.
     """
 
     params: SamplingParams
@@ -75,13 +83,25 @@ class SampleRow:
     banned_ids: Sequence[int] = ()
     target: int | None = None
     num_logprobs: int = 0
+    mask: Tensor | None = None
+    processed: Tensor | None = None
+    num_candidates: int = 0
 
 
 @dataclass(slots=True)
 class SamplePlan:
-    """One `SampleRow` for each row of logits, in the batch's order."""
+    """The draws to make, in order."""
 
     rows: list[SampleRow]
+    logits_rows: list[int] | None = None  # the row of logits of each; None: one each, in order
+
+
+class Candidate(NamedTuple):
+    """One way for a beam to go on."""
+
+    token_id: int
+    logprob: float  # of the raw model distribution
+    score: float  # the same after penalties, biases, bans and structure, which beams are ranked by
 
 
 @dataclass(slots=True)
@@ -93,3 +113,4 @@ class Draws:
     sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of rows of beams alone

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from torch import Tensor
+
+from verbatim.batch import Candidate
 from verbatim.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.sampling.beam import BeamSearch
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
 
@@ -19,6 +25,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end of sequence, a stop id or a stop string; `stop_reason` says which
     LENGTH = "length"  # `max_tokens`, or the length limit
+    TIMEOUT = "timeout"  # `timeout_s` was over
     ABORT = "abort"  # the caller went away
     ERROR = "error"
 
@@ -46,6 +53,26 @@ class Watch(Protocol):
         """End it for a reason that no token gave."""
         ...
 
+    def fork(self) -> Watch:
+        """A copy that goes its own way from here."""
+        ...
+
+
+class GrammarState(Protocol):
+    """Where one completion stands in the structure it must have."""
+
+    def mask(self) -> Tensor:
+        """The ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
+        ...
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token in; True if nothing can follow it, not even an end of sequence."""
+        ...
+
+    def fork(self) -> GrammarState:
+        """A copy that goes its own way from here."""
+        ...
+
 
 @dataclass(slots=True)
 class Completion:
@@ -60,11 +87,15 @@ class Completion:
     text: str  # "" where the engine has no tokenizer
     token_ids: list[int]
     logprobs: list[float]  # of the raw model distribution at temperature 1, one a token
-    sampled_logprobs: list[float]  # of the distribution drawn from; 0.0 at temperature 0
+    sampled_logprobs: list[float] | None  # of the distribution drawn from; 0.0 at temperature 0;
+    # None for beams, which are not drawn
     top_logprobs: list[TopLogprobs] | None  # only with SamplingParams(logprobs=N)
     finish_reason: FinishReason
     stop_reason: StopReason
     seed: int  # reproduces this completion, together with `sample_index`
+    score: float | None = None  # of a beam: its summed log-probs over its length to the penalty
+    hidden_states: Tensor | None = None  # [N, H]: what the head saw when it made each token
+    routing: Tensor | None = None  # [P + N - 1, layers, k] int16: the experts each token was sent to
 
 
 @dataclass(slots=True)
@@ -74,6 +105,8 @@ class Metrics:
     queue_s: float = 0.0  # from arrival to its first forward
     first_token_s: float = 0.0  # from arrival to its first token
     total_s: float = 0.0  # from arrival to its last token
+    per_token_s: float = 0.0  # from the first token to the last, over the tokens between
+    num_cached_tokens: int = 0  # prompt tokens whose KV was there already
     preemptions: int = 0
 
 
@@ -90,6 +123,7 @@ class Result:
     num_cached_tokens: int  # prompt tokens whose KV was reused instead of computed
     metrics: Metrics
     weight_version: int
+    prompt_hidden_states: Tensor | None = None  # [P - 1, H]: what the head saw before each prompt token
 
 
 @dataclass(slots=True)
@@ -105,29 +139,47 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[float]
-    sampled_logprobs: list[float]
+    sampled_logprobs: list[float] | None
     top_logprobs: list[TopLogprobs] | None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
 
 
+class Place(StrEnum):
+    """Where a sequence is between two steps."""
+
+    NOWHERE = "nowhere"  # not begun, or ended
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One growing row of ids with its block table: one sample of one request."""
+    """One growing row of ids with its block table: one sample, or one beam, of one request."""
 
     request: Request
     index: int
     watch: Watch
+    grammar: GrammarState | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)  # [H] each, one a token
+    routing: Tensor | None = None  # read from its blocks when it ends
+    place: Place = Place.NOWHERE
+    number: int = 0  # the order of arrival among equals, kept through any preemption
     blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
+    num_remembered: int = 0  # its first blocks that others can find by their keys
+    candidates: list[Candidate] | None = None  # how a beam may go on, until its request's others know
+    score: float = 0.0  # of a beam
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     num_sent: int = 0  # tokens already handed out as deltas
+    closed: bool = False  # its end was handed out, too
 
     @property
     def sample_index(self) -> int:
@@ -147,6 +199,11 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Smaller goes first, and is preempted last."""
+        return (self.request.rank, self.number)
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Ids at positions `start` to `stop`, prompt and completion as one row."""
         prompt = self.request.prompt_ids
@@ -156,10 +213,45 @@ class Sequence:
             return self.output_ids[start - len(prompt) : stop - len(prompt)]
         return prompt[start:] + self.output_ids[: stop - len(prompt)]
 
+    def push(self, token_id: int) -> None:
+        """Grow by one token; its watch decides whether that ends it, or its structure where nothing can
+        follow.
+        """
+        self.output_ids.append(token_id)
+        ended = self.watch.push(token_id)
+        complete = self.grammar is not None and self.grammar.push(token_id)
+        if ended is None and complete:
+            self.watch.finish(FinishReason.STOP)
+            ended = FinishReason.STOP, None
+        if ended is not None:
+            self.finish_reason, self.stop_reason = ended
+
+    def fork(self, index: int) -> Sequence:
+        """A copy of what was made so far, without blocks, that goes its own way from here."""
+        return Sequence(
+            self.request,
+            index,
+            self.watch.fork(),
+            None if self.grammar is None else self.grammar.fork(),
+            output_ids=list(self.output_ids),
+            logprobs=list(self.logprobs),
+            top_logprobs=list(self.top_logprobs),
+            hidden=list(self.hidden),
+            keys=list(self.keys),
+            number=self.number,
+        )
+
+
+PRIORITY_STEP_S = 60.0  # how long a request waits until it goes before one a priority above it
+
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and everything asked of it; the same object from admission to result."""
+    """One prompt and everything asked of it; the same object from admission to result.
+
+    Its first sequence computes the prompt; the others begin where that is done. A beam search has as
+    many sequences as there are beams alive, best first, and in the end those that are handed out.
+    """
 
     request_id: str
     prompt: str | None
@@ -172,8 +264,10 @@ class Request:
     arrival: float  # time.monotonic()
     first_sample: int = 0  # sample index of completion 0
     sequences: list[Sequence] = field(default_factory=list)
+    search: BeamSearch[Sequence] | None = None  # with `num_beams`
     prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_hidden: list[Tensor] = field(default_factory=list)  # [H] each, for positions 1, 2, ...
     metrics: Metrics = field(default_factory=Metrics)
     weight_version: int = 0
     error: BaseException | None = None
@@ -182,3 +276,19 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.result is not None or self.error is not None
+
+    @property
+    def rank(self) -> float:
+        """Smaller goes first: the arrival, moved by the priority. So nobody waits for ever."""
+        return self.arrival + PRIORITY_STEP_S * self.params.priority
+
+    @property
+    def reads_prompt_rows(self) -> bool:
+        """Does it report something of every prompt position, so that none can come from a cache?"""
+        return self.params.prompt_logprobs is not None or self.params.hidden_states
+
+    @property
+    def num_prompt_rows_read(self) -> int:
+        """Prompt positions whose report is in; they stay in through an eviction."""
+        wanted_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
+        return len(self.prompt_hidden if wanted_hidden else self.prompt_logprobs)

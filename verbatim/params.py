@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
 import operator
@@ -17,32 +18,30 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_LOGPROBS = 1024
 MAX_N = 4096
 
-# Fields that are part of the public face and whose work is not built yet: they may be left alone, and
-# any other value is refused by name.
-_NOT_BUILT: dict[str, Any] = {
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
-    "choice": None,
-    "num_beams": 1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "logits_processors": (),
-    "priority": 0,
-    "timeout_s": None,
-    "cache_salt": None,
-    "record_routing": False,
-    "replay_routing": None,
-    "hidden_states": False,
-}
+MAX_BEAMS = 64
+MAX_PRIORITY = 1_000_000
+MAX_PROCESSORS = 64
+
+STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
+
+
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "draft",
+    "record_routing",
+    "hidden_states",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the completions of one request are drawn, and when they end.
 
-    The order of processing is: penalties and `logit_bias`, bans (`bad_words`, `allowed_token_ids`,
-    `min_tokens`), temperature, top-k, top-p, min-p, typical. Filters see float32 logits.
+    The order of processing is: `logits_processors`, penalties and `logit_bias`, bans (`bad_words`,
+    `allowed_token_ids`, `min_tokens`), the structure, temperature, top-k, top-p, min-p, typical.
+    Filters see float32 logits.
 
     Attributes:
         n: completions per prompt, 1 to 4096; completion `i` draws with sample index `i`.
@@ -69,15 +68,33 @@ class SamplingParams:
         seed: 64-bit seed of the noise, in [0, 2**64); None takes a fresh one, which the result reports.
         logprobs: None reports the drawn token's log-probs; N adds the top N of each step.
         prompt_logprobs: None reports none; N reports each prompt token's, with the top N.
+        json_schema: a JSON schema, as a dictionary, a bool or its text; the completion is a document that
+            validates. True (or {}) means any JSON.
+        regex: a regular expression that the whole completion matches.
+        grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
+        choice: strings, one of which is the completion.
+        num_beams: above 1, beam search as transformers does it; the `n` best of them are returned. Beams
+            search and do not sample: the filters must be off and the temperature 1 or 0.
+        length_penalty: a beam's score is the sum of its log-probs over its length to this power.
+        early_stopping: False, True or "never": when a beam search ends (as in transformers).
         skip_special_tokens: leave special tokens out of the text.
+        logits_processors: callables `f(ids, logits) -> logits`, applied in order: ids `[L]` int64, prompt
+            and completion; logits `[V]` float32, a copy. They must be pure: a row may be drawn again
+            after an eviction. An exception in one ends this request alone.
+        priority: lower runs earlier, as in vLLM; a step of 1 is worth a minute of waiting, so that
+            nobody waits for ever.
+        timeout_s: seconds from arrival after which the request ends as it is, with finish reason
+            "timeout"; None waits as long as it takes.
+        cache_salt: requests share cached prefixes only with those of the same salt.
         draft: let drafts be used for this request where the engine has a proposer.
-
-    The remaining fields are the public face of work that is not built yet; setting one raises
-    `NotSupported` with its name.
+        record_routing: report the experts that each token was sent to (mixture-of-experts models).
+        replay_routing: `[tokens, layers, k]` expert ids that the first positions of prompt and completion
+            are sent to, as recorded before.
+        hidden_states: report what the model's head saw for each token, `[tokens, H]`.
 
     Raises:
         InvalidRequest: a value out of its range; the message names the field, the value and the range.
-        NotSupported: a field whose work is not built yet.
+        NotSupported: a combination that is not done, by its names.
     """
 
     n: int = 1
@@ -107,7 +124,7 @@ class SamplingParams:
     choice: Sequence[str] | None = None
     num_beams: int = 1
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool | str = False
     skip_special_tokens: bool = True
     logits_processors: Sequence[Callable[..., Any]] = ()
     priority: int = 0
@@ -115,17 +132,14 @@ class SamplingParams:
     cache_salt: str | None = None
     draft: bool = True
     record_routing: bool = False
-    replay_routing: Any = None
+    replay_routing: Any = dataclasses.field(default=None, compare=False)
     hidden_states: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._settle_lists()
-        for name, off in _NOT_BUILT.items():
-            value = getattr(self, name)
-            plain = isinstance(value, str | int | float | list | tuple)
-            if value is not off and not (plain and (value == off or value == [])):
-                raise NotSupported(f"{name}={value!r} is not built yet; leave it at {off!r}")
+        self._check_structure()
+        self._check_beams()
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
@@ -145,9 +159,14 @@ class SamplingParams:
         integer("min_tokens", 0)
         integer("max_tokens", 0, optional=True)
         integer("seed", 0, 2**64 - 1, optional=True)
+        integer("num_beams", 1, MAX_BEAMS)
+        number("length_penalty", -100.0, 100.0)
+        integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout_s is not None:
+            number("timeout_s", 0.0, open_low=True)
         integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "draft"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -172,8 +191,54 @@ class SamplingParams:
             settle(name, allowed)
         if self.logit_bias is not None:
             settle("logit_bias", _biases(self.logit_bias))
-        if self.logits_processors is None:
-            settle("logits_processors", ())
+        settle("logits_processors", _callables(self.logits_processors))
+        if self.replay_routing is not None:
+            settle("replay_routing", _routing(self.replay_routing))
+
+    def _check_structure(self) -> None:
+        """At most one structure; what it can't be put together with is named."""
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{' and '.join(given)}: a completion has one structure at most")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidRequest(f"{name}={value!r}: must be a string that is not empty")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        if given and self.min_tokens:
+            raise NotSupported(
+                f"min_tokens={self.min_tokens} with {given[0]}: the structure says where the completion ends"
+            )
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be a string or None")
+
+    def _check_beams(self) -> None:
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest(
+                f"early_stopping={self.early_stopping!r}: must be True, False or 'never'"
+            )
+        if self.num_beams == 1:
+            for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != off:
+                    raise NotSupported(f"{name}={getattr(self, name)!r} is for num_beams above 1")
+            return
+        if self.n > self.num_beams:
+            raise InvalidRequest(f"n={self.n}: at most num_beams={self.num_beams} are found")
+        filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+        for name, off in filters.items():
+            if getattr(self, name) != off:
+                raise NotSupported(
+                    f"{name}={getattr(self, name)} with num_beams={self.num_beams}: beams search and "
+                    f"do not sample; leave it at {off}"
+                )
+        if self.temperature not in (0.0, 1.0):
+            raise NotSupported(
+                f"temperature={self.temperature} with num_beams={self.num_beams}: beams are ranked by the "
+                "model's own log-probs; leave it at 1 (or 0)"
+            )
 
     def _integer(
         self, name: str, low: int, high: int | None = None, *, optional: bool = False
@@ -264,6 +329,52 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
             raise InvalidRequest("bad_words: an empty string can't be banned")
         words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])
     return tuple(words)
+
+
+def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
+    functions = (value,) if callable(value) else tuple(_entries("logits_processors", value))
+    for function in functions:
+        if not callable(function):
+            raise InvalidRequest(f"logits_processors: {function!r} can't be called")
+    if len(functions) > MAX_PROCESSORS:
+        raise InvalidRequest(f"logits_processors has {len(functions)}; at most {MAX_PROCESSORS}")
+    return functions
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    choices = tuple(_entries("choice", value))
+    if not choices or not all(isinstance(text, str) and text for text in choices):
+        raise InvalidRequest(f"choice={value!r}: must be a list of strings that are not empty")
+    return choices
+
+
+def _schema(value: Any) -> str:
+    """The schema as JSON text, so that nobody can change it later."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(parsed, dict | bool):
+            raise ValueError("a schema is an object, true or false")
+        return json.dumps(parsed)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"json_schema is no JSON schema: {error}") from None
+
+
+def _routing(value: Any) -> Any:
+    """A copy as an int16 tensor `[tokens, layers, k]`."""
+    import torch
+
+    try:
+        routing = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"replay_routing: {error}") from None
+    if routing.ndim != 3 or routing.is_floating_point() or routing.is_complex():
+        raise InvalidRequest(
+            f"replay_routing is {routing.dtype} of shape {list(routing.shape)}: must be integers of "
+            "shape [tokens, layers, k]"
+        )
+    if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < 2**15:
+        raise InvalidRequest("replay_routing names experts below 0 or above 32767")
+    return routing.detach().cpu().to(torch.int16, copy=True)
 
 
 def _biases(value: Any) -> dict[int, float]:
