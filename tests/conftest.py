@@ -24,7 +24,7 @@ def _threads_put_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch and free blocks hold NaN, so that reading one shows in the answer."""
+    """Scratch, free and newly taken blocks hold NaN, so that reading one shows in the answer."""
     from verbatim import opening
 
     plain = opening.open_engine
@@ -35,20 +35,26 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
 
-        def poison(blocks: list[int]) -> None:
-            for k, v in store.layers:
-                k[blocks] = torch.nan
-                v[blocks] = torch.nan
+        take, discard, copy = pool.take, pool._discard, store.copy_blocks
+        stale: set[int] = set()  # blocks that changed hands since the last forward
 
-        give_back = pool.give_back
+        def noted_take(count: int) -> list[int]:
+            blocks: list[int] = take(count)
+            stale.update(blocks)
+            return blocks
 
-        def give_back_poisoned(blocks: list[int]) -> None:
-            if store.layers:
-                poison(blocks)
-            give_back(blocks)
+        def noted_discard(block: int) -> None:
+            stale.add(block)
+            discard(block)
 
-        poison(list(range(store.num_blocks)))
-        pool.give_back = give_back_poisoned
+        def copy_then_poison(copies: list[tuple[int, int]]) -> None:
+            # A forward begins with the copies, which may still read a block that was given back since.
+            copy(copies)
+            store.poison(sorted(stale - {target for _, target in copies}))
+            stale.clear()
+
+        store.poison(list(range(store.num_blocks)))
+        pool.take, pool._discard, store.copy_blocks = noted_take, noted_discard, copy_then_poison
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)

@@ -11,8 +11,15 @@ from verbatim import Result, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 
 
+def lift_even_ids(ids: Any, logits: Any) -> Any:
+    """A logits processor that looks at both of its arguments."""
+    logits = logits.clone()
+    logits[::2] += 0.5 + 0.01 * float(ids[-1])
+    return logits
+
+
 def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 60 tokens, and params that use most of what there is."""
+    """Prompts of 1 to 60 tokens, and params that use most of what there is; 17 use all of it."""
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
         dict(temperature=1.0),
@@ -23,6 +30,9 @@ def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParam
         dict(allowed_token_ids=list(range(3, 40)), min_tokens=4),
         dict(n=2, bad_words=[[7], [8, 9]], prompt_logprobs=2),
         dict(stop_token_ids=[11, [12, 13]], temperature=1.5),
+        dict(num_beams=3, n=2, logprobs=1, repetition_penalty=1.2),
+        dict(logits_processors=[lift_even_ids], temperature=0.9, n=3),
+        dict(hidden_states=True, priority=-1, prompt_logprobs=0),
     ]
     lengths = [1, 2, 3, 5, 8, 13, 16, 17, 21, 29, 31, 33, 34, 40, 47, 55, 60]
     prompts = [random_ids(lengths[i % len(lengths)], i, high=VOCAB) for i in range(count)]
@@ -39,6 +49,7 @@ def facts(result: Result) -> Any:
         result.prompt_token_ids,
         result.prompt_logprobs,
         result.prompt_top_logprobs,
+        _bits(result.prompt_hidden_states),
         [
             (
                 c.index,
@@ -50,10 +61,20 @@ def facts(result: Result) -> Any:
                 c.finish_reason,
                 c.stop_reason,
                 c.seed,
+                c.score,
+                _bits(c.hidden_states),
+                _bits(c.routing),
             )
             for c in result.outputs
         ],
     )
+
+
+def _bits(tensor: Any) -> Any:
+    """Something that is equal where shape, dtype and every bit are."""
+    if tensor is None:
+        return None
+    return str(tensor.dtype), tuple(tensor.shape), tensor.float().numpy().tobytes()
 
 
 def all_facts(results: list[Result]) -> list[Any]:

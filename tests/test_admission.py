@@ -59,27 +59,72 @@ def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "error", "message"),
     [
-        dict(json_schema={}),
-        dict(regex="a+"),
-        dict(grammar="start: x"),
-        dict(choice=["a"]),
-        dict(num_beams=2),
-        dict(length_penalty=2.0),
-        dict(early_stopping=True),
-        dict(logits_processors=[print]),
-        dict(priority=1),
-        dict(timeout_s=1.0),
-        dict(cache_salt="x"),
-        dict(record_routing=True),
-        dict(replay_routing=torch.zeros(1)),
-        dict(hidden_states=True),
+        (dict(json_schema={}, regex="a"), InvalidRequest, "json_schema and regex: .* one structure"),
+        (dict(json_schema="{"), InvalidRequest, "json_schema is no JSON schema"),
+        (dict(json_schema=[1]), InvalidRequest, "a schema is an object, true or false"),
+        (dict(regex=""), InvalidRequest, "regex=''"),
+        (dict(grammar=3), InvalidRequest, "grammar=3"),
+        (dict(choice="ab"), InvalidRequest, "choice='ab': must be a list"),
+        (dict(choice=[]), InvalidRequest, "choice="),
+        (dict(regex="a+", min_tokens=2), NotSupported, "min_tokens=2 with regex"),
+        (dict(num_beams=0), InvalidRequest, "num_beams=0: must be 1 to 64"),
+        (dict(num_beams=2, n=3), InvalidRequest, "n=3: at most num_beams=2"),
+        (dict(num_beams=2, top_k=3), NotSupported, "top_k=3 with num_beams=2"),
+        (dict(num_beams=2, temperature=0.5), NotSupported, "temperature=0.5 with num_beams=2"),
+        (dict(length_penalty=2.0), NotSupported, "length_penalty=2.0 is for num_beams above 1"),
+        (dict(early_stopping=True), NotSupported, "early_stopping=True is for num_beams"),
+        (dict(num_beams=2, early_stopping="soon"), InvalidRequest, "early_stopping='soon'"),
+        (dict(logits_processors=[3]), InvalidRequest, "3 can't be called"),
+        (dict(priority=0.5), InvalidRequest, "priority=0.5: must be an integer"),
+        (dict(timeout_s=0), InvalidRequest, "timeout_s=0.0: must be above 0"),
+        (dict(cache_salt=b"x"), InvalidRequest, "cache_salt=b'x'"),
+        (dict(record_routing=1), InvalidRequest, "record_routing=1: must be True or False"),
+        (dict(replay_routing=torch.zeros(1)), InvalidRequest, "must be integers of shape"),
+        (dict(replay_routing=[[[-1]]]), InvalidRequest, "experts below 0"),
+        (dict(hidden_states="yes"), InvalidRequest, "hidden_states='yes'"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(NotSupported, match=next(iter(fields))):
+def test_wrong_fields_are_refused_by_name(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (dict(record_routing=True), NotSupported, "record_routing: no layer .* experts"),
+        (dict(replay_routing=[[[1]]]), NotSupported, "experts"),
+        (dict(choice=["a"]), InvalidRequest, "choice needs a tokenizer"),
+        (dict(json_schema=True), InvalidRequest, "json_schema needs a tokenizer"),
+    ],
+)
+def test_what_this_model_can_not_do_is_refused_at_the_door(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with LLM(make_toy("llama")) as llm:
+        with pytest.raises(error, match=message):
+            llm.generate([5, 6], SamplingParams(**fields))
+        assert llm.stats()["forwards"] == 0
+
+
+def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
+    with LLM(make_toy("qwen3_moe")) as llm:
+        for shape, message in (
+            ((2, 3, 1), r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]"),
+            ((7, 3, 2), r"shape \[7, 3, 2\]"),
+        ):
+            routing = torch.zeros(shape, dtype=torch.int64)
+            with pytest.raises(InvalidRequest, match=message):
+                llm.generate([5, 6], SamplingParams(replay_routing=routing, max_tokens=4))
+        with pytest.raises(InvalidRequest, match="names expert 6; there are 6"):
+            replay = torch.full((2, 3, 2), 6)
+            llm.generate([5, 6], SamplingParams(replay_routing=replay, max_tokens=4))
+        with pytest.raises(NotSupported, match="record_routing with num_beams=2"):
+            llm.generate([5, 6], SamplingParams(record_routing=True, num_beams=2))
 
 
 def test_unknown_params_are_refused() -> None:
@@ -146,7 +191,7 @@ def test_one_bad_prompt_among_good_ones_runs_nothing() -> None:
         (dict(placement=object()), NotSupported, "placement"),
         (dict(draft="ngram"), NotSupported, "draft='ngram'"),
         (dict(quantization="int8"), NotSupported, "quantization='int8'"),
-        (dict(prefix_cache=True), NotSupported, "prefix_cache"),
+        (dict(prefix_cache="yes"), InvalidRequest, "prefix_cache"),
         (dict(fused=True), NotSupported, "fused"),
         (dict(deterministic=False), NotSupported, "deterministic=False"),
         (dict(dtype="bfloat16"), NotSupported, "a live module keeps its own"),

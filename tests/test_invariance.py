@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from requests_mixed import all_facts, facts, mixed_requests
 from toys import make_toy, random_ids
 
-from verbatim import LLM
+from verbatim import LLM, SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Dense and mixture-of-experts, with and without windows, sinks, caps and ALiBi; odd widths throughout.
@@ -63,21 +64,85 @@ def test_every_schedule_gives_the_same_bits(name: str, dtype: str) -> None:
         assert all_facts(llm.generate(prompts, params)) == expected, "three at a time"
 
 
+def routed(name: str) -> dict[str, Any]:
+    """What to ask of a mixture-of-experts model besides."""
+    return dict(record_routing=True) if "moe" in name or name == "gpt_oss" else {}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss"])
 def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
-    with open_toy(name, dtype) as llm:
+    params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]
+    with open_toy(name, dtype, prefix_cache=False) as llm:
         expected = all_facts(llm.generate(prompts, params))
         per_token = llm.info()["kv_bytes_per_token"]
     # Room for a hundred tokens: the longest request fits, two of them do not.
-    with open_toy(name, dtype, kv_memory=per_token * 104, block_size=8) as llm:
-        results = llm.generate(prompts, params)
-        stats = llm.stats()
-        assert stats["preemptions"] > 0
-        assert stats["blocks_used"] == 0
-        assert all_facts(results) == expected
-        assert sum(r.metrics.preemptions for r in results) == stats["preemptions"]
+    for options in (dict(), dict(prefix_cache=False), dict(max_batch_tokens=13)):
+        memory = dict(kv_memory=per_token * 104, block_size=8)
+        with open_toy(name, dtype, **memory, **options) as llm:
+            results = llm.generate(prompts, params)
+            stats = llm.stats()
+            assert stats["preemptions"] > 0
+            assert stats["blocks_used"] == 0
+            assert all_facts(results) == expected
+            assert sum(r.metrics.preemptions for r in results) == stats["preemptions"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
+    prompts, params = [random_ids(23, 1), random_ids(9, 2)], mixed_requests(12)[1]
+    params = [params[7].replace(**routed(name)), params[9]]
+    with open_toy(name, "bfloat16") as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    for rows in range(1, 25):
+        with open_toy(name, "bfloat16", max_batch_tokens=rows, block_size=1 + rows % 7) as llm:
+            assert all_facts(llm.generate(prompts, params)) == expected, f"chunks of {rows}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
+    prompts, params = mixed_requests()
+    params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]
+    stem = random_ids(37, seed=99)
+    prompts = [stem[: 8 * (i % 5)] + prompt for i, prompt in enumerate(prompts)]
+    with open_toy(name, dtype, block_size=4, prefix_cache=False) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with open_toy(name, dtype, block_size=4) as llm:
+        # A first request that runs on keeps the cache of a live module alive for the others.
+        engine, keeper = llm._engine, llm._admission.admit(stem, SamplingParams(max_tokens=150))
+        engine.add(keeper, lambda delta: None)
+        assert all_facts(llm.generate(prompts, params)) == expected, "shared with those in flight"
+        again = llm.generate(prompts, params)
+        assert all_facts(again) == expected, "found"
+        wholly = [r for r in again if r.prompt_logprobs is None and len(r.prompt_token_ids) > 8]
+        assert wholly and all(
+            r.num_cached_tokens == (len(r.prompt_token_ids) - 1) // 4 * 4 for r in wholly
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
+    prompts, params = mixed_requests()
+    with open_toy(name, "bfloat16") as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    for rng_seed in range(3):
+        rng = random.Random(rng_seed)
+        ranked = [p.replace(priority=rng.randint(-3, 3)) for p in params]
+        with open_toy(name, "bfloat16", max_sequences=4, max_batch_tokens=24) as llm:
+            engine = llm._engine
+            requests = [llm._admission.admit(p, q) for p, q in zip(prompts, ranked, strict=True)]
+            for request in requests:
+                engine.add(request, lambda delta: None)
+                for _ in range(rng.randint(0, 3)):
+                    engine.step()
+            while engine.step():
+                if rng.random() < 0.2:
+                    engine.evict_all()
+            found = [request.result for request in requests]
+            assert all(found) and all_facts(found) == expected  # type: ignore[arg-type]
+            assert llm.stats()["blocks_used"] == 0
 
 
 def test_kv_in_another_dtype_is_as_invariant() -> None:

@@ -411,3 +411,85 @@ def test_a_long_completion_is_searched_only_at_its_end():
     follow(watch, ids_of("ab" * 2000))
     assert max(lengths) <= 21
     assert len(lengths) < 3 * 4000
+
+
+# -- copies that go their own way --------------------------------------------------------------------
+
+
+def grow(watch, ids):
+    """Everything that can be seen of a watch while `ids` are pushed, as long as it grows."""
+    seen = []
+    for token_id in ids:
+        if watch.finished:
+            break
+        seen.append((watch.push(token_id), watch.text, watch.take()))
+    return seen
+
+
+def end(watch):
+    watch.finish(FinishReason.ABORT)
+    return watch.text, watch.take(), watch.num_tokens, watch.finish_reason, watch.stop_reason
+
+
+@pytest.mark.parametrize("kind", [*toys.EXACT, "in_python"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_fork_and_its_origin_never_meet_again(kind, data):
+    """Both are what fresh watches would be; in the middle of characters and of stop strings, too."""
+    tokenizer = getattr(toys, kind)() if kind == "in_python" else toys.EXACT[kind]()
+    text = data.draw(st.text(st.sampled_from("ab é日本🙂👩\u200d👧.,'nt"), min_size=1, max_size=12))
+    cut = data.draw(st.integers(0, len(text)))
+    ids = st.just([]) | st.lists(st.integers(0, 480), max_size=6)  # beyond every toy's vocabulary
+    written = tokenizer.encode(text)
+    place = data.draw(st.integers(0, len(written)))
+    before = written[:place] + data.draw(ids)
+    ways = [written[place:] + data.draw(ids), data.draw(ids) + written]
+    params = SamplingParams(
+        stop=[text[cut : cut + 4] or "zz", text + "!"] if data.draw(st.booleans()) else (),
+        stop_token_ids=[(7, 8), written[-3:] or 9] if data.draw(st.booleans()) else (),
+        include_stop_str_in_output=data.draw(st.booleans()),
+    )
+
+    def fresh():
+        watch = watch_for(params, tokenizer=tokenizer, max_tokens=25)
+        grow(watch, before)
+        return watch
+
+    expected = []
+    for way in ways:
+        watch = fresh()
+        expected.append((grow(watch, way), end(watch)))
+    origin = fresh()
+    fork = origin.fork()
+    watches = [origin, fork] if data.draw(st.booleans()) else [fork, origin]
+    seen = [[], []]
+    for step in range(max(map(len, ways))):  # turn by turn, so that either could disturb the other
+        for watch, way, said in zip(watches, ways, seen, strict=True):
+            said += grow(watch, way[step : step + 1])
+    assert [(said, end(watch)) for said, watch in zip(seen, watches, strict=True)] == expected
+
+
+def test_a_fork_within_a_character_and_a_stop_string_finishes_both():
+    watch = watch_for(SamplingParams(stop="é!"))
+    first, second = toys.byte_level().encode("\u00ea")[-2:]  # bytes c3, aa; é is c3, a9
+    watch.push(first)
+    fork = watch.fork()
+    assert fork.push(second) is None
+    assert (fork.text, watch.text) == ("\u00ea", "")
+    watch.finish(FinishReason.ABORT)
+    assert (watch.text, fork.finished) == (REPLACEMENT, False)
+    stopping = watch_for(SamplingParams(stop="abc"))
+    follow(stopping, ids_of("xab"))
+    other = stopping.fork()
+    assert other.push(ids_of("c")[0]) == (STOP, "abc")
+    assert stopping.push(ids_of("d")[0]) is None
+    assert (other.text, stopping.text) == ("x", "xabd")
+
+
+def test_a_fork_hands_out_only_what_its_origin_had_not():
+    watch = watch_for(SamplingParams())
+    follow(watch, ids_of("ab"))
+    watch.push(ids_of("c")[0])
+    fork = watch.fork()
+    fork.push(ids_of("d")[0])
+    assert (watch.take(), fork.take()) == ("c", "cd")

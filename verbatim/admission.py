@@ -7,15 +7,20 @@ import secrets
 import time
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verbatim.core import Request, Sequence
-from verbatim.errors import InvalidRequest, PromptTooLong
-from verbatim.params import SamplingParams
+from verbatim.core import GrammarState, Request, Sequence
+from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
+from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.placement.runner import Runner
+from verbatim.sampling.beam import BeamSearch
 from verbatim.sampling.processors import check_vocabulary
-from verbatim.sampling.stopping import StopWatch
+from verbatim.sampling.stopping import StopWatch, single_stop_ids
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from verbatim.sampling.grammar import GrammarCompiler
 
 Prompt = str | SequenceOf[int]
 
@@ -25,7 +30,7 @@ class Admission:
 
     Args:
         tokenizer: None where only ids go in and out.
-        vocab_size: width of the model's logits.
+        runner: where the model lives; it says what can be asked of the model.
         max_length: prompt and completion together, in tokens.
         eos_ids: the model's end-of-sequence ids.
     """
@@ -33,17 +38,19 @@ class Admission:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        vocab_size: int,
+        runner: Runner,
         max_length: int,
         limit_source: str,
         eos_ids: frozenset[int],
     ) -> None:
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self.runner = runner
+        self.vocab_size = runner.vocab_size
         self.max_length = max_length
         self.limit_source = limit_source
         self.eos_ids = eos_ids
         self._count = itertools.count(1)
+        self._compiler: GrammarCompiler | None = None  # made when a structure is first asked for
 
     def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
         """A request for `prompt`, which is a string or a sequence of ids.
@@ -52,8 +59,10 @@ class Admission:
             first_sample: the sample index of completion 0.
 
         Raises:
-            InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer.
+            InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, a
+                structure that can't be had.
             PromptTooLong: no room for a single token.
+            NotSupported: something that this model or the combination can't do.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
@@ -85,10 +94,23 @@ class Admission:
             arrival=time.monotonic(),
             first_sample=first_sample,
         )
-        request.sequences = [self._sequence(request, index) for index in range(params.n)]
+        self._check_replay(params, len(ids) + request.max_tokens)
+        first = self._sequence(request)
+        if params.num_beams > 1:
+            request.sequences = [first]
+            request.search = BeamSearch(
+                first,
+                num_beams=params.num_beams,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                num_eos=len(single_stop_ids(params, request.eos_ids)),
+                max_tokens=max(1, request.max_tokens),
+            )
+        else:
+            request.sequences = [first, *(first.fork(index) for index in range(1, params.n))]
         return request
 
-    def _sequence(self, request: Request, index: int) -> Sequence:
+    def _sequence(self, request: Request) -> Sequence:
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = Detokenizer(
@@ -102,7 +124,20 @@ class Admission:
             max_tokens=request.max_tokens,
             detokenizer=detokenizer,
         )
-        return Sequence(request, index, watch)
+        return Sequence(request, 0, watch, self._grammar(request))
+
+    def _grammar(self, request: Request) -> GrammarState | None:
+        """Where a completion begins in the structure that is asked for; None where none is."""
+        params = request.params
+        name = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
+        if name is None:
+            return None
+        tokenizer = self._need_tokenizer(name)
+        if self._compiler is None:
+            from verbatim.sampling.grammar import GrammarCompiler
+
+            self._compiler = GrammarCompiler(tokenizer, self.vocab_size, self.eos_ids)
+        return self._compiler.start(params, ends=bool(request.eos_ids))
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -134,6 +169,33 @@ class Admission:
                     f"{wanted}={getattr(params, wanted)} is more than the vocabulary of "
                     f"{self.vocab_size}"
                 )
+
+        if params.hidden_states and not self.runner.has_hidden:
+            raise NotSupported(f"hidden_states: {self.runner.hidden_reason}")
+        if params.record_routing and not self.runner.routed_layers:
+            raise NotSupported(f"record_routing: {self.runner.routing_reason}")
+        if params.record_routing and params.num_beams > 1:
+            raise NotSupported(
+                f"record_routing with num_beams={params.num_beams}: beams share blocks and drop them; "
+                "score the best one with record_routing instead"
+            )
+
+    def _check_replay(self, params: SamplingParams, most_tokens: int) -> None:
+        """Does the recorded routing fit this model and this request?"""
+        routing, runner = params.replay_routing, self.runner
+        if routing is None:
+            return
+        runner.check_replay()
+        fits = (runner.routed_layers, runner.experts_per_token)
+        if tuple(routing.shape[1:]) != fits or len(routing) > most_tokens:
+            raise InvalidRequest(
+                f"replay_routing has shape {list(routing.shape)}; this model and request take up to "
+                f"[{most_tokens}, {fits[0]}, {fits[1]}]"
+            )
+        if routing.numel() and int(routing.max()) >= runner.num_experts:
+            raise InvalidRequest(
+                f"replay_routing names expert {int(routing.max())}; there are {runner.num_experts}"
+            )
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = []

@@ -35,6 +35,10 @@ class OutOfBlocks(VerbatimError, MemoryError):
     """The KV memory is too small for even one sequence of the length that was asked for."""
 
 
+class QueueFull(VerbatimError, RuntimeError):
+    """More requests than `max_waiting` allows; try again when some have ended."""
+
+
 class EngineClosed(VerbatimError, RuntimeError):
     """A call on an engine after `close()`."""
 

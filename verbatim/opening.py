@@ -16,7 +16,8 @@ from verbatim.engine.engine import Engine
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported, OutOfBlocks
 from verbatim.kv.blocks import BlockPool
-from verbatim.kv.store import KVStore, bytes_per_token
+from verbatim.kv.quantized import KVDtype, settle_kv_dtype
+from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
@@ -57,7 +58,9 @@ class Opened:
             "max_length": admission.max_length,
             "max_length_from": admission.limit_source,
             "eos_ids": sorted(admission.eos_ids),
-            "kv_bytes_per_token": bytes_per_token(anatomy.layers, DTYPES[placed["kv_dtype"]]),
+            "kv_bytes_per_token": bytes_per_token(
+                anatomy.layers, settle_kv_dtype(placed["kv_dtype"])
+            ),
             "block_size": runner.block_size,
             "num_blocks": runner.num_blocks,
             **placed,
@@ -71,12 +74,14 @@ class Opened:
 class EngineOptions:
     """`LLM`'s options that shape the engine, checked; its docstring says what they mean."""
 
-    kv_dtype: torch.dtype | None  # None: that of the model's keys
+    kv_dtype: KVDtype | None  # None: that of the model's keys
     kv_bytes: int | None  # None: a share of what is available
     block_size: int
     max_batch_tokens: int
     max_sequences: int
+    max_waiting: int | None
     max_length: int | None
+    prefix_cache: bool
     num_threads: int | None
 
 
@@ -98,21 +103,29 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
     if limit is None or capacity < limit:
         limit, source = capacity, "what kv_memory holds"
     runner = Resident(decoder, store, options.num_threads)
+    runner.checkpoint = loaded.checkpoint
     scheduler = Scheduler(
         BlockPool(store.num_blocks),
         options.block_size,
         options.max_batch_tokens,
         options.max_sequences,
         max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size)),
+        prefix_cache=options.prefix_cache,
+    )
+    engine = Engine(
+        runner,
+        scheduler,
+        max_waiting=options.max_waiting,
+        forget_when_idle=loaded.live,
     )
     admission = Admission(
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer),
-        runner.vocab_size,
+        runner,
         limit,
         source,
         eos_ids_of(loaded.generation_config, config),
     )
-    return Opened(admission, Engine(runner, scheduler), decoder, config, loaded.generation_config)
+    return Opened(admission, engine, decoder, config, loaded.generation_config)
 
 
 def _probe_findings() -> list[str]:
@@ -149,7 +162,8 @@ def open_model(
         _check_live(model, dtype)
         inner = inner_model(model)
         name = getattr(inner.config, "name_or_path", "") or type(inner).__name__
-        return LoadedModel(model, tokenizer, getattr(inner, "generation_config", None), name)
+        generation_config = getattr(inner, "generation_config", None)
+        return LoadedModel(model, tokenizer, generation_config, name, live=True)
     if model is not None and not isinstance(model, str | os.PathLike):
         raise InvalidRequest(
             f"model={model!r}: must be None, a folder, a hub id or a transformers module"
@@ -193,4 +207,4 @@ def _make_store(decoder: Decoder, options: EngineOptions, max_length: int | None
         )
     if max_length is not None:
         blocks = min(blocks, options.max_sequences * -(-max_length // size))
-    return KVStore(anatomy.layers, blocks + 1, size, dtype, torch.device("cpu"))
+    return make_store(anatomy.layers, blocks + 1, size, dtype, torch.device("cpu"))

@@ -20,7 +20,6 @@ _NOT_BUILT: dict[str, Any] = {
     "draft": None,
     "num_draft_tokens": None,
     "quantization": None,
-    "prefix_cache": False,
     "fused": False,
     "config": None,
 }

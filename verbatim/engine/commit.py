@@ -9,6 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import torch
+from torch import Tensor
+
 from verbatim.batch import Draws
 from verbatim.core import (
     Completion,
@@ -19,64 +22,85 @@ from verbatim.core import (
     Sequence,
     TopLogprobs,
 )
-from verbatim.engine.scheduler import Chunk
+from verbatim.engine import beams
+from verbatim.engine.draw import drawing
+from verbatim.engine.scheduler import Chunk, Scheduler
 
 
-def commit(chunk: Chunk, draws: Draws, first_row: int) -> Delta | None:
+def commit(
+    chunk: Chunk, draws: Draws, hidden: Tensor | None, scheduler: Scheduler
+) -> list[Sequence]:
     """Take in what one step computed for one sequence.
 
     Args:
-        first_row: where the chunk's rows begin in `draws`.
+        hidden: `[R, H]` of the step's rows of logits, where anybody wanted them.
 
     Returns:
-        What is new for the caller, or None while the sequence is still in prefill.
+        The sequences of its request that have news for the caller; none while it is in prefill.
     """
-    sequence = chunk.sequence
-    request = sequence.request
-    sequence.num_computed += chunk.num_rows
-    row = first_row
-    for row in range(first_row, first_row + chunk.num_prompt_targets):
+    sequence, request = chunk.sequence, chunk.sequence.request
+    scheduler.advance(chunk)
+    if request.params.hidden_states and hidden is not None:
+        last = chunk.first_logits_row + chunk.num_prompt_targets
+        request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
+    targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_targets)
+    for row in targets if request.params.prompt_logprobs is not None else ():
         request.prompt_logprobs.append(draws.logprobs[row])
         request.prompt_top_logprobs.append(_top(draws, row))
-    row = first_row + chunk.num_prompt_targets
-    if chunk.draws:
-        return grow(sequence, draws, [row])
     if request.max_tokens == 0 and sequence.num_uncomputed == 0:
-        return finish(sequence, FinishReason.LENGTH)
-    return None
+        for sibling in request.sequences[1:]:
+            scheduler.fork(sequence, sibling)
+        return finish(request, FinishReason.LENGTH)
+    if not chunk.draws:
+        return []
+    seen = hidden[last].clone() if request.params.hidden_states and hidden is not None else None
+    if request.search is not None:
+        return beams.note(sequence, draws, targets.stop, seen, scheduler)
+    drawers = drawing(chunk)
+    for sibling in drawers[1:]:
+        scheduler.fork(sequence, sibling)
+    for row, drawer in enumerate(drawers, start=targets.stop):
+        grow(drawer, draws, [row], seen)
+    return list(drawers)
 
 
-def grow(sequence: Sequence, draws: Draws, rows: Iterable[int]) -> Delta:
+def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor | None) -> None:
     """Append the ids drawn in `rows`, in order, through the first that ends the sequence."""
     request = sequence.request
     for row in rows:
-        sequence.output_ids.append(draws.ids[row])
         sequence.logprobs.append(draws.logprobs[row])
         sequence.sampled_logprobs.append(draws.sampled_logprobs[row])
         if request.params.logprobs is not None:
             sequence.top_logprobs.append(_top(draws, row))
+        if hidden is not None:
+            sequence.hidden.append(hidden)
         if request.metrics.first_token_s == 0.0:
             request.metrics.first_token_s = time.monotonic() - request.arrival
-        ended = sequence.watch.push(draws.ids[row])
-        if ended is not None:
-            sequence.finish_reason, sequence.stop_reason = ended
+        sequence.push(draws.ids[row])
+        if sequence.finished:
             break
-    return delta(sequence)
 
 
-def finish(sequence: Sequence, reason: FinishReason) -> Delta:
-    """End a sequence for a reason that no token gave: a length of nothing, an abort."""
-    sequence.finish_reason = reason
-    sequence.watch.finish(reason)
-    return delta(sequence)
+def finish(request: Request, reason: FinishReason) -> list[Sequence]:
+    """End what has not ended, for a reason that no token gave: an abort, a length of nothing."""
+    if request.search is not None:
+        ending = beams.cut(request)
+    else:
+        ending = [sequence for sequence in request.sequences if not sequence.finished]
+    for sequence in ending:
+        if not sequence.finished:
+            sequence.finish_reason = reason
+            sequence.watch.finish(reason)
+    return ending
 
 
 def delta(sequence: Sequence) -> Delta:
-    """Everything that was added since the last one; with the result when the whole request has ended."""
+    """Everything that was added since the last one; the request's last one carries its result."""
     request = sequence.request
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
-    if request.result is None and all(s.finished for s in request.sequences):
+    sequence.closed = sequence.finished
+    if all(s.closed for s in request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,
@@ -84,7 +108,7 @@ def delta(sequence: Sequence) -> Delta:
         text=sequence.watch.take(),
         token_ids=sequence.output_ids[new],
         logprobs=sequence.logprobs[new],
-        sampled_logprobs=sequence.sampled_logprobs[new],
+        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
         top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
@@ -93,8 +117,11 @@ def delta(sequence: Sequence) -> Delta:
 
 
 def _result(request: Request) -> Result:
-    request.metrics.total_s = time.monotonic() - request.arrival
-    wanted = request.params.prompt_logprobs
+    metrics, wanted = request.metrics, request.params.prompt_logprobs
+    metrics.total_s = time.monotonic() - request.arrival
+    longest = max((len(s.output_ids) for s in request.sequences), default=0)
+    if longest > 1:
+        metrics.per_token_s = (metrics.total_s - metrics.first_token_s) / (longest - 1)
     return Result(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -102,9 +129,10 @@ def _result(request: Request) -> Result:
         prompt_logprobs=None if wanted is None else [None, *request.prompt_logprobs],
         prompt_top_logprobs=None if not wanted else [None, *request.prompt_top_logprobs],
         outputs=[_completion(s) for s in sorted(request.sequences, key=lambda s: s.index)],
-        num_cached_tokens=0,
-        metrics=request.metrics,
+        num_cached_tokens=metrics.num_cached_tokens,
+        metrics=metrics,
         weight_version=request.weight_version,
+        prompt_hidden_states=_stack(request, request.prompt_hidden),
     )
 
 
@@ -117,12 +145,21 @@ def _completion(sequence: Sequence) -> Completion:
         text=sequence.watch.text,
         token_ids=sequence.output_ids,
         logprobs=sequence.logprobs,
-        sampled_logprobs=sequence.sampled_logprobs,
+        sampled_logprobs=sequence.sampled_logprobs if request.search is None else None,
         top_logprobs=sequence.top_logprobs if request.params.logprobs is not None else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         seed=request.seed,
+        score=None if request.search is None else sequence.score,
+        hidden_states=_stack(request, sequence.hidden),
+        routing=sequence.routing,
     )
+
+
+def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:
+    if not request.params.hidden_states:
+        return None
+    return torch.stack(rows) if rows else torch.empty(0, 0)
 
 
 def _top(draws: Draws, row: int) -> TopLogprobs:

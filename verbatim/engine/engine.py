@@ -2,86 +2,159 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable
 from typing import Any
 
 from verbatim.batch import Draws
-from verbatim.core import Delta, FinishReason, Request
-from verbatim.engine.commit import commit, finish
+from verbatim.core import Delta, FinishReason, Request, Sequence
+from verbatim.engine.commit import commit, delta, finish
+from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Schedule, Scheduler
-from verbatim.errors import RequestFailed
-from verbatim.placement.runner import Runner
+from verbatim.errors import QueueFull, RequestFailed
+from verbatim.placement.runner import Forward, Runner
 
 DRAW_FAILED = -1  # the sampler's id for a row from which nothing can be drawn
 
 
 class Engine:
-    """Runs requests to their end, one step at a time. Not safe for threads: its owner holds a lock."""
+    """Runs requests to their end, one step at a time. Not safe for threads: its owner holds a lock.
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    Args:
+        max_waiting: requests that may wait for a seat at most; None sets no limit.
+        forget_when_idle: let cached prefixes go when nothing runs, for a model whose weights may change
+            between two calls without our knowing.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        max_waiting: int | None = None,
+        forget_when_idle: bool = False,
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
-        self.num_tokens = 0  # drawn since it was opened
-        self._outboxes: dict[str, Callable[[Delta], None]] = {}
+        self.max_waiting = max_waiting
+        self.forget_when_idle = forget_when_idle
+        self.num_tokens = 0  # made since it was opened
+        self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
+        self._deadlines: list[tuple[float, str]] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def check_room(self, count: int) -> None:
+        """Raise QueueFull if `count` more requests are more than may wait."""
+        if self.max_waiting is None:
+            return
+        waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
+        seats = max(0, self.scheduler.max_sequences - running)
+        if waiting + count > self.max_waiting + seats:
+            raise QueueFull(
+                f"{waiting} requests wait and {running} run; {count} more are over the limits of "
+                f"max_waiting={self.max_waiting} and max_sequences={self.scheduler.max_sequences}"
+            )
 
     def add(self, request: Request, deliver: Callable[[Delta], None]) -> None:
         """Take a request in; `deliver` gets its deltas, during the steps that make them."""
-        self._outboxes[request.request_id] = deliver
-        if request.max_tokens == 0 and request.params.prompt_logprobs is None:
-            for sequence in request.sequences:  # nothing to compute: no forward
-                self._send(request, finish(sequence, FinishReason.LENGTH))
+        if self.forget_when_idle and not self.has_work:
+            self.scheduler.pool.forget()
+        self._active[request.request_id] = request, deliver
+        if request.max_tokens == 0 and not (
+            request.reads_prompt_rows or request.params.record_routing
+        ):
+            self._end(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
-        self.scheduler.add(request.sequences)
+        if request.params.timeout_s is not None:
+            deadline = request.arrival + request.params.timeout_s
+            heapq.heappush(self._deadlines, (deadline, request.request_id))
+        self.scheduler.add(request.sequences[0])
 
     def step(self) -> bool:
         """Schedule, forward, sample, commit. False when there was nothing to do.
 
         An interrupt (Ctrl-C) in the middle leaves every request as it was: nothing counts before commit.
         """
+        self.expire(time.monotonic())
         work = self.scheduler.schedule()
         if work is None:
             return False
-        self._note_start(work)
         try:
             forward = self.runner.forward(work.batch)
-            draws = self.runner.sample(forward, work.plan)
+            draws = draw(self.runner, forward, work.chunks, self.fail)
         except Exception as error:
             self._fail_all(work, error)  # whoever waits for one of these requests finds it there
             return True
-        self._commit(work, draws)
+        except BaseException:
+            self.scheduler.interrupted(work)
+            raise
+        self._commit(work, forward, draws)
         return True
 
-    def _commit(self, work: Schedule, draws: Draws) -> None:
+    def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
         """Let every sequence of the step grow, and hand out what is new."""
-        row = 0
         for chunk in work.chunks:
             request = chunk.sequence.request
-            end = row + chunk.num_prompt_targets + chunk.draws
-            if DRAW_FAILED in draws.ids[row:end]:
-                self.fail(request, RequestFailed(_nothing_to_draw(request)))
-            elif not request.finished:
-                added = commit(chunk, draws, row)
-                if added is not None:
-                    self.num_tokens += len(added.token_ids)
-                    if added.finish_reason is not None:
-                        self.scheduler.remove(chunk.sequence)
-                    self._send(request, added)
-            row = end
+            if request.finished:  # it failed in this step
+                continue
+            try:
+                if DRAW_FAILED in draws.ids[chunk.first_draw : chunk.first_draw + chunk.num_draws]:
+                    raise RequestFailed(_nothing_to_draw(request))
+                news = commit(chunk, draws, forward.hidden, self.scheduler)
+            except RequestFailed as error:
+                self.fail(request, error)
+                continue
+            for sequence in news:
+                self._hand_out(sequence)
+
+    def _hand_out(self, sequence: Sequence) -> None:
+        """Send what is new; a sequence that has ended gives its blocks back."""
+        request = sequence.request
+        self.num_tokens += len(sequence.output_ids) - sequence.num_sent
+        if sequence.finished:
+            if request.params.record_routing:
+                sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
+            self.scheduler.remove(sequence)
+        deliver = self._active[request.request_id][1]
+        added = delta(sequence)
+        if request.finished:
+            del self._active[request.request_id]
+        deliver(added)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request as it is."""
+        running = list(request.sequences)
+        for sequence in finish(request, reason):
+            self._hand_out(sequence)
+        for sequence in running:
+            self.scheduler.remove(sequence)
 
     def abort(self, request: Request) -> None:
         """End a request now, keeping what it has; harmless when it has ended or never came in."""
-        if request.request_id not in self._outboxes:
-            return
-        for sequence in request.sequences:
-            if not sequence.finished:
-                self.scheduler.remove(sequence)
-                self._send(request, finish(sequence, FinishReason.ABORT))
+        if request.request_id in self._active:
+            self._end(request, FinishReason.ABORT)
 
     def abort_all(self) -> None:
         """End everything that runs or waits."""
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.abort(sequence.request)
+        for request, _ in list(self._active.values()):
+            self._end(request, FinishReason.ABORT)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose time is over, at `now` on the monotonic clock."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            if request_id in self._active:
+                self._end(self._active[request_id][0], FinishReason.TIMEOUT)
+
+    def next_deadline(self) -> float | None:
+        """When `expire` will have something to do, on the monotonic clock."""
+        while self._deadlines and self._deadlines[0][1] not in self._active:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error; the others go on."""
@@ -89,33 +162,27 @@ class Engine:
         for sequence in request.sequences:
             if not sequence.finished:
                 sequence.finish_reason = FinishReason.ERROR
-                self.scheduler.remove(sequence)
-        self._outboxes.pop(request.request_id, None)
+            self.scheduler.remove(sequence)
+        self._active.pop(request.request_id, None)
+
+    def evict_all(self) -> None:
+        """Give every block back; whoever runs is recomputed later, and nothing is cached any more."""
+        self.scheduler.evict_all()
 
     def stats(self) -> dict[str, Any]:
+        """Counts since it was opened, and what is held now."""
         pool = self.scheduler.pool
         return {
             "forwards": self.runner.num_forwards,
             "tokens": self.num_tokens,
             "preemptions": self.scheduler.num_preemptions,
+            "cached_tokens": self.scheduler.prefixes.num_hits,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "blocks_used": pool.num_used,
+            "blocks_cached": pool.num_cached,
             "blocks_free": pool.num_free,
         }
-
-    def _send(self, request: Request, delta: Delta) -> None:
-        deliver = self._outboxes[request.request_id]
-        if request.finished:
-            del self._outboxes[request.request_id]
-        deliver(delta)
-
-    def _note_start(self, work: Schedule) -> None:
-        now = time.monotonic()
-        for chunk in work.chunks:
-            request = chunk.sequence.request
-            if request.metrics.queue_s == 0.0:
-                request.metrics.queue_s = now - request.arrival
 
     def _fail_all(self, work: Schedule, error: Exception) -> None:
         """A forward that raises takes the requests of its batch with it, and frees their blocks."""
@@ -127,5 +194,5 @@ class Engine:
 def _nothing_to_draw(request: Request) -> str:
     return (
         f"request {request.request_id}: no token can be drawn; the model's logits are not numbers, or "
-        "the request's bans and filters leave nothing"
+        "the request's bans, structure and filters leave nothing"
     )

@@ -5,17 +5,17 @@ The order decides when a token is made, never which token it is.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+import itertools
+import time
+from dataclasses import dataclass, field
 
 import torch
 
-from verbatim.batch import SCRATCH_BLOCK, Batch, SamplePlan, SampleRow
-from verbatim.core import Sequence
+from verbatim.batch import SCRATCH_BLOCK, Batch
+from verbatim.core import Place, Sequence
+from verbatim.engine.waiting import WaitingRoom
 from verbatim.kv.blocks import BlockPool
-from verbatim.sampling.processors import blocked_by_bad_words
-from verbatim.sampling.stopping import banned_until_min_tokens
+from verbatim.kv.prefixes import Prefixes
 
 
 @dataclass(slots=True)
@@ -24,29 +24,51 @@ class Chunk:
 
     sequence: Sequence
     num_rows: int
-    num_prompt_targets: int  # leading logits rows that report prompt log-probs
+    num_prompt_targets: int  # leading logits rows that report on positions of the prompt
     draws: bool  # the last logits row draws the next token
+    first_logits_row: int = 0
+    first_draw: int = 0  # where its rows begin in the step's `Draws`
+    num_draws: int = 0
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work: the batch, how its logits are drawn, and whose rows they are."""
+    """One step's work."""
 
     chunks: list[Chunk]
     batch: Batch
-    plan: SamplePlan
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What one batch may still take in."""
+
+    rows: int
+    prompt_targets: int
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.rows -= chunk.num_rows
+        self.prompt_targets -= chunk.num_prompt_targets
 
 
 class Scheduler:
     """Continuous batching under a token budget: decodes first, then chunks of prefill.
+
+    Who goes first among equals is decided by rank: the time of arrival, moved by the priority. When
+    blocks or seats run out, the last in rank goes back to waiting with its tokens and without its
+    blocks, and is recomputed later; nothing else about it changes.
 
     Args:
         pool: the blocks of the KV store.
         block_size: token positions in a block.
         max_batch_tokens: rows of one batch at most.
         max_sequences: sequences running at once at most.
-        max_prompt_targets: logits rows for prompt log-probs in one chunk at most, which bounds the
+        max_prompt_targets: logits rows for prompt log-probs in one batch at most, which bounds the
             memory of their logits.
+        prefix_cache: look for prompts that begin like an earlier one, or like one in flight.
     """
 
     def __init__(
@@ -56,104 +78,221 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         max_prompt_targets: int,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prompt_targets = max_prompt_targets
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.prefixes = Prefixes(pool, block_size, enabled=prefix_cache)
+        self.waiting = WaitingRoom()
+        self.running: dict[Sequence, None] = {}  # in the order in which they began to run
         self.num_preemptions = 0
+        self._parked: dict[Sequence, None] = {}  # those who hold blocks while they wait
+        self._count = itertools.count()
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        self.waiting.extend(sequences)
+    def add(self, sequence: Sequence) -> None:
+        """Take in a sequence that has computed nothing yet."""
+        sequence.number = next(self._count)
+        self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not, and take its blocks back."""
         self._release(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.running.pop(sequence, None)
+        self.waiting.remove(sequence)
+        sequence.place = Place.NOWHERE
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` go on from where `parent` is, on the same blocks; the first to write copies.
+
+        Where the parent has no blocks any more, or all seats are taken, the child waits its turn.
+        """
+        child.number = next(self._count)
+        child.blocks, child.keys = list(parent.blocks), list(parent.keys)
+        child.num_computed = parent.num_computed
+        self.pool.share(child.blocks)
+        child.num_remembered = parent.num_remembered
+        if child.blocks and len(self.running) < self.max_sequences:
+            child.place = Place.RUNNING
+            self.running[child] = None
+        else:
+            self._wait(child)
+            if child.blocks:
+                self._parked[child] = None
 
     def schedule(self) -> Schedule | None:
-        """Pick the rows of the next step; None when nothing waits."""
-        budget = self.max_batch_tokens
-        chunks: list[Chunk] = []
-        # Python's sort is stable: among those in prefill the oldest stays first.
-        for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
-            if budget and sequence in self.running:  # an earlier one may have preempted it
-                chunk = self._chunk(sequence, budget)
-                if self._make_room(sequence, chunk.num_rows, chunks):
-                    chunks.append(chunk)
-                    budget -= chunk.num_rows
-        while budget and self.waiting and len(self.running) < self.max_sequences:
-            chunk = self._chunk(self.waiting[0], budget)
-            if self._blocks_missing(chunk.sequence, chunk.num_rows) > self.pool.num_free:
+        """Pick the rows of the next step; None when nothing can run."""
+        budget = _Budget(self.max_batch_tokens, self.max_prompt_targets)
+        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.rank)):
+            # An earlier one may have preempted it; a beam may wait for the others of its request.
+            if budget.rows and sequence in self.running and sequence.candidates is None:
+                self._continue(sequence, budget)
+        while budget.rows and (waiting := self._next_waiting()) is not None:
+            if not self._begin(waiting, budget):
                 break
-            self._grow(chunk.sequence, chunk.num_rows)
-            self.running.append(self.waiting.popleft())
-            chunks.append(chunk)
-            budget -= chunk.num_rows
-        return self._build(chunks) if chunks else None
+        return self._build(budget) if budget.chunks else None
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        """The next rows of `sequence` within `budget`."""
+    def advance(self, chunk: Chunk) -> None:
+        """The rows of `chunk` are computed."""
+        chunk.sequence.num_computed += chunk.num_rows
+        self.waiting.readmit(self.prefixes.computed(chunk.sequence))
+
+    def interrupted(self, work: Schedule) -> None:
+        """A step was broken off in its middle: nobody can tell whether its block copies were made."""
+        if work.batch.block_copies:
+            for chunk in work.chunks:
+                if chunk.sequence.place is Place.RUNNING:
+                    self._preempt(chunk.sequence)
+
+    def evict_all(self) -> None:
+        """Everybody who runs goes back to waiting, and no block holds anything any more."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+        for sequence in list(self._parked):
+            self._release(sequence)
+        self.pool.forget()
+
+    def _continue(self, sequence: Sequence, budget: _Budget) -> None:
+        """The next rows of a running sequence, at the cost of those behind it if need be."""
+        chunk = self._chunk(sequence, budget)
+        if not chunk.num_rows:
+            return
+        scheduled = {c.sequence for c in budget.chunks}
+        while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
+            if not self._free_parked():
+                last = max((s for s in self.running if s not in scheduled), key=_dispensable)
+                self._preempt(last)
+                if last is sequence:
+                    return
+        self._grow(chunk, budget)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first in rank of those that wait, and for nobody else's prefill."""
+        while (sequence := self.waiting.first()) is not None:
+            awaited = None if sequence.blocks else self.prefixes.in_flight(sequence)
+            if awaited is None:
+                return sequence
+            self.waiting.hold(sequence, awaited)
+        return None
+
+    def _begin(self, sequence: Sequence, budget: _Budget) -> bool:
+        """Give a waiting sequence a seat and its first rows, if there is room or somebody must yield."""
+        was_parked = sequence in self._parked
+        if not was_parked:
+            self.prefixes.attach(sequence)
+        chunk = self._chunk(sequence, budget)
+        if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, budget):
+            if not was_parked:
+                self._release(sequence)  # the prefix is looked for again next time
+            return False
+        self.waiting.remove(sequence)
+        self._parked.pop(sequence, None)
+        sequence.place = Place.RUNNING
+        self.running[sequence] = None
+        self._note_start(sequence)
+        self.prefixes.promise(sequence)
+        self._grow(chunk, budget)
+        return True
+
+    def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
+        """A seat and the blocks for `rows` of a waiting sequence; False if nobody yields to it."""
+        scheduled = {c.sequence for c in budget.chunks}
+        while True:
+            short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
+            if not short_of_blocks and len(self.running) < self.max_sequences:
+                return True
+            if short_of_blocks and self._free_parked(but=sequence):
+                continue
+            yielding = [s for s in self.running if s not in scheduled and _yields(s, sequence)]
+            if not yielding:
+                return False
+            self._preempt(max(yielding, key=_dispensable))
+
+    def _note_start(self, sequence: Sequence) -> None:
+        metrics = sequence.request.metrics
+        if metrics.queue_s == 0.0:
+            metrics.queue_s = time.monotonic() - sequence.request.arrival
+            metrics.num_cached_tokens = sequence.num_computed
+            self.prefixes.num_hits += sequence.num_computed
+
+    def _chunk(self, sequence: Sequence, budget: _Budget) -> Chunk:
+        """The next rows of `sequence` within the budget."""
         request = sequence.request
-        rows = min(sequence.num_uncomputed, budget)
+        rows = min(sequence.num_uncomputed, budget.rows)
         targets = 0
-        if request.params.prompt_logprobs is not None and sequence.index == 0:
-            # The row of position p holds the log-prob of prompt token p + 1. Those already known,
-            # before an eviction, are not asked for again.
-            known = len(request.prompt_logprobs)
+        if request.reads_prompt_rows and sequence.index == 0:
+            # The row of position p reports on prompt token p + 1. What is known already, before an
+            # eviction, is not asked for again.
+            known = request.num_prompt_rows_read
             if sequence.num_computed <= known < len(request.prompt_ids) - 1:
-                rows = min(rows, known - sequence.num_computed + self.max_prompt_targets)
+                rows = min(rows, known - sequence.num_computed + budget.prompt_targets)
                 end = min(sequence.num_computed + rows, len(request.prompt_ids) - 1)
                 targets = max(0, end - known)
         draws = rows == sequence.num_uncomputed and request.max_tokens > 0
         return Chunk(sequence, rows, targets, draws)
 
-    def _make_room(self, sequence: Sequence, rows: int, chunks: list[Chunk]) -> bool:
-        """Take blocks for `rows` more positions, preempting the youngest; False if that is `sequence`."""
-        scheduled = {id(chunk.sequence) for chunk in chunks}
-        while (missing := self._blocks_missing(sequence, rows)) > self.pool.num_free:
-            youngest = next(s for s in reversed(self.running) if id(s) not in scheduled)
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        assert missing <= self.pool.num_free
-        self._grow(sequence, rows)
-        return True
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.place = Place.WAITING
+        self.waiting.add(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue with its tokens and without its blocks."""
+        """Back to waiting, at its old rank, with its tokens and without its blocks."""
         self._release(sequence)
-        self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        del self.running[sequence]
+        if sequence.candidates is None:
+            self._wait(sequence)
+        else:  # a beam that knows how it may go on needs no blocks to wait for the others
+            sequence.place = Place.NOWHERE
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
+
+    def _free_parked(self, but: Sequence | None = None) -> bool:
+        """Samples that wait for a seat hold their prompt's blocks, but not at the cost of others."""
+        for sequence in reversed(self._parked):
+            if sequence is not but:
+                self._release(sequence)
+                return True
+        return False
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
+        self._parked.pop(sequence, None)
+        self.waiting.readmit(self.prefixes.withdraw(sequence))
 
     def _blocks_missing(self, sequence: Sequence, rows: int) -> int:
         needed = -(-(sequence.num_computed + rows) // self.block_size)
-        return max(0, needed - len(sequence.blocks))
+        return max(0, needed - len(sequence.blocks)) + self._writes_to_a_shared_block(sequence)
 
-    def _grow(self, sequence: Sequence, rows: int) -> None:
-        sequence.blocks += self.pool.take(self._blocks_missing(sequence, rows))
+    def _writes_to_a_shared_block(self, sequence: Sequence) -> bool:
+        block, offset = divmod(sequence.num_computed, self.block_size)
+        return offset > 0 and self.pool.is_shared(sequence.blocks[block])
 
-    def _build(self, chunks: list[Chunk]) -> Schedule:
+    def _grow(self, chunk: Chunk, budget: _Budget) -> None:
+        """Take the blocks for a chunk; a shared block that it writes to is copied first."""
+        sequence = chunk.sequence
+        missing = self._blocks_missing(sequence, chunk.num_rows)
+        if self._writes_to_a_shared_block(sequence):
+            index = sequence.num_computed // self.block_size
+            shared, (own,) = sequence.blocks[index], self.pool.take(1)
+            budget.copies.append((shared, own))
+            self.pool.give_back([shared])
+            sequence.blocks[index] = own
+            missing -= 1
+        sequence.blocks += self.pool.take(missing)
+        budget.add(chunk)
+
+    def _build(self, budget: _Budget) -> Schedule:
         token_ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
         context_lens: list[int] = []
         logit_rows: list[int] = []
-        plan: list[SampleRow] = []
-        for chunk in chunks:
+        for chunk in budget.chunks:
             sequence, rows = chunk.sequence, chunk.num_rows
             start, stop = sequence.num_computed, sequence.num_computed + rows
             first_row = len(token_ids)
@@ -161,25 +300,45 @@ class Scheduler:
             positions += range(start, stop)
             query_starts.append(len(token_ids))
             context_lens.append(stop)
-            known = len(sequence.request.prompt_logprobs)
-            for position in range(known, known + chunk.num_prompt_targets):
-                logit_rows.append(first_row + position - start)
-                plan.append(_target_row(sequence, position + 1))
+            chunk.first_logits_row = len(logit_rows)
+            if chunk.num_prompt_targets:
+                known = first_row + sequence.request.num_prompt_rows_read - start
+                logit_rows += range(known, known + chunk.num_prompt_targets)
             if chunk.draws:
                 logit_rows.append(len(token_ids) - 1)
-                plan.append(_draw_row(sequence))
+        requests = [chunk.sequence.request for chunk in budget.chunks]
         return Schedule(
-            chunks,
+            budget.chunks,
             Batch(
                 token_ids=torch.tensor(token_ids, dtype=torch.int64),
                 positions=torch.tensor(positions, dtype=torch.int64),
                 query_starts=torch.tensor(query_starts, dtype=torch.int32),
                 context_lens=torch.tensor(context_lens, dtype=torch.int32),
-                block_tables=_table([chunk.sequence.blocks for chunk in chunks]),
+                block_tables=_table([chunk.sequence.blocks for chunk in budget.chunks]),
                 logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+                block_copies=budget.copies,
+                wants_hidden=any(request.params.hidden_states for request in requests),
+                forced_experts=_forced_experts(budget.chunks, len(token_ids)),
             ),
-            SamplePlan(plan),
         )
+
+
+def _dispensable(running: Sequence) -> tuple[bool, tuple[float, int]]:
+    """Whoever has most of this goes first: a beam that only waits for the others of its request, then
+    the last in rank.
+    """
+    return running.candidates is not None, running.rank
+
+
+def _yields(running: Sequence, waiting: Sequence) -> bool:
+    """Only a better priority takes a seat from somebody who runs; arriving earlier is no reason. A beam
+    that only waits for others gives way to everybody: those others may be waiting themselves.
+    """
+    if running.candidates is not None:
+        return True
+    return running.request.params.priority > waiting.request.params.priority and (
+        running.rank > waiting.rank
+    )
 
 
 def _table(blocks: list[list[int]]) -> torch.Tensor:
@@ -188,37 +347,18 @@ def _table(blocks: list[list[int]]) -> torch.Tensor:
     return torch.tensor(padded, dtype=torch.int32)
 
 
-def _target_row(sequence: Sequence, position: int) -> SampleRow:
-    request = sequence.request
-    return SampleRow(
-        request.params,
-        request.seed,
-        sequence.sample_index,
-        position,
-        target=request.prompt_ids[position],
-        num_logprobs=request.params.prompt_logprobs or 0,
-    )
-
-
-def _draw_row(sequence: Sequence) -> SampleRow:
-    request, params = sequence.request, sequence.request.params
-    made = len(sequence.output_ids)
-    banned: list[int] = []
-    if made < params.min_tokens:
-        banned += banned_until_min_tokens(params, request.eos_ids, made)
-    if request.bad_word_ids:
-        banned += blocked_by_bad_words(
-            request.bad_word_ids, request.prompt_ids + sequence.output_ids
-        )
-    penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    needs_history = penalized != (1.0, 0.0, 0.0)
-    return SampleRow(
-        params,
-        request.seed,
-        sequence.sample_index,
-        sequence.num_tokens,
-        prompt_ids=request.prompt_ids if needs_history else (),
-        output_ids=sequence.output_ids if needs_history else (),
-        banned_ids=banned,
-        num_logprobs=params.logprobs or 0,
-    )
+def _forced_experts(chunks: list[Chunk], num_rows: int) -> torch.Tensor | None:
+    """`Batch.forced_experts`: the recorded routing of the rows that have one."""
+    recorded = [chunk.sequence.request.params.replay_routing for chunk in chunks]
+    known = next((routing for routing in recorded if routing is not None), None)
+    if known is None:
+        return None
+    forced = torch.full((num_rows, *known.shape[1:]), -1, dtype=torch.int16)
+    row = 0
+    for chunk, routing in zip(chunks, recorded, strict=True):
+        if routing is not None:
+            start = chunk.sequence.num_computed
+            mine = routing[start : start + chunk.num_rows]
+            forced[row : row + len(mine)] = mine
+        row += chunk.num_rows
+    return forced

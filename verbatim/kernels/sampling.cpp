@@ -9,6 +9,7 @@ namespace vb::sampling {
 
 struct SampleRow {  // field for field the ctypes structure in sampling/fast.py
     uint64_t seed;
+    int64_t logits_row;   // several samples may be drawn from one row of logits
     const float *edited;  // the row after penalties, biases and bans; null: as the model gave it
     int64_t target;       // report this id and draw nothing; -1: draw
     int64_t top_k;        // 0: all
@@ -174,7 +175,7 @@ static void all_rows(const T *logits, int64_t stride, int64_t num_rows, int64_t 
         Workspace workspace(vocab);
 #pragma omp for schedule(dynamic)
         for (int64_t r = 0; r < num_rows; r++)
-            one_row(Plain<T>{logits + r * stride, vocab}, rows[r], top_ids + r * top_stride,
+            one_row(Plain<T>{logits + rows[r].logits_row * stride, vocab}, rows[r], top_ids + r * top_stride,
                     top_logprobs + r * top_stride, workspace);
     }
 }

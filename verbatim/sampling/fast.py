@@ -17,6 +17,7 @@ class _Row(ctypes.Structure):
 
     _fields_ = (
         ("seed", ctypes.c_uint64),
+        ("logits_row", ctypes.c_int64),
         ("edited", ctypes.c_void_p),
         ("target", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
@@ -39,21 +40,24 @@ def available() -> bool:
 
 
 def serves(row: SampleRow) -> bool:
-    """Whether the kernel knows all that the row asks for; the typical filter it leaves to torch."""
-    return row.target is not None or row.params.typical_p == 1
+    """Whether the kernel knows all that the row asks for; the typical filter and beams it leaves to torch."""
+    return not row.num_candidates and (row.target is not None or row.params.typical_p == 1)
 
 
-def sample_rows(logits: Tensor, rows: list[SampleRow], num_threads: int) -> Draws:
-    """The draws of rows that the kernel `serves`; logits `[R, V]` on the CPU."""
+def sample_rows(
+    logits: Tensor, rows: list[SampleRow], places: list[int], num_threads: int
+) -> Draws:
+    """The draws of rows that the kernel `serves`, each from its place in logits `[R, V]` on the CPU."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    num_rows, vocab_size = logits.shape
+    num_rows, vocab_size = len(rows), logits.shape[1]
     edited: list[Tensor] = []  # keeps them alive until the kernel has read them
     specs = (_Row * num_rows)()
-    for spec, row, raw in zip(specs, rows, logits, strict=True):
-        _fill(spec, row, raw, edited)
+    for spec, row, place in zip(specs, rows, places, strict=True):
+        spec.logits_row = place
+        _fill(spec, row, logits[place], edited)
     width = max((spec.num_top for spec in specs), default=0)
     top_ids = torch.empty(num_rows, width, dtype=torch.int32)
     top_logprobs = torch.empty(num_rows, width, dtype=torch.float32)

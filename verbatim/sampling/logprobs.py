@@ -71,8 +71,12 @@ class Mass:
 
     def logprobs(self, logits: Tensor) -> list[float]:
         """The log-probs of some of the row's logits, rounded to float32."""
-        values: list[float] = (logits.double() - self.top - math.log(self.total)).float().tolist()
+        values: list[float] = self.row(logits).tolist()
         return values
+
+    def row(self, logits: Tensor) -> Tensor:
+        """The same as a float32 tensor."""
+        return (logits.double() - self.top - math.log(self.total)).float()
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:

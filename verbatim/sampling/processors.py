@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,8 +44,12 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def edit(logits: Tensor, row: SampleRow) -> Tensor:
-    """Penalties, biases and bans, in order, as float32; the tensor itself where there are none."""
+    """Penalties, biases, bans and the structure, in order, as float32; the tensor itself where there
+    are none. The request's own processors have gone before: what they made takes the logits' place.
+    """
     params, size = row.params, logits.shape[0]
+    if row.processed is not None:
+        logits = row.processed
     if not _is_edited(row):
         return logits
     logits = logits.float()
@@ -62,7 +67,15 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
         logits = torch.full_like(logits, -math.inf).index_copy(0, allowed, logits[allowed])
     if row.banned_ids:
         logits = logits.index_fill(0, _known(row.banned_ids, size), -math.inf)
+    if row.mask is not None:
+        logits = logits.masked_fill(~unpack(row.mask, size), -math.inf)
     return logits
+
+
+def unpack(mask: Tensor, size: int) -> Tensor:
+    """`[ceil(size / 32)]` int32 words to `[size]` bool: bit `i % 32` of word `i // 32`."""
+    bits = np.unpackbits(mask.numpy().view(np.uint8), count=size, bitorder="little")
+    return torch.from_numpy(bits).bool()
 
 
 def _is_edited(row: SampleRow) -> bool:
@@ -74,6 +87,7 @@ def _is_edited(row: SampleRow) -> bool:
         or params.logit_bias
         or params.allowed_token_ids is not None
         or row.banned_ids
+        or row.mask is not None
     )
 
 

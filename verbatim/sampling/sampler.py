@@ -8,12 +8,12 @@ it, on their count or on the number of threads. `backend="kernel"` is the compil
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.batch import Candidate, Draws, SamplePlan, SampleRow
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast
@@ -39,7 +39,8 @@ def sample_rows(
 
     Args:
         logits: `[R, V]`, any floating dtype and device; never written to.
-        plan: one `SampleRow` per row of logits.
+        plan: one `SampleRow` per row of logits, or rows that name theirs: several samples may be drawn
+            from one row.
         backend: "auto" takes the kernel where it was built.
         num_threads: of the kernel; None takes torch's number. No result depends on it.
 
@@ -53,29 +54,42 @@ def sample_rows(
     """
     if backend not in BACKENDS:
         raise NotSupported(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
-    if logits.dim() != 2 or logits.shape[0] != len(plan.rows):
-        raise ValueError(f"{len(plan.rows)} rows to sample, but logits are {list(logits.shape)}")
-    for row in plan.rows:
-        if row.target is not None and not 0 <= row.target < logits.shape[1]:
-            raise ValueError(f"target={row.target}: must be 0 to {logits.shape[1] - 1}")
+    places = _places(logits, plan)
     if backend == "kernel" and not fast.available():
         raise NotSupported("backend='kernel': no kernel was built for this processor")
     logits = logits.detach().cpu()
     if backend == "reference" or not fast.available():
-        return _reference(logits, plan.rows)
+        return _reference(logits, plan.rows, places)
     threads = num_threads or torch.get_num_threads()
     if all(fast.serves(row) for row in plan.rows):
-        return fast.sample_rows(logits, plan.rows, threads)
+        return fast.sample_rows(logits, plan.rows, places, threads)
     mine = [i for i, row in enumerate(plan.rows) if fast.serves(row)]
     rest = [i for i, row in enumerate(plan.rows) if not fast.serves(row)]
+    kernel_rows, torch_rows = [plan.rows[i] for i in mine], [plan.rows[i] for i in rest]
     parts = (
-        fast.sample_rows(logits[mine], [plan.rows[i] for i in mine], threads),
-        _reference(logits[rest], [plan.rows[i] for i in rest]),
+        fast.sample_rows(logits, kernel_rows, [places[i] for i in mine], threads),
+        _reference(logits, torch_rows, [places[i] for i in rest]),
     )
-    return _interleave(parts, (mine, rest))
+    return merge(parts, (mine, rest))
 
 
-def _interleave(parts: tuple[Draws, Draws], places: tuple[list[int], list[int]]) -> Draws:
+def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
+    """The row of logits of each row of the plan, checked."""
+    num_rows = len(plan.rows if plan.logits_rows is None else plan.logits_rows)
+    fits = plan.logits_rows is not None or (logits.dim() == 2 and logits.shape[0] == num_rows)
+    if logits.dim() != 2 or len(plan.rows) != num_rows or not fits:
+        raise ValueError(f"{len(plan.rows)} rows to sample, but logits are {list(logits.shape)}")
+    for row in plan.rows:
+        if row.target is not None and not 0 <= row.target < logits.shape[1]:
+            raise ValueError(f"target={row.target}: must be 0 to {logits.shape[1] - 1}")
+    places = list(range(num_rows)) if plan.logits_rows is None else plan.logits_rows
+    if places and not 0 <= min(places) <= max(places) < logits.shape[0]:
+        raise ValueError(f"rows {min(places)} to {max(places)} of logits {list(logits.shape)}")
+    return places
+
+
+def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draws:
+    """One `Draws` of several, whose rows belong at these places."""
     order = sorted(
         (place, part, i)
         for part, part_places in enumerate(places)
@@ -87,13 +101,18 @@ def _interleave(parts: tuple[Draws, Draws], places: tuple[list[int], list[int]])
         sampled_logprobs=[parts[part].sampled_logprobs[i] for _, part, i in order],
         top_ids=[parts[part].top_ids[i] for _, part, i in order],
         top_logprobs=[parts[part].top_logprobs[i] for _, part, i in order],
+        candidates={
+            place: parts[part].candidates[i]
+            for place, part, i in order
+            if i in parts[part].candidates
+        },
     )
 
 
-def _reference(logits: Tensor, rows: list[SampleRow]) -> Draws:
+def _reference(logits: Tensor, rows: list[SampleRow], places: list[int]) -> Draws:
     draws = Draws([], [], [], [], [])
-    for raw, row in zip(logits, rows, strict=True):
-        _reference_row(raw.float().clone(), row, draws)
+    for place, row in zip(places, rows, strict=True):
+        _reference_row(logits[place].float().clone(), row, draws)
     return draws
 
 
@@ -101,7 +120,11 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     """One row `[V]`, a tensor of its own, appended to the draws."""
     mass = Mass.of(raw)
     token_id, sampled_logprob = -1, math.nan
-    if mass is not None and row.target is not None:
+    if mass is not None and row.num_candidates:
+        found = _candidates(raw, mass, row)
+        draws.candidates[len(draws.ids)] = found
+        token_id = found[0].token_id if found else 0  # others of the request's beams may go on
+    elif mass is not None and row.target is not None:
         token_id = row.target
     elif mass is not None:
         token_id, sampled_logprob = _draw(edit(raw, row), row)
@@ -118,6 +141,18 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     top_ids = likeliest(raw, row.num_logprobs)
     draws.top_ids.append(top_ids.tolist())
     draws.top_logprobs.append(mass.logprobs(raw[top_ids]))
+
+
+def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> list[Candidate]:
+    """The likeliest ways for a beam to go on, likeliest first, ties by id.
+
+    As in transformers, penalties and processors work on log-probs, which are not normalised again.
+    """
+    logprobs = mass.row(raw)
+    scores = edit(logprobs, row)
+    ids = likeliest(scores, row.num_candidates)
+    columns = (ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
+    return [Candidate(*entry) for entry in zip(*columns, strict=True)]
 
 
 def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
@@ -145,7 +180,7 @@ def sample(
     top_p: float = 1.0,
     *,
     seed: int | None = None,
-    position: int | Sequence[int] | Tensor | None = None,
+    position: int | SequenceOf[int] | Tensor | None = None,
 ) -> Tensor:
     """Draw one token id per row of logits: `[B, V]` to `[B]` int64, on the logits' device.
 
@@ -182,7 +217,7 @@ def sample(
 
 
 def _positions(
-    seed: int | None, position: int | Sequence[int] | Tensor | None, num_rows: int
+    seed: int | None, position: int | SequenceOf[int] | Tensor | None, num_rows: int
 ) -> list[int]:
     if (seed is None) != (position is None):
         given, missing = ("position", "seed") if seed is None else ("seed", "position")

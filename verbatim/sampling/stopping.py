@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from typing import cast
+from typing import Self, cast
 
 from verbatim.core import FinishReason
 from verbatim.errors import InvalidRequest
@@ -52,7 +53,7 @@ class StopWatch:
         self.stop_reason: StopReason = None
         self._max_tokens = max_tokens
         self._min_tokens = params.min_tokens
-        self._stop_ids = _single_ids(params, eos_ids)
+        self._stop_ids = single_stop_ids(params, eos_ids)
         self._sequences = sorted((s for s in _stop_ids(params) if len(s) > 1), key=len)[::-1]
         self._ids: list[int] = []  # the last ones, where sequences are looked for
         self._stops = tuple(params.stop)
@@ -113,6 +114,15 @@ class StopWatch:
         self._num_taken = len(self._parts)
         return text
 
+    def fork(self) -> Self:
+        """A copy that goes its own way from here; what `take` handed out before, it won't again."""
+        fork = copy.copy(self)
+        fork._ids = self._ids.copy()
+        fork._parts = self._parts.copy()
+        if self._detokenizer is not None:
+            fork._detokenizer = self._detokenizer.fork()
+        return fork
+
     def _end(
         self, reason: FinishReason, stop_reason: StopReason, new: str
     ) -> tuple[FinishReason, StopReason]:
@@ -139,8 +149,7 @@ class StopWatch:
         """
         text = self._held + new + pending
         seen = len(self._held)  # what the last token showed already
-        if text.startswith(self._pending, seen):
-            seen += len(self._pending)
+        seen += len(os.path.commonprefix([self._pending, text[seen:]]))
         if seen == len(text):
             return None
         found = []
@@ -179,10 +188,10 @@ def banned_until_min_tokens(
     params: SamplingParams, eos_ids: frozenset[int], num_output: int
 ) -> list[int]:
     """Ids that can't be drawn while fewer than `min_tokens` have been: end of sequence and stop ids."""
-    return sorted(_single_ids(params, eos_ids)) if num_output < params.min_tokens else []
+    return sorted(single_stop_ids(params, eos_ids)) if num_output < params.min_tokens else []
 
 
-def _single_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
     single = frozenset(s[0] for s in _stop_ids(params) if len(s) == 1)
     return single if params.ignore_eos else single | eos_ids
 

@@ -18,9 +18,10 @@ row (0.4 ms a token over 4,000 of them), and it fails when a run of byte pieces 
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
 
@@ -38,6 +39,8 @@ class _Joiner(Protocol):
     def push(self, token_id: int, piece: str) -> str: ...
 
     def flush(self) -> str: ...
+
+    def fork(self) -> Self: ...
 
 
 class Detokenizer:
@@ -102,6 +105,13 @@ class Detokenizer:
             cleaner.held = ""
         return text
 
+    def fork(self) -> Self:
+        """A copy that goes its own way from here."""
+        fork = copy.copy(self)
+        fork._joiner = self._joiner.fork()
+        fork._cleaners = [copy.copy(cleaner) for cleaner in self._cleaners]
+        return fork
+
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._skipped and self._piece(token_id) is not None
 
@@ -118,11 +128,16 @@ class _ByteLevel:
     def push(self, token_id: int, piece: str) -> str:
         text = self._bytes.get(token_id)
         if text is None:
-            text = self._bytes[token_id] = _piece_bytes(piece)
+            text = self._bytes[token_id] = piece_bytes(piece)
         return self._decoder.decode(text)
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def fork(self) -> Self:
+        fork = copy.copy(self)
+        fork._decoder = _decoder_like(self._decoder, "replace")
+        return fork
 
 
 class _Pieces:
@@ -164,6 +179,12 @@ class _Pieces:
 
     def flush(self) -> str:
         return self._close_run() + self._close_open()
+
+    def fork(self) -> Self:
+        fork = copy.copy(self)
+        fork._context, fork._open = self._context.copy(), self._open.copy()
+        fork._run = self._run.fork() if self._run else None
+        return fork
 
     def _added(self, before: list[int], ids: list[int]) -> str:
         """The text that `ids` add behind `before`."""
@@ -236,6 +257,11 @@ class _ByteRun:
         incomplete = self._valid and self._decoder.getstate()[0]
         return REPLACEMENT * self._count if incomplete else self.text
 
+    def fork(self) -> Self:
+        fork = copy.copy(self)
+        fork._decoder = _decoder_like(self._decoder, "strict")
+        return fork
+
 
 class _Replacer:
     """`str.replace` on a text that comes in parts."""
@@ -257,6 +283,15 @@ class _Replacer:
         return (self.held + text).replace(self._found, self._put)
 
 
+def _decoder_like(
+    decoder: codecs.BufferedIncrementalDecoder, errors: str
+) -> codecs.BufferedIncrementalDecoder:
+    """Another decoder that stands where this one does, within a character perhaps."""
+    other = codecs.getincrementaldecoder("utf-8")(errors)
+    other.setstate(decoder.getstate())
+    return other
+
+
 def _byte_of_char() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256 up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -268,7 +303,7 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
-def _piece_bytes(piece: str) -> bytes:
+def piece_bytes(piece: str) -> bytes:
     """A piece outside the alphabet (an added token, say) is taken as it is."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in piece)

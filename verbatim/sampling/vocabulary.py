@@ -1,0 +1,118 @@
+"""`Vocabulary`: a tokenizer as llguidance sees it, which is the bytes that each id adds to a text.
+
+A tokenizer is served if its pieces add the same text wherever they stand; at the beginning of a text some
+may add another one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from verbatim.errors import InvalidRequest
+from verbatim.text.detokenizer import piece_bytes
+from verbatim.text.tokenizer import Tokenizer
+
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")  # of decoders, besides ByteLevel
+
+
+class Vocabulary:
+    """The bytes that each id adds to a text; what llguidance asks of a tokenizer is the first block."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokens: list[bytes] = [b""] * (vocab_size + 1)
+        self.eos_token_id = vocab_size
+        self.special_token_ids: list[int] = []
+
+        self.num_words = -(-(vocab_size + 1) // 32)
+        self.real_ids: list[int] = []
+        self.never_first: list[int] = []
+        self.greedy: Any = None
+        self._backend = _backend(tokenizer)
+        is_bytes = [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]
+        has_fallback = any(step["type"] == "ByteFallback" for step in tokenizer.decoder_steps)
+        added = self._backend.get_added_tokens_decoder()
+        decode = self._backend.decoder.decode
+        for i in range(min(vocab_size, tokenizer.vocab_size + len(added) + 1)):
+            piece = tokenizer.piece(i)
+            if piece is None:
+                continue
+            self.real_ids.append(i)
+            # A name in angle brackets is what a grammar calls a token by, special or not.
+            if i in tokenizer.special_ids or (i in added and re.fullmatch("<.+>", piece)):
+                self.special_token_ids.append(i)
+                self.tokens[i] = piece.encode()
+            elif is_bytes:
+                self.tokens[i] = piece_bytes(piece)
+            elif has_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
+                self.tokens[i] = bytes([int(byte[1], 16)])
+                if self.tokens[i].isascii() and decode([piece]).encode() != self.tokens[i]:
+                    self.never_first.append(i)
+            else:
+                text = decode(["x", piece])[1:]
+                self.tokens[i] = text.encode()
+                if decode([piece]) != text:
+                    self.never_first.append(i)
+        self._special = frozenset(self.special_token_ids)
+        if not is_bytes:
+            self._backend = _without_prefix(self._backend)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """How the tokenizer would spell `text` within a completion, or else the longest pieces."""
+        text = text.decode() if isinstance(text, bytes) else text
+        ids = list(self._backend.encode(text, add_special_tokens=False).ids)
+        in_range = all(i < self.eos_token_id and i not in self._special for i in ids)
+        if in_range and b"".join(self.tokens[i] for i in ids) == text.encode():
+            return ids
+        longest: list[int] = self.greedy(text)
+        return longest
+
+    def has_text(self, token_id: int) -> bool:
+        return token_id not in self._special and self.tokens[token_id] != b""
+
+
+def _backend(tokenizer: Tokenizer) -> Backend:
+    """The tokenizers library's object, if its pieces add the same text wherever they stand."""
+    name, steps = type(tokenizer.hf).__name__, tokenizer.decoder_steps
+    backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+    if not isinstance(backend, Backend) or not steps:
+        raise InvalidRequest(
+            f"structured outputs need a fast tokenizer with a decoder; {name} is none"
+        )
+    kinds = [step["type"] for step in steps]
+    replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]
+    stripped = [step["stop"] for step in steps if step["type"] == "Strip"]
+    plain = all(kind in _STEPS for kind in kinds) and all(len(text) == 1 for text in replaced)
+    if tokenizer.cleans_up or (kinds != ["ByteLevel"] and not (plain and not any(stripped))):
+        how = "cleans up spaces" if tokenizer.cleans_up else f"joins them by {', '.join(kinds)}"
+        raise InvalidRequest(
+            "structured outputs need a tokenizer whose pieces add the same text wherever they stand "
+            f"(byte-level or SentencePiece); {name} {how}"
+        )
+    return backend
+
+
+def _without_prefix(backend: Backend) -> Backend:
+    """A copy that puts no space before a text, truncates nothing and pads nothing."""
+
+    def mend(step: Any) -> Any:
+        if not isinstance(step, dict):
+            return step
+        for key in ("normalizers", "pretokenizers"):
+            if key in step:
+                parts = [mend(part) for part in step[key]]
+                step = step | {key: [part for part in parts if part is not None]}
+        if step["type"] == "Prepend":
+            return None
+        return step | {"prepend_scheme": "never"} if step["type"] == "Metaspace" else step
+
+    parts = json.loads(backend.to_str())
+    changed = {key: mend(parts[key]) for key in ("normalizer", "pre_tokenizer")}
+    return Backend.from_str(json.dumps(parts | changed | {"truncation": None, "padding": None}))
