@@ -6,6 +6,7 @@
 // softmax, values added in the order of their positions. What may change freely is how rows share
 // the work: the query heads of one KV head, and neighbouring rows of a prompt, go through a tile
 // together while it lies in the cache.
+#include "attention_groups.h"
 #include "attention_tile.h"
 #include "attention_work.h"
 
@@ -23,8 +24,9 @@ using namespace vb::attention;
 constexpr int TRANSPOSE_FROM = 20;  // lines that make transposing a tile's keys worth its time
 
 // F is the format of queries and keys, V that of values; UNITS is the width of both where the
-// compiler knows it, else 0.
-template <class F, class V, int UNITS> class Attention {
+// compiler knows it, else 0. BITS above 0: the stores hold rows in so few bits, which are unpacked as
+// they are copied.
+template <class F, class V, int UNITS, int BITS> class Attention {
     typedef typename F::T T;
     struct Keys {  // where the chunks of one tile lie
         const T *k[CHUNKS] = {}, *v[CHUNKS] = {};
@@ -43,7 +45,7 @@ template <class F, class V, int UNITS> class Attention {
     Attention(const Problem &p, int num_lines)
         : p(p), k_units((p.key_size + UNIT - 1) / UNIT), v_units((p.value_size + UNIT - 1) / UNIT),
           q_stride(k_units * F::PARTS * 16), k_stride(k_units * UNIT), v_stride(v_units * UNIT),
-          staged(p.key_size % UNIT || p.value_size % UNIT || p.block_size % CHUNK),
+          staged(BITS || p.key_size % UNIT || p.value_size % UNIT || p.block_size % CHUNK),
           scratch(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + v_stride) + 256) + 1024 +
                   (num_lines >= TRANSPOSE_FROM ? 4 * q_stride * TILE : 0) +
                   (staged ? TILE * (k_stride + v_stride) * sizeof(T) : 0)) {
@@ -109,9 +111,36 @@ template <class F, class V, int UNITS> class Attention {
         }
     }
 
+    // The keys and values of a tile in [from, to), unpacked block by block.
+    void unpack(const Work &work, int64_t first, int64_t from, int64_t to) {
+        const auto row_of = [&](int64_t key) {
+            const int64_t block = p.block_tables[work.sequence * p.max_blocks + key / p.block_size];
+            return (block * p.kv_heads + work.kv_head) * p.block_size + key % p.block_size;
+        };
+        const int k_width = UNITS ? UNITS * UNIT : (int)p.key_size;
+        const int v_width = UNITS ? UNITS * UNIT : (int)p.value_size;
+        const int64_t end = std::min(first + TILE, to);
+        for (int64_t key = std::max(first, from), n; key < end; key += n) {
+            n = std::min(p.block_size - key % p.block_size, end - key);
+            const int64_t at = row_of(key), ahead = key + n < to ? row_of(key + n) : at;
+            unpack_rows<BITS>((const uint8_t *)p.k_store, at, ahead, (int)n, k_width,
+                              k_rows + (key - first) * k_stride, k_stride);
+            unpack_rows<BITS>((const uint8_t *)p.v_store, at, ahead, (int)n, v_width,
+                              v_rows + (key - first) * v_stride, v_stride);
+        }
+    }
+
     // Where the keys of a tile lie, or a copy of those in [from, to).
     Keys locate(const Work &work, int64_t first, int64_t from, int64_t to) {
         Keys keys;
+        if constexpr (BITS > 0) {
+            unpack(work, first, from, to);
+            for (int c = 0; c < CHUNKS; c++) {
+                keys.k[c] = k_rows + c * CHUNK * k_stride;
+                keys.v[c] = v_rows + c * CHUNK * v_stride;
+            }
+            return keys;
+        }
         const int32_t *table = p.block_tables + work.sequence * p.max_blocks;
         for (int c = 0; c < CHUNKS; c++) {
             const int64_t begin = std::max(first + c * CHUNK, from / CHUNK * CHUNK);
@@ -228,36 +257,56 @@ template <class F, class V, int UNITS> class Attention {
     }
 };
 
-template <class F, class V, int UNITS> void attend(const Problem &p, int threads) {
+template <class F, class V, int UNITS, int BITS> void attend(const Problem &p, int threads) {
     const std::vector<Work> work = divide(p, threads);
     int64_t lines = 1;
     for (const Work &w : work) lines = std::max(lines, w.rows * w.heads);
 #pragma omp parallel num_threads(threads)
     {
-        Attention<F, V, UNITS> worker(p, (int)lines);
+        Attention<F, V, UNITS, BITS> worker(p, (int)lines);
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < work.size(); i++) worker.run(work[i]);
     }
 }
 
-template <class F, class V> void attend_width(const Problem &p, int threads) {
+template <class F, class V, int BITS = 0> void attend_width(const Problem &p, int threads) {
     const int64_t width = p.key_size == p.value_size ? p.key_size : 0;
-    if (width == 64) attend<F, V, 2>(p, threads);
-    else if (width == 128) attend<F, V, 4>(p, threads);
-    else attend<F, V, 0>(p, threads);
+    if (width == 64) attend<F, V, 2, BITS>(p, threads);
+    else if (width == 128) attend<F, V, 4, BITS>(p, threads);
+    else attend<F, V, 0, BITS>(p, threads);
+}
+
+// Rows k and v to their slots in stores that hold them in few bits.
+template <int BITS, class T>
+void pack_kv(const T *k, const T *v, uint8_t *k_store, uint8_t *v_store, const int64_t *slots,
+             int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t key_size,
+             int64_t value_size, const int64_t *strides, int threads) {
+    const int64_t k_bytes = row_bytes<BITS>((int)key_size), v_bytes = row_bytes<BITS>((int)value_size);
+    if (tokens * kv_heads * (key_size + value_size) < 1 << 16) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+            const int64_t at = (block * kv_heads + h) * block_size + offset;
+            pack_row<BITS>(k + t * strides[0] + h * strides[1], (int)key_size,
+                           k_store + at * k_bytes);
+            pack_row<BITS>(v + t * strides[2] + h * strides[3], (int)value_size,
+                           v_store + at * v_bytes);
+        }
 }
 
 }  // namespace
 
 extern "C" {
 
-// q and out have one dtype, the stores another or the same one. Strides count elements.
+// q and out have one dtype, the stores another or the same one. Strides count elements. kv_format: 0
+// for float32, 1 for bf16, 8 or 4 for rows of so many bits, as attention_groups.h describes them.
 void vb_attention(const void *q, void *out, const void *k_store, const void *v_store,
                   const int32_t *query_starts, const int32_t *context_lens,
                   const int32_t *block_tables, int64_t sequences, int64_t max_blocks,
                   int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t kv_heads,
                   int64_t key_size, int64_t value_size, int64_t block_size, int64_t window,
-                  int q_is_bf16, int kv_is_bf16, float scale, float cap, const float *sinks,
+                  int q_is_bf16, int kv_format, float scale, float cap, const float *sinks,
                   const float *slopes, int threads) {
     const Problem p = {q, out, k_store, v_store, query_starts, context_lens, block_tables,
                        sequences, max_blocks, q_token_stride, q_head_stride, heads, kv_heads,
@@ -265,7 +314,9 @@ void vb_attention(const void *q, void *out, const void *k_store, const void *v_s
                        slopes};
     if (threads <= 0) threads = omp_get_max_threads();
     if (effort(p) < (1 << 19)) threads = 1;  // not worth waking the others
-    if (!kv_is_bf16) return attend_width<Floats, Floats>(p, threads);
+    if (kv_format == 8) return attend_width<Floats, Floats, 8>(p, threads);
+    if (kv_format == 4) return attend_width<Floats, Floats, 4>(p, threads);
+    if (kv_format == 0) return attend_width<Floats, Floats>(p, threads);
 #if defined(__AVX512BF16__)
     if (q_is_bf16) return attend_width<Pairs, Halves>(p, threads);
 #endif
@@ -290,6 +341,21 @@ void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, con
             std::memcpy(k_store + at * k_bytes, k_row, k_bytes);
             std::memcpy(v_store + at * v_bytes, v_row, v_bytes);
         }
+}
+
+// Rows k [T, Hkv, Dk] and v [T, Hkv, Dv], float32 or bf16, to their slots in stores of 8 or 4 bits.
+// `strides` are of k's tokens, k's heads, v's tokens and v's heads, in elements.
+void vb_pack_kv(const void *k, const void *v, uint8_t *k_store, uint8_t *v_store,
+                const int64_t *slots, int64_t tokens, int64_t kv_heads, int64_t block_size,
+                int64_t key_size, int64_t value_size, const int64_t *strides, int is_bf16, int bits,
+                int threads) {
+    if (threads <= 0) threads = omp_get_max_threads();
+#define PACK(BITS, T)                                                                            \
+    pack_kv<BITS>((const T *)k, (const T *)v, k_store, v_store, slots, tokens, kv_heads,         \
+                  block_size, key_size, value_size, strides, threads)
+    if (bits == 8) is_bf16 ? PACK(8, bf16) : PACK(8, float);
+    else is_bf16 ? PACK(4, bf16) : PACK(4, float);
+#undef PACK
 }
 
 }  // extern "C"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
+from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -26,6 +29,10 @@ class KVStore:
 
     A head's tokens lie together, so a decode step reads each tile of keys as one run of memory. The
     memory is reserved at once and touched by the operating system only where it is written.
+
+    Attributes:
+        layers: (K, V) of each layer; empty once released.
+        dtype_name: what K and V are held in: "float32", "bfloat16", "int8" or "int4".
     """
 
     def __init__(
@@ -38,20 +45,41 @@ class KVStore:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.dtype_name = str(dtype).removeprefix("torch.")
 
         def blocks(heads: int, width: int) -> Tensor:
             return torch.empty(num_blocks, heads, block_size, width, dtype=dtype, device=device)
 
-        with torch.inference_mode(
-            False
-        ):  # or it could be written in the caller's inference mode only
-            self.layers: list[tuple[Tensor, Tensor]] = [
-                (blocks(s.kv_heads, s.key_dim), blocks(s.kv_heads, s.value_dim)) for s in layers
-            ]
+        def all_blocks() -> list[tuple[Tensor, Tensor]]:
+            # Outside of the caller's inference mode, or it could be written in there only.
+            with torch.inference_mode(False):
+                return [
+                    (blocks(s.kv_heads, s.key_dim), blocks(s.kv_heads, s.value_dim)) for s in layers
+                ]
+
+        self._all_blocks = all_blocks
+        self.layers: list[tuple[Tensor, Tensor]] = all_blocks()
 
     @property
     def nbytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
+        write_kv(k, v, *self.layers[layer], slots)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """`paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
+        k, v = self.layers[layer]
+        return paged_attention(q, k, v, query_starts, context_lens, block_tables, options)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer."""
@@ -63,7 +91,90 @@ class KVStore:
             k[target] = k[source]
             v[target] = v[source]
 
+    def poison(self, blocks: list[int]) -> None:
+        """Make everything in `blocks` read as NaN, so that a test sees who reads it."""
+        for k, v in self.layers:
+            k[blocks] = torch.nan
+            v[blocks] = torch.nan
 
-def bytes_per_token(layers: list[LayerShape], dtype: torch.dtype) -> int:
+    def release(self) -> None:
+        """Give the memory back."""
+        self.layers.clear()
+
+    def allocate(self) -> None:
+        """Take memory again after `release`; what was in it is gone."""
+        if not self.layers:
+            self.layers.extend(self._all_blocks())
+
+
+class QuantizedKVStore(KVStore):
+    """A `KVStore` whose rows are packed: `layers` hold uint8, `width` bytes to a row."""
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        packing: Packing,
+        device: torch.device,
+    ) -> None:
+        rows = [
+            LayerShape(s.kv_heads, packing.row_bytes(s.key_dim), packing.row_bytes(s.value_dim))
+            for s in layers
+        ]
+        super().__init__(rows, num_blocks, block_size, torch.uint8, device)
+        self.dtype_name = packing.name
+        self._packing = packing
+        self._value_sizes = [s.value_dim for s in layers]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        write_packed(k, v, *self.layers[layer], slots, self._packing)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        k, v = self.layers[layer]
+        return packed_attention(
+            q,
+            k,
+            v,
+            query_starts,
+            context_lens,
+            block_tables,
+            options,
+            value_size=self._value_sizes[layer],
+            packing=self._packing,
+        )
+
+    def poison(self, blocks: list[int]) -> None:
+        for k, v in self.layers:  # a bf16 of all ones, such as every scale becomes, is a NaN
+            k[blocks] = 0xFF
+            v[blocks] = 0xFF
+
+
+def make_store(
+    layers: list[LayerShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: KVDtype,
+    device: torch.device,
+) -> KVStore:
+    """The store that holds K and V in `dtype`."""
+    if isinstance(dtype, Packing):
+        return QuantizedKVStore(layers, num_blocks, block_size, dtype, device)
+    return KVStore(layers, num_blocks, block_size, dtype, device)
+
+
+def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
     """KV bytes that one token takes over all layers."""
+    if isinstance(dtype, Packing):
+        return sum(
+            s.kv_heads * (dtype.row_bytes(s.key_dim) + dtype.row_bytes(s.value_dim)) for s in layers
+        )
     return sum(shape.elements for shape in layers) * dtype.itemsize

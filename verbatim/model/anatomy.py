@@ -20,8 +20,10 @@ from verbatim.model import masks
 from verbatim.model.attention import AttentionOptions
 from verbatim.model.borrow import borrow, configs_of, replaced_forwards
 from verbatim.model.context import activate
+from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.refusals import reason_to_refuse
+from verbatim.model.routing import Call, RoutedLayers, routed_layers_of
 from verbatim.model.trial import try_out
 from verbatim.model.verified import is_verified
 
@@ -39,6 +41,9 @@ class Anatomy:
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
+        routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
+            their routing can't be recorded.
+        hidden_reason: why what its head sees can't be handed back; None: it can.
     """
 
     slots: dict[tuple[int, int], int]
@@ -48,6 +53,9 @@ class Anatomy:
     needs_safety_net: frozenset[str]
     takes_logit_rows: bool
     takes_positions: bool
+    routed: RoutedLayers | None
+    routing_reason: str | None
+    hidden_reason: str | None
 
 
 class _Look:
@@ -57,6 +65,7 @@ class _Look:
         self.slots: dict[tuple[int, int], int] = {}
         self.layers: list[LayerShape] = []
         self.calls: dict[int, int] = {}
+        self.routed: list[Call] = []
         self.dtype: torch.dtype | None = None
         self.needs_positions = False
 
@@ -77,6 +86,10 @@ class _Look:
         group = q.shape[1] // v.shape[1]
         turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
         return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
+
+    def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
+        num_experts: Any = experts.num_experts
+        self.routed.append(Call(id(experts), index.shape[0], index.shape[1], num_experts))
 
 
 def inner_model(module: nn.Module) -> Any:
@@ -137,7 +150,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
     positions = named if positions is None else positions
     look, recorder, configs = _Look(), Recorder(), configs_of(module)
     device = next(module.parameters()).device
-    ids = torch.tensor(_IDS, device=device)
+    ids, head = torch.tensor(_IDS, device=device), head_of(inner)
     inputs: dict[str, Any] = {"input_ids": ids}
     if positions:
         inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
@@ -148,6 +161,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             borrow(module, replaced_forwards(module), configs, hooks=False),
             activate(look),
             recorder,
+            head_inputs(head) as seen,
         ):
             for config in configs:  # borrow puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK
@@ -175,6 +189,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             else _NO_POSITIONS
         )
     assert look.dtype is not None
+    routed, routing_reason = routed_layers_of(look.routed, ids.numel())
     return Anatomy(
         slots=look.slots,
         layers=look.layers,
@@ -183,6 +198,9 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         needs_safety_net=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
+        routed=routed,
+        routing_reason=routing_reason,
+        hidden_reason=why_no_hidden(head, seen, ids.numel()),
     )
 
 

@@ -64,7 +64,7 @@ def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tens
     """
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
-    library = _library() if k_store.device.type == "cpu" else None
+    library = library_for(k_store.device)
     if library is None or k.stride(2) != 1 or v.stride(2) != 1:
         blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
         k_store[blocks, :, offsets] = k
@@ -118,8 +118,8 @@ def paged_attention(
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    served = q.device.type == "cpu" and q.dtype in _DTYPES and k_store.dtype in _DTYPES
-    library = _library() if served and backend != "reference" else None
+    served = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
+    library = library_for(q.device) if served and backend != "reference" else None
     if library is not None:
         return kernel_attention(
             library, q, k_store, v_store, query_starts, context_lens, block_tables, options
@@ -134,13 +134,20 @@ def paged_attention(
     )
 
 
-_DTYPES = (torch.float32, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def library_for(device: torch.device) -> ctypes.CDLL | None:
+    """The compiled kernels for tensors on `device`, or None where the reference must serve."""
+    return _library() if device.type == "cpu" else None
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the arguments of the attention kernels in `library`."""
     library.vb_write_kv.restype = None
     library.vb_write_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 9, _INT]
+    library.vb_pack_kv.restype = None
+    library.vb_pack_kv.argtypes = [*[_POINTER] * 5, *[_LONG] * 5, _POINTER, *[_INT] * 3]
     library.vb_attention.restype = None
     library.vb_attention.argtypes = [
         *[_POINTER] * 7,
@@ -168,13 +175,22 @@ def kernel_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     options: AttentionOptions,
+    *,
+    packed: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`paged_attention` by one compiled library."""
+    """`paged_attention` by one compiled library.
+
+    `packed` is (bits, Dv) where the stores hold uint8 rows as `verbatim.kv.quantized` packs them.
+    """
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, value_size = v_store.shape
+    kv_format = int(k_store.dtype == torch.bfloat16)
+    if packed is not None:
+        kv_format, value_size = packed
     num_sequences, max_blocks = block_tables.shape
     sinks, alibi = options.sinks, options.alibi
-    assert k_store.shape[1:] == (kv_heads, block_size, key_size) and heads % kv_heads == 0
+    assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
+    assert packed is not None or k_store.shape[3] == key_size
     assert k_store.dtype == v_store.dtype
     assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
     assert len(query_starts) == num_sequences + 1 and len(context_lens) == num_sequences
@@ -204,7 +220,7 @@ def kernel_attention(
         block_size,
         options.window,
         q.dtype == torch.bfloat16,
-        k_store.dtype == torch.bfloat16,
+        kv_format,
         options.scale,
         options.softcap,
         None if sinks is None else sinks.data_ptr(),

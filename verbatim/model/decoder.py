@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
-from verbatim.errors import EngineClosed, ModelChanged
+from verbatim.errors import EngineClosed, ModelChanged, NotSupported
 from verbatim.kv.store import KVStore
-from verbatim.model.anatomy import Anatomy, look_at
-from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.model.anatomy import Anatomy, inner_model, look_at
+from verbatim.model.attention import AttentionOptions
 from verbatim.model.borrow import (
     borrow,
     configs_of,
@@ -23,7 +24,18 @@ from verbatim.model.borrow import (
     structure,
 )
 from verbatim.model.context import activate, register
+from verbatim.model.hidden import head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
+from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
+
+_TRIAL_TOKENS = 8  # of the one sequence with which replay is tried out
+
+
+class Output(NamedTuple):
+    """What one forward computed."""
+
+    logits: Tensor  # [R, V], in the model's dtype
+    hidden: Tensor | None  # [R, H], what the head saw; where the batch wants it
 
 
 class Decoder:
@@ -53,12 +65,14 @@ class Decoder:
         self._structure = structure(module)
         self._forwards = replaced_forwards(module)
         self._configs = configs_of(module)
+        self._replay_tried = False
+        self._replay_reason: str | None = None
 
     def look_again(self) -> None:
         """Follow a module that was edited since the last forward.
 
         Raises:
-            ModelChanged: what it stores for a token, its vocabulary or its dtype is another one.
+            ModelChanged: what is stored for a token, its vocabulary or its dtype is another one.
         """
         with exclusive:
             module = self.module
@@ -69,6 +83,7 @@ class Decoder:
                 ("layers", before.layers, now.layers),
                 ("vocabulary", before.vocab_size, now.vocab_size),
                 ("dtype", before.dtype, now.dtype),
+                ("routed layers", before.routed, now.routed),
             ):
                 if old != new:
                     raise ModelChanged(
@@ -92,11 +107,76 @@ class Decoder:
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""
+        return self.run(batch, store).logits
+
+    def run(self, batch: Batch, store: KVStore, records: RoutingStore | None = None) -> Output:
+        """One forward; K and V go to `store`, the experts that were chosen to `records`.
+
+        Raises:
+            NotSupported: the batch wants hidden states or forces experts, and the model can't.
+        """
         with exclusive:
             self.look_again()
-            return self._forward(self.module, batch, store)
+            routing, layers = None, self.anatomy.routed
+            if layers is not None:
+                routing = Routing(layers, batch.forced_experts)
+            elif batch.forced_experts is not None:
+                raise NotSupported(f"its routing can't be replayed: {self.anatomy.routing_reason}")
+            if batch.wants_hidden and self.anatomy.hidden_reason is not None:
+                raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
+            if records is not None:
+                records.copy_blocks(batch.block_copies)
+            output = self._forward(self.module, batch, store, routing)
+            if records is not None and routing is not None:
+                records.write(batch.slots(records.block_size), routing.record())
+            return output
 
-    def _forward(self, module: nn.Module, batch: Batch, store: KVStore) -> Tensor:
+    def check_replay(self) -> None:
+        """Try once whether this model's experts can be forced; cheap when it was done before.
+
+        Raises:
+            NotSupported: they can't; the message tells why.
+        """
+        with exclusive:
+            self.look_again()
+            if not self._replay_tried:
+                self._replay_reason = self._try_replay()
+                self._replay_tried = True
+            if self._replay_reason is not None:
+                name = type(inner_model(self.module)).__name__
+                raise NotSupported(f"{name}: {self._replay_reason}")
+
+    def _try_replay(self) -> str | None:
+        anatomy, layers, tokens = self.anatomy, self.anatomy.routed, _TRIAL_TOKENS
+        if layers is None:
+            return anatomy.routing_reason
+        device = next(self.module.parameters()).device
+        store = KVStore(anatomy.layers, 2, tokens, anatomy.dtype, device)
+
+        def run(forced: Tensor | None) -> tuple[Tensor, Routing]:
+            batch = Batch(
+                token_ids=torch.arange(tokens) * 7 % max(1, anatomy.vocab_size - 3) + 1,
+                positions=torch.arange(tokens),
+                query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+                context_lens=torch.tensor([tokens], dtype=torch.int32),
+                block_tables=torch.ones(1, 1, dtype=torch.int32),
+                logit_rows=torch.arange(tokens),
+                forced_experts=forced,
+            )
+            routing = Routing(layers, forced, keep_weights=True)
+            return self._forward(self.module, batch, store, routing, hooks=False).logits, routing
+
+        return why_not_replayable(run, tokens)
+
+    def _forward(
+        self,
+        module: nn.Module,
+        batch: Batch,
+        store: KVStore,
+        routing: Routing | None,
+        *,
+        hooks: bool = True,
+    ) -> Output:
         anatomy = self.anatomy
         store.copy_blocks(batch.block_copies)
         inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
@@ -105,39 +185,54 @@ class Decoder:
         if anatomy.takes_logit_rows:
             inputs["logits_to_keep"] = batch.logit_rows
         with (
-            borrow(module, self._forwards, self._configs),
-            activate(_FlatPass(anatomy, batch, store)),
-            # What a hook calls was not seen in the look, so the net is out for it.
-            InvariantMode() if anatomy.needs_safety_net or has_hooks(module) else nullcontext(),
+            borrow(module, self._forwards, self._configs, hooks=hooks),
+            activate(_FlatPass(anatomy, batch, store, routing)),
+            _mode(module, anatomy, None if batch.forced_experts is None else routing),
+            head_inputs(head_of(inner_model(module)) if batch.wants_hidden else None) as seen,
         ):
             logits: Tensor = module(**inputs).logits[0]
-        return logits if anatomy.takes_logit_rows else logits[batch.logit_rows]
+            hidden = hidden_rows(seen, batch.logit_rows) if batch.wants_hidden else None
+        if not anatomy.takes_logit_rows:
+            logits = logits[batch.logit_rows]
+        return Output(logits, hidden)
+
+
+def _mode(
+    module: nn.Module, anatomy: Anatomy, replayed: Routing | None
+) -> AbstractContextManager[object]:
+    """What must stand between the model and torch in this forward: usually nothing."""
+    # What a hook calls was not seen in the look, so the net is out for it.
+    safety_net = bool(anatomy.needs_safety_net) or has_hooks(module)
+    if replayed is not None:
+        return Replay(replayed, safety_net=safety_net)
+    return InvariantMode() if safety_net else nullcontext()
 
 
 class _FlatPass:
     """Attention for one batch: write K and V at the batch's slots, then attend through the blocks."""
 
-    def __init__(self, anatomy: Anatomy, batch: Batch, store: KVStore) -> None:
+    def __init__(
+        self, anatomy: Anatomy, batch: Batch, store: KVStore, routing: Routing | None
+    ) -> None:
         self._slots = anatomy.slots
         self._batch = batch
         self._store = store
+        self._routing = routing
         self._rows = batch.slots(store.block_size)
         self._calls: dict[int, int] = {}
+
+    def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
+        if self._routing is not None:
+            self._routing.note(experts, index, weights)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
-        k_store, v_store = self._store.layers[self._slots[id(module), call]]
-        write_kv(k, v, k_store, v_store, self._rows)
+        layer = self._slots[id(module), call]
+        self._store.write(layer, k, v, self._rows)
         batch = self._batch
-        return paged_attention(
-            q,
-            k_store,
-            v_store,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables,
-            options,
+        return self._store.attend(
+            layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options
         )

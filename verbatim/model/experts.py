@@ -2,7 +2,8 @@
 
 Registered in transformers' `ExpertsInterface`. A token's output may not depend on which other tokens
 chose the same experts, so each expert's rows go through row-invariant products, and the top-k outputs
-of a token are added in the order of its own slots, in float32.
+of a token are added in the order of its own slots, in float32. The pass that is active is told where the
+tokens go (`routing.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.model.context import route
 from verbatim.model.products import linear, matmul
 
 
@@ -29,6 +31,7 @@ def flat_experts(
     Returns:
         `[T, H]` in `hidden`'s dtype.
     """
+    route(experts, top_k_index, top_k_weights)
     num_tokens, top_k = top_k_index.shape
     # Slots sorted by expert: each expert then owns one run of rows. The sort is stable, though no
     # row's result depends on where in the run it stands.

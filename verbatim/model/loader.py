@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.errors import ModelError, NotSupported, UnsupportedModel
+from verbatim.errors import ModelChanged, ModelError, NotSupported, UnsupportedModel
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
@@ -34,6 +34,86 @@ class LoadedModel:
     tokenizer: Any  # a transformers tokenizer, or None
     generation_config: Any  # transformers' GenerationConfig
     name: str
+    live: bool = False  # somebody else's module, whose weights may change between two calls
+    checkpoint: Checkpoint | None = None  # None for a live one
+
+
+class Checkpoint:
+    """The files a module's weights were read from, so that they can be dropped and read again.
+
+    Only parameters are dropped; buffers are small, and some are in no file. The module, its parameters
+    and whoever looks at them stay valid, only their memory goes and comes back elsewhere.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, trust_remote_code: bool, module: nn.Module
+    ) -> None:
+        self.folder = folder
+        self.dropped = False
+        self._dtype = dtype
+        self._where = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        self._files = _fingerprints(folder)
+        self._state = _state(module)
+
+    def drop(self, module: nn.Module) -> None:
+        """Free the memory of the parameters; reading one gives NaN until `restore`. Again does nothing.
+
+        Raises:
+            NotSupported: the weights were changed since they were read, and would be lost.
+            ModelChanged: the files were.
+        """
+        if self.dropped:
+            return
+        self._check_files()
+        if _state(module) != self._state:
+            raise NotSupported(
+                "sleep(weights=True): the model's weights were changed since they were read from "
+                f"{self.folder}, and would be lost"
+            )
+        self.dropped = True
+        for parameter in module.parameters():
+            with torch.inference_mode(False):
+                nothing = torch.full((), torch.nan, dtype=parameter.dtype)
+            parameter.data = nothing.expand(parameter.shape)
+
+    def restore(self, module: nn.Module) -> None:
+        """Read the weights again as they were read before, bit for bit; nothing if they are there.
+
+        Raises:
+            ModelChanged: the files are others than those that were read.
+            ModelError: they can't be read any more.
+        """
+        if not self.dropped:
+            return
+        self._check_files()
+        source = str(self.folder)
+        with torch.inference_mode(False):
+            again = _module(source, _config(source, self._where), self._dtype, self._where)
+        weights = dict(again.named_parameters())
+        for name, parameter in module.named_parameters():  # tied ones come once
+            parameter.data = weights[name].data
+        self.dropped = False
+
+    def _check_files(self) -> None:
+        now = _fingerprints(self.folder)
+        changed = sorted(n for n in now | self._files if now.get(n) != self._files.get(n))
+        if changed:
+            raise ModelChanged(f"{self.folder / changed[0]} changed since the model was opened")
+
+
+def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the files that decide what the weights are."""
+    found = {}
+    for path in folder.glob("*"):
+        if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
+            stat = path.stat()
+            found[path.name] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Which parameters there are, and how often each was written to."""
+    return {n: (p.shape, p.dtype, p._version) for n, p in module.named_parameters()}
 
 
 def load(
@@ -67,9 +147,11 @@ def load(
     else:
         where["revision"] = revision
     config = _config(source, where)
-    module = _module(source, config, settle_dtype(dtype, config), where)
+    settled = settle_dtype(dtype, config)
+    module = _module(source, config, settled, where)
+    checkpoint = Checkpoint(_folder(source, where), settled, trust_remote_code, module)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
-    return LoadedModel(module, tokenizer, module.generation_config, source)
+    return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
 
 
 def settle_dtype(
@@ -171,6 +253,18 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
             what = kind.replace("_keys", "")
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
     return module.eval()
+
+
+def _folder(source: str, where: dict[str, Any]) -> Path:
+    """Where the files are that a folder or a hub id was just loaded from."""
+    from transformers.utils.hub import cached_file
+
+    if os.path.isdir(source):
+        return Path(source).resolve()
+    revision = where["revision"] or "main"
+    config = cached_file(source, "config.json", revision=revision, local_files_only=True)
+    assert config is not None
+    return Path(config).parent  # the snapshot of one commit
 
 
 def _weight_bytes(source: str) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+from torch import Tensor
+
 from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import NotSupported
 from verbatim.kv.store import KVStore
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
+from verbatim.model.loader import Checkpoint
+from verbatim.model.routing import RoutingStore
 from verbatim.placement.runner import Forward
 from verbatim.sampling.sampler import sample_rows
 
@@ -21,6 +27,8 @@ class Resident:
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
     """
 
+    checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
+
     def __init__(self, decoder: Decoder, store: KVStore, num_threads: int | None) -> None:
         self.decoder = decoder
         self.store = store
@@ -28,24 +36,70 @@ class Resident:
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
         self.num_forwards = 0
+        anatomy = decoder.anatomy
+        self.hidden_reason = anatomy.hidden_reason
+        self.has_hidden = anatomy.hidden_reason is None
+        self.routing_reason = anatomy.routing_reason
+        routed = anatomy.routed
+        self.routed_layers = routed.count if routed else 0
+        self.experts_per_token = routed.experts_per_token if routed else 0
+        self.num_experts = routed.num_experts if routed else 0
+        self._records = RoutingStore(routed, store.num_blocks, store.block_size) if routed else None
         self._num_threads = num_threads
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
         with threads(self._num_threads):
-            return Forward(self.decoder.forward(batch, self.store))
+            return Forward(*self.decoder.run(batch, self.store, self._records))
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads):
             return sample_rows(forward.logits, plan)
 
+    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
+        return forward.logits[rows].float().cpu()
+
+    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+        if self._records is None:
+            raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
+        return self._records.read(block_table, num_tokens)
+
+    def check_replay(self) -> None:
+        with threads(self._num_threads):
+            self.decoder.check_replay()
+
     def info(self) -> dict[str, Any]:
         return {
             "placement": "resident",
+            "routing_bytes": self._records.nbytes if self._records else 0,
             "kv_bytes": self.store.nbytes,
-            "kv_dtype": str(self.store.layers[0][0].dtype).removeprefix("torch."),
+            "kv_dtype": self.store.dtype_name,
         }
 
+    def sleep(self, weights: bool) -> None:
+        if weights:
+            if self.checkpoint is None:
+                raise NotSupported(
+                    "sleep(weights=True): the weights of a live module are their owner's; sleep() "
+                    "gives back the KV memory alone"
+                )
+            self.checkpoint.drop(self.decoder.module)
+        self.store.release()  # the routing's records are a hundredth of it, and stay
+        _give_back_freed()
+
+    def wake(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint.restore(self.decoder.module)
+        self.store.allocate()
+
     def close(self) -> None:
+        self._records = None
         self.store.layers.clear()
         self.decoder.close()
+
+
+def _give_back_freed() -> None:
+    """Let the C library hand what was freed to the system; it likes to keep pieces of some megabytes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,69 @@
+"""What a model's head sees: the last hidden state of each row that needs logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from verbatim.errors import NotSupported
+from verbatim.model.context import active_pass
+
+
+def head_of(inner: Any) -> nn.Module | None:
+    """The module that turns hidden states into logits; None where the model names none.
+
+    Args:
+        inner: a transformers model, not wrapped.
+    """
+    try:
+        head = inner.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+@contextmanager
+def head_inputs(head: nn.Module | None) -> Iterator[list[Any]]:
+    """Note what `head` is called with in this thread's pass; nothing is left behind on it.
+
+    A hook, and the last one, sees what the owner's own hooks and wrappers made of it.
+    """
+    seen: list[Any] = []
+    if head is None:
+        yield seen
+        return
+    walk = active_pass()
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if active_pass() is walk:
+            seen.append(args[0] if args else next(iter(kwargs.values()), None))
+
+    handle = head.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str | None:
+    """Why the hidden states can't be handed back, from what `head` saw of `num_rows` rows; else None."""
+    if head is None:
+        return "it names no output embedding"
+    if len(seen) != 1:
+        return f"its output embedding runs {len(seen)} times in a forward"
+    if not isinstance(seen[0], Tensor) or seen[0].shape[:-1].numel() != num_rows:
+        return "its output embedding is not handed one hidden state a token"
+    return None
+
+
+def hidden_rows(seen: list[Any], logit_rows: Tensor) -> Tensor:
+    """The hidden states `[R, H]` of `logit_rows` `[R]` of the T rows, in memory of their own."""
+    if len(seen) != 1:
+        raise NotSupported(f"the model's output embedding ran {len(seen)} times in a forward")
+    hidden: Tensor = seen[0].detach().flatten(0, -2)
+    if len(hidden) == len(logit_rows):  # all rows, or those that the model has picked itself
+        return hidden.clone()
+    return hidden[logit_rows]
