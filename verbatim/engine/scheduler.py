@@ -126,6 +126,7 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Pick the rows of the next step; None when nothing can run."""
         budget = _Budget(self.max_batch_tokens, self.max_prompt_targets)
+        self._make_way()
         for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.rank)):
             # An earlier one may have preempted it; a beam may wait for the others of its request.
             if budget.rows and sequence in self.running and sequence.candidates is None:
@@ -196,6 +197,17 @@ class Scheduler:
         self.prefixes.promise(sequence)
         self._grow(chunk, budget)
         return True
+
+    def _make_way(self) -> None:
+        """Before anybody is scheduled: the first who waits, if anybody runs at a worse priority."""
+        first = self._next_waiting()
+        if first is None or first in self._parked:
+            return
+        priority = first.request.params.priority
+        if any(s.request.params.priority > priority for s in self.running):
+            self.prefixes.attach(first)
+            self._make_room(first, min(first.num_uncomputed, self.max_batch_tokens), _Budget(0, 0))
+            self._release(first)
 
     def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
         """A seat and the blocks for `rows` of a waiting sequence; False if nobody yields to it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os.path
 import re
 from typing import Self, cast
 
