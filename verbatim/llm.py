@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from verbatim.admission import Prompt
-from verbatim.core import Delta, Result
+from verbatim.core import Delta, Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
-from verbatim.model.loader import settle_dtype
+from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.opening import EngineOptions, open_engine, open_model
 from verbatim.options import (
     check_device,
@@ -38,19 +38,24 @@ class LLM:
             A live module has none of its own: without one, ids go in and out.
         device: "auto" or "cpu".
         dtype: "auto" (the checkpoint's), "float32" or "bfloat16". A live module keeps its own.
-        kv_dtype: of the KV store; "auto" (that of the model's keys), "float32" or "bfloat16".
+        kv_dtype: of the KV store; "auto" (that of the model's keys), "float32", "bfloat16", or "int8"
+            and "int4": groups of 8 or 4 bits, about half and a third of bfloat16's bytes.
         kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM ("40%"). None takes
             up to 40% of what is available now, and no more than `max_sequences` full sequences need.
         block_size: token positions in a KV block.
         max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks.
         max_sequences: sequences that run at once.
+        max_waiting: requests that may wait for a seat; more are refused with QueueFull. None: any number.
+        max_unread: pieces of a stream that may wait for a reader who does not read; one more, and the
+            request ends with RequestFailed.
         max_length: prompt and completion together; None takes the model's limit.
         deterministic: "auto" or True; on the CPU every answer is the same bits in every schedule.
         num_threads: of torch's pool while this engine computes; None leaves torch's setting.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: let a checkpoint's own Python code run.
-        placement, draft, num_draft_tokens, quantization, prefix_cache, fused, config: not built yet;
-            refused by name.
+        prefix_cache: reuse the K and V of prompts that begin alike. Of a live module, whose weights may
+            change at any time, only while something runs.
+        placement, draft, num_draft_tokens, quantization, fused, config: not built yet; refused by name.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -74,8 +79,10 @@ class LLM:
         block_size: int = 16,
         max_batch_tokens: int = 2048,
         max_sequences: int = 256,
+        max_waiting: int | None = None,
+        max_unread: int = 65_536,
         max_length: int | None = None,
-        prefix_cache: bool = False,
+        prefix_cache: bool = True,
         fused: bool = False,
         deterministic: bool | str = "auto",
         num_threads: int | None = None,
@@ -89,20 +96,22 @@ class LLM:
             draft=draft,
             num_draft_tokens=num_draft_tokens,
             quantization=quantization,
-            prefix_cache=prefix_cache,
             fused=fused,
             config=config,
         )
         check_device(device, deterministic)
         options = EngineOptions(
-            kv_dtype=None if kv_dtype == "auto" else settle_dtype(kv_dtype, option="kv_dtype"),
+            kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
             kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
             block_size=positive("block_size", block_size),
             max_batch_tokens=positive("max_batch_tokens", max_batch_tokens),
             max_sequences=positive("max_sequences", max_sequences),
+            max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
             max_length=None if max_length is None else positive("max_length", max_length),
+            prefix_cache=_switch("prefix_cache", prefix_cache),
             num_threads=thread_count(num_threads),
         )
+        max_unread = positive("max_unread", max_unread)
         loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
         self._opened = opened = open_engine(loaded, options, weak=_weak)
         self.name = loaded.name
@@ -110,7 +119,7 @@ class LLM:
         self.max_length = opened.admission.max_length
         self._admission = opened.admission
         self._engine = opened.engine
-        self._driver = Driver(opened.engine)
+        self._driver = Driver(opened.engine, max_unread=max_unread)
 
     def generate(
         self,
@@ -128,17 +137,22 @@ class LLM:
             RequestFailed: nothing can be drawn for a request. An exception thrown inside the model's
                 own forward is raised as it is. The other requests have ended then, too.
         """
-        many, _ = _as_prompts(prompts)
-        each = _as_params(params, len(many))
-        requests = [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
-        return self._driver.run(requests)
+        return self._driver.run(self._admit_all(prompts, params))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """`generate` for asyncio: a thread makes the steps, and cancelling aborts the requests."""
+        return await self._driver.arun(self._admit_all(prompts, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """One prompt's completion as it grows. Leaving the loop early aborts the request."""
         return self._driver.deltas(self._admission.admit(prompt, params or SamplingParams()))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """`stream` for asyncio: steps run in a thread, and cancelling aborts the request."""
+        """`stream` for asyncio: a thread makes the steps, and cancelling aborts the request."""
         return self._driver.adeltas(self._admission.admit(prompt, params or SamplingParams()))
 
     def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
@@ -167,6 +181,43 @@ class LLM:
         """`chat`, as it grows."""
         return self.stream(self._chat_ids(messages), params)
 
+    def pause(self, mode: str = "keep") -> None:
+        """Make no more steps until `resume()`; returns when that is so. Callers that wait go on waiting.
+
+        Args:
+            mode: "keep": what runs stops where it is and goes on later, on the same bits. "drain": what
+                runs or waits is finished first, and newcomers wait. "abort": all of it ends as "abort".
+
+        Raises:
+            InvalidRequest: another mode.
+        """
+        self._driver.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`; harmless where nothing is paused."""
+        self._driver.resume()
+
+    def sleep(self, weights: bool = False) -> None:
+        """Pause, and give the KV memory back until `wake()`; what runs goes on then, on the same bits.
+
+        Args:
+            weights: give back the memory of the weights as well, which `wake()` reads again from their
+                files. A live module keeps its own.
+
+        Raises:
+            NotSupported: the weights of a live module, or weights that were changed since they were read.
+            ModelChanged: their files were.
+        """
+        self._driver.sleep(weights)
+
+    def wake(self) -> None:
+        """Take back what `sleep` gave away, and resume; harmless where nothing sleeps.
+
+        Raises:
+            ModelChanged: the files of the weights are others by now. The engine sleeps on.
+        """
+        self._driver.wake()
+
     def default_params(self) -> SamplingParams:
         """The sampling that the model's generation_config.json suggests; used by the chat command alone.
 
@@ -181,7 +232,7 @@ class LLM:
         return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
     def stats(self) -> dict[str, Any]:
-        """Forwards, tokens and preemptions so far; sequences and blocks now."""
+        """Forwards, tokens and preemptions so far; sequences and blocks now, and whether it is paused."""
         return self._driver.stats()
 
     def info(self) -> dict[str, Any]:
@@ -207,6 +258,15 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _admit_all(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+    ) -> list[Request]:
+        many, _ = _as_prompts(prompts)
+        each = _as_params(params, len(many))
+        return [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         """New ids for each prompt, all under one seed, row b drawing with sample index b."""
@@ -249,6 +309,12 @@ def _as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     if not entries:
         raise InvalidRequest("the prompt is empty: at least one token is needed")
     return ([prompts], True) if _is_id(entries[0]) else (entries, False)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name}={value!r}: must be True or False")
+    return value
 
 
 def _as_params(params: Any, count: int) -> list[SamplingParams]:

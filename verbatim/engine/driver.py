@@ -1,130 +1,260 @@
-"""Many callers, one engine: whoever waits for a request makes a step for everybody."""
+"""Many callers, one engine.
+
+Whoever waits for a request in a thread of its own makes steps for everybody, so that profilers, debuggers,
+thread-local modes and Ctrl-C work where the call was made. Coroutines can't: while any of them waits, a
+loop thread makes all the steps, and every other caller waits for what is its own.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verbatim.core import Delta, Request, Result
+from verbatim.engine.clients import Outbox
 from verbatim.engine.engine import Engine
-from verbatim.errors import EngineClosed, VerbatimError
+from verbatim.engine.loop import AsyncWake, Wake
+from verbatim.engine.traffic import Mode, Traffic
+from verbatim.errors import InvalidRequest, VerbatimError
+
+PAUSES = ("keep", "drain", "abort")
 
 
 class Driver:
-    """Drives an engine from any thread or event loop, without a thread of its own.
+    """Drives an engine for any number of threads and event loops at once.
 
     A step may take long, so nobody waits for one just to come or to go: newcomers and leavers are put
-    down in queues, and whoever holds the lock next lets them in and out.
+    down in lists, and whoever sits at the engine next lets them in and out.
+
+    Args:
+        max_unread: deltas that may wait for the reader of a stream; one more, and its request fails.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, max_unread: int = 65_536) -> None:
         self.engine = engine
-        self._coming: deque[tuple[Request, Callable[[Delta], None]]] = deque()
-        self._going: deque[Request] = deque()
-        self._lock = threading.RLock()
-        self._stepping = False
-        self._closed = False
+        self._traffic = Traffic(engine)
+        self._seat = self._traffic.seat
+        self._max_unread = max_unread
+        self._asleep = False
+
+    # ---- for callers that wait
 
     def run(self, requests: list[Request]) -> list[Result]:
         """Step until all of `requests` have ended; then their results, or the first one's error."""
+        self._seat.refuse_mine()
+        wake = Wake()
         try:
-            self._add(requests, lambda delta: None)
-            for request in requests:
-                while not request.finished:
-                    self._step(request)
+            clients = self._traffic.enter(requests, lambda delta: None, wake.set)
+            left = deque(clients)
+
+            def done() -> bool:
+                while left and left[0].ended:
+                    left.popleft()
+                return not left
+
+            self._traffic.wait(done, wake)
+            return [client.result() for client in clients]
         finally:
-            self._abort(requests)
-        return [_result_of(request) for request in requests]
+            self._traffic.abort(requests)
 
     def deltas(self, request: Request) -> Iterator[Delta]:
         """What each step adds to one request. Leaving the loop aborts it."""
-        outbox: deque[Delta] = deque()
+        self._seat.refuse_mine()
+        wake = Wake()
+        outbox = Outbox(request, self._max_unread, wake.set)
         try:
-            self._add([request], outbox.append)
-            while outbox or not request.finished:
-                if outbox:
-                    yield outbox.popleft()
-                else:
-                    self._step(request)
-            _result_of(request)
+            (client,) = self._traffic.enter([request], outbox.put, wake.set)
+            ended = False
+            while not ended:
+                self._traffic.wait(lambda: bool(outbox) or client.ended, wake)
+                ended = client.ended  # before the outbox is emptied: afterwards nothing comes
+                while outbox:
+                    yield outbox.pop()
+            client.result()
         finally:
-            self._abort([request])
+            self._traffic.abort([request])
+
+    async def arun(self, requests: list[Request]) -> list[Result]:
+        """`run` for asyncio: the loop thread makes the steps, and cancelling aborts."""
+        wake = AsyncWake()
+        try:
+            clients = self._traffic.enter(requests, lambda delta: None, wake.set, hosted=True)
+            for client in clients:
+                while not client.ended:
+                    await wake.wait()
+            return [client.result() for client in clients]
+        finally:
+            self._traffic.abort(requests)
 
     async def adeltas(self, request: Request) -> AsyncIterator[Delta]:
-        """`deltas` for asyncio: the steps run in threads."""
-        outbox: deque[Delta] = deque()
+        """`deltas` for asyncio: the loop thread makes the steps, and leaving or cancelling aborts."""
+        wake = AsyncWake()
+        outbox = Outbox(request, self._max_unread, wake.set)
         try:
-            self._add([request], outbox.append)
-            while outbox or not request.finished:
-                if outbox:
-                    yield outbox.popleft()
-                else:
-                    await asyncio.to_thread(self._step, request)
-            _result_of(request)
+            (client,) = self._traffic.enter([request], outbox.put, wake.set, hosted=True)
+            ended = False
+            while not ended:
+                ended = client.ended
+                while outbox:
+                    yield outbox.pop()
+                if not ended:
+                    await wake.wait()
+            client.result()
         finally:
-            self._abort([request])
+            self._traffic.abort([request])
+
+    # ---- for servers, and for loops that count their steps
+
+    def submit(
+        self,
+        request: Request,
+        deliver: Callable[[Delta], None],
+        on_end: Callable[[], None] | None = None,
+        *,
+        hosted: bool = False,
+    ) -> None:
+        """Let a request come in at the next step, and return at once.
+
+        Args:
+            deliver: gets its deltas, in the thread that makes the step; what it raises ends the request.
+            on_end: called when it has ended: `request.result` or `request.error` is there.
+            hosted: let the loop thread make the steps; else they are made by `step`, or by whoever waits.
+
+        Raises:
+            QueueFull: as many requests wait as may.
+        """
+        self._traffic.enter([request], deliver, on_end, hosted=hosted)
+
+    def step(self) -> bool:
+        """One step for everybody, by the caller; False if there was nothing to do, or it is paused.
+
+        What goes wrong in a step is found in the requests that it ended.
+        """
+        return self._traffic.visit(self._step)
+
+    def _step(self) -> bool:
+        self._traffic.check_open()
+        return self._traffic.advance()
+
+    def abort(self, request: Request) -> None:
+        """End a request now, keeping what it has; from any thread, harmless when it has ended."""
+        self._traffic.abort([request])
+
+    # ---- for whoever runs the engine
+
+    def pause(self, mode: str = "keep") -> None:
+        """Make no more steps until `resume`; returns when that is so. The latest call decides.
+
+        A request's `timeout_s` ends it nevertheless. Callers that wait go on waiting, so a program of a
+        single thread that pauses and then generates waits until Ctrl-C.
+
+        Args:
+            mode: "keep": what runs keeps its KV and goes on later. "drain": what runs or waits is
+                finished first, and newcomers wait. "abort": what runs or waits ends as "abort".
+
+        Raises:
+            InvalidRequest: another mode.
+            VerbatimError: draining while asleep.
+        """
+        if mode not in PAUSES:
+            raise InvalidRequest(f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSES))}")
+        before = self._traffic.mode
+        try:
+            self._traffic.visit(lambda: self._pause(mode))
+            if mode == "drain":
+                self._traffic.wait(
+                    lambda: self._traffic.mode is not Mode.DRAINING or self._traffic.closed, Wake()
+                )
+        except KeyboardInterrupt:  # as if it had not been called
+            self._traffic.change(before)
+            raise
+
+    def _pause(self, mode: str) -> None:
+        self._traffic.check_open()
+        if mode == "drain" and self._asleep:
+            raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
+        self._traffic.settle()
+        if mode == "abort":
+            self.engine.abort_all()
+        self._traffic.change(Mode.DRAINING if mode == "drain" else Mode.PAUSED)
+        self._traffic.settle()
+
+    def resume(self) -> None:
+        """Go on after `pause`; harmless where nothing is paused.
+
+        Raises:
+            VerbatimError: the engine sleeps.
+        """
+        self._traffic.check_open()
+        if self._asleep:
+            raise VerbatimError("the engine sleeps; call wake(), which resumes as well")
+        self._traffic.change(Mode.RUNNING)
+
+    def sleep(self, weights: bool = False) -> None:
+        """Pause, and give the KV memory back; what runs keeps its tokens and is recomputed later.
+
+        Args:
+            weights: drop the model's weights as well.
+
+        Raises:
+            NotSupported, ModelChanged: weights that can't be read again; nothing has happened then.
+        """
+        self._traffic.visit(lambda: self._sleep(weights))
+
+    def _sleep(self, weights: bool) -> None:
+        self._traffic.check_open()
+        before = self._traffic.mode, self._asleep
+        self._asleep = True  # first: whatever breaks this off half-way, nothing runs until wake()
+        self._traffic.change(Mode.PAUSED)
+        try:
+            self.engine.runner.sleep(weights)
+        except VerbatimError:  # refused
+            self._asleep = before[1]
+            self._traffic.change(before[0])
+            raise
+        self.engine.evict_all()
+        self._traffic.settle()
+
+    def wake(self) -> None:
+        """Take memory, read weights that were dropped, and resume; harmless where nothing sleeps.
+
+        Raises:
+            ModelChanged: the checkpoint is not what it was; the engine sleeps on.
+        """
+        self._traffic.visit(self._wake)
+
+    def _wake(self) -> None:
+        self._traffic.check_open()
+        if self._asleep:
+            self.engine.evict_all()  # again, for a sleep that was broken off
+            self.engine.runner.wake()
+            self._asleep = False
+            self._traffic.change(Mode.RUNNING)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's, between two steps."""
-        with self._lock:
-            self._let_in_and_out()
-            return self.engine.stats()
+        """The engine's, between two steps; and whether it is paused or asleep."""
+        if self._seat.mine:  # called from inside a forward
+            return self._stats()
+        return self._traffic.visit(self._settled_stats)
+
+    def _settled_stats(self) -> dict[str, Any]:
+        if not self._traffic.closed:
+            self._traffic.settle()
+        return self._stats()
+
+    def _stats(self) -> dict[str, Any]:
+        paused = self._traffic.mode is Mode.PAUSED
+        return {**self.engine.stats(), "paused": paused, "asleep": self._asleep}
 
     def close(self) -> None:
         """End what is running ("abort") and close the runner; a second call does nothing."""
-        with self._lock:
-            if not self._closed:
-                self._let_in_and_out()
-                self._closed = True
-                self.engine.abort_all()
+        self._traffic.visit(self._close)
+        self._traffic.stop_loop()
+
+    def _close(self) -> None:
+        if not self._traffic.closed:
+            try:
+                self._traffic.shut()
+            finally:
                 self.engine.runner.close()
-
-    def _add(self, requests: Iterable[Request], deliver: Callable[[Delta], None]) -> None:
-        self._check_open()
-        self._coming.extend((request, deliver) for request in requests)
-
-    def _step(self, request: Request) -> None:
-        """One step for everybody, unless `request` was finished by another caller's meanwhile."""
-        with self._lock:
-            if self._stepping:  # the lock lets its own thread in: a hook of the model calls us
-                raise VerbatimError("an engine can't be called from inside its own forward")
-            self._let_in_and_out()
-            if request.finished:
-                return
-            self._check_open()
-            self._stepping = True
-            try:
-                self.engine.step()
-            finally:
-                self._stepping = False
-
-    def _abort(self, requests: Iterable[Request]) -> None:
-        self._going.extend(request for request in requests if not request.finished)
-        if self._going and self._lock.acquire(blocking=False):
-            try:
-                self._let_in_and_out()
-            finally:
-                self._lock.release()
-
-    def _let_in_and_out(self) -> None:
-        """Between two steps: everybody who came, then everybody who left."""
-        if self._stepping or self._closed:
-            return
-        while self._coming:
-            self.engine.add(*self._coming.popleft())
-        while self._going:
-            self.engine.abort(self._going.popleft())
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("this LLM has been closed")
-
-
-def _result_of(request: Request) -> Result:
-    if request.error is not None:
-        raise request.error
-    assert request.result is not None
-    return request.result

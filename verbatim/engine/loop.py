@@ -1,0 +1,148 @@
+"""Waiting for one's turn: threads, coroutines, and the thread that makes steps for coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+import weakref
+from typing import Protocol
+
+IDLE_S = 10.0  # how long a loop thread without anything to do stays
+_LONGEST_WAIT_S = 3600.0  # the platform's own limit is finite, too; whoever waits looks again
+
+
+class Wake:
+    """What one thread waits for; setting it again before it wakes changes nothing.
+
+    Every call is one call into C. So neither Ctrl-C nor a finaliser that the garbage collector runs in
+    the middle of another call can leave it locked, as they can an `Event`.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let the waiting thread go on, or the next wait return at once; from any thread."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # it was set already
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set, and take that back; False if `timeout_s` were over first."""
+        seconds = _LONGEST_WAIT_S if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)
+        return self._lock.acquire(timeout=max(0.0, seconds))
+
+
+class AsyncWake:
+    """`Wake` for one coroutine; made in the event loop in which it waits."""
+
+    __slots__ = ("_event", "_loop", "_told")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self._told = False  # so that a step which brings many deltas wakes its reader once
+
+    def set(self) -> None:
+        """Let the coroutine go on; from any thread.
+
+        Raises:
+            RuntimeError: its event loop is closed.
+        """
+        if self._told:
+            return
+        self._told = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except BaseException:  # Ctrl-C as well: who is told again must get it then
+            self._told = False
+            raise
+
+    def _wake(self) -> None:
+        self._told = False
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until it is set, and take that back; look at what it stands for afterwards."""
+        await self._event.wait()
+        self._event.clear()
+
+
+class Steps(Protocol):
+    """Who knows how a step is made; a `Driver`."""
+
+    def turn(self, wake: Wake) -> float | None:
+        """Make a step. How long to wait for `wake` then; 0 means not at all, None until it is set."""
+        ...
+
+    def needs(self, loop: Loop) -> bool:
+        """Does anybody wait for steps of this thread?"""
+        ...
+
+    def crashed(self, error: BaseException) -> None:
+        """The thread ends by a bug of ours; nobody must wait for its steps for ever."""
+        ...
+
+    def let_go(self, loop: Loop, *, idle: bool) -> bool:
+        """The thread wants to end because it is idle, or has to; False if it must stay."""
+        ...
+
+
+class Loop:
+    """A thread that makes the steps while asynchronous callers wait for them.
+
+    It holds the driver weakly between two steps, and ends with it. When the interpreter ends, the step
+    under way is waited for: a thread that comes back from a forward into a finalised interpreter
+    crashes the process.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self.wake = wake = Wake()
+        self.exited = False  # the interpreter is ending
+        self._stopped = False
+        self._steps = weakref.ref(steps, lambda _: wake.set())
+        self._thread = threading.Thread(target=self._run, name="verbatim-steps", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        atexit.register(self._exit)
+
+    def alive(self) -> bool:
+        """False when it was stopped, or is a forked parent's."""
+        return self._thread.is_alive() and not self._stopped
+
+    def stop(self) -> None:
+        """End after the step under way; returns when that is done."""
+        self._stopped = True
+        self.wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _exit(self) -> None:
+        self.exited = True
+        self.stop()
+
+    def _run(self) -> None:
+        idle = False
+        try:
+            while not self._stopped and (steps := self._steps()) is not None:
+                needed = steps.needs(self)
+                if idle and not needed and steps.let_go(self, idle=True):
+                    return
+                patience = steps.turn(self.wake) if needed else IDLE_S
+                del steps  # or the engine could not be collected while this thread waits
+                idle = not self.wake.wait(patience) and not needed
+        except BaseException as error:
+            if (steps := self._steps()) is not None:
+                steps.crashed(error)
+            raise
+        finally:
+            if (steps := self._steps()) is not None:
+                steps.let_go(self, idle=False)
+            if not self.exited:  # atexit's list is not to be changed while it is worked off
+                atexit.unregister(self._exit)
