@@ -1,0 +1,22 @@
+"""Megatron Core's `TextGenerationController` and what goes in and out of it, on Verbatim's engine.
+
+`docs/coming-from/megatron.md` says where every name of the original went.
+"""
+
+from __future__ import annotations
+
+from verbatim.compat.megatron.context import DynamicInferenceContext
+from verbatim.compat.megatron.controller import TextGenerationController
+from verbatim.compat.megatron.params import SamplingParams
+from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
+from verbatim.compat.megatron.stream import AsyncStream
+
+__all__ = [
+    "AsyncStream",
+    "DynamicInferenceContext",
+    "DynamicInferenceRequest",
+    "InferenceRequest",
+    "SamplingParams",
+    "Status",
+    "TextGenerationController",
+]

@@ -1,0 +1,463 @@
+"""`TextGenerationController`: Megatron's way to ask for text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.compat.megatron import streaming
+from verbatim.compat.megatron.context import DynamicInferenceContext
+from verbatim.compat.megatron.params import SamplingParams
+from verbatim.compat.megatron.request import InferenceRequest
+from verbatim.compat.megatron.sampling import draw_rows, draw_seed, top_of_rows, tops_of
+from verbatim.compat.megatron.speculation import Speculation
+from verbatim.compat.megatron.static import run_static_batch
+from verbatim.compat.megatron.stream import AsyncStream
+from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
+from verbatim.compat.megatron.translation import Translation
+from verbatim.core import TopLogprobs
+from verbatim.engine.dummy import dummy_forward
+from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.llm import LLM
+
+TopNDict = dict[int, list[dict[str, float]]]
+_KWARGS = ("common_inference_params", "position")
+
+
+class InferenceWrappedModel:
+    """What Megatron calls a wrapped model: the model, and the context its requests enter.
+
+    Args:
+        model: an open `LLM`, or a live transformers module.
+    """
+
+    def __init__(self, model: LLM | nn.Module) -> None:
+        self.model = model
+        self.inference_context: Any = None
+
+
+class TextGenerationController(Speculation):
+    """Tokenizes, generates on the engine, and detokenizes.
+
+    Args:
+        inference_wrapped_model: an open `LLM`; a live transformers module, for which one engine is kept;
+            or an object whose `model` is one of these. Such an object's `inference_context` is replaced by
+            ours, and a `max_sequence_length` found there stays the limit.
+        tokenizer: Hugging Face's or Megatron's kind (`tokenize`, `detokenize`, `bos`, `eod`, `vocab_size`);
+            None takes the `LLM`'s own.
+
+    Attributes:
+        inference_wrapped_model: what was given, or an `InferenceWrappedModel` around it.
+        inference_context: where requests enter a dynamic batch, `add_request`.
+        vocab_size: how wide the model's logits are.
+
+    Raises:
+        InvalidRequest: a model of another kind.
+    """
+
+    def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
+        if isinstance(inference_wrapped_model, LLM | nn.Module):
+            inference_wrapped_model = InferenceWrappedModel(inference_wrapped_model)
+        model = getattr(inference_wrapped_model, "model", None)
+        if not isinstance(model, LLM | nn.Module):
+            raise InvalidRequest(
+                f"inference_wrapped_model={inference_wrapped_model!r}: must be an LLM, a transformers "
+                "module, or an object whose model is one of these"
+            )
+        theirs = getattr(inference_wrapped_model, "inference_context", None)
+        limit = getattr(theirs, "max_sequence_length", None)
+        self._translation = Translation(model, tokenizer, limit if isinstance(limit, int) else None)
+        self.tokenizer = self._translation.tokenizer
+        self.inference_context = DynamicInferenceContext(self._translation)
+        self.inference_wrapped_model = inference_wrapped_model
+        inference_wrapped_model.inference_context = self.inference_context
+        self.vocab_size: int = self._translation.llm._admission.vocab_size
+        super().__init__()
+        self._stop: Callable[[list[int]], Iterable[int]] | None = None
+
+    def set_stop_word_finished_ids_callback(
+        self, callback: Callable[[list[int]], Iterable[int]] | None
+    ) -> None:
+        """Let `callback` end requests of the dynamic batch.
+
+        It is called after each step with the ids of the requests that got a token, and returns those of them
+        that are to end with it. `stop_words` need no callback.
+        """
+        self._stop = callback
+
+    # ---- text and ids
+
+    @staticmethod
+    def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Ids of a prompt, beginning with one `bos` if `add_BOS`, and with none if not.
+
+        Raises:
+            InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
+        """
+        return tokenize(tokenizer, prompt, add_BOS)
+
+    @staticmethod
+    def detokenize(
+        tokenizer: Any,
+        tokens: Sequence[int],
+        remove_EOD: bool = True,
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """The text of ids; `tokens` stays as it is.
+
+        Args:
+            remove_EOD: leave out the `eod`s at the end. Those within stay.
+            skip_special_tokens: passed on to a tokenizer that takes it.
+        """
+        return detokenize(tokenizer, tokens, remove_EOD, skip_special_tokens)
+
+    def detokenize_generations(
+        self,
+        tokens_gpu_tensor: Tensor,
+        lengths_gpu_tensor: Tensor | int,
+        detokenize_segments: bool,
+        skip_special_tokens: bool = True,
+    ) -> tuple[str, list[str] | None]:
+        """The text of one sequence, and the text of each of its tokens.
+
+        Args:
+            tokens_gpu_tensor: `[L]`.
+            lengths_gpu_tensor: how many of them count; one number.
+            detokenize_segments: False leaves the second part None.
+
+        Raises:
+            InvalidRequest: more than one sequence.
+        """
+        lengths = torch.as_tensor(lengths_gpu_tensor)
+        if tokens_gpu_tensor.dim() != 1 or lengths.numel() != 1:
+            raise InvalidRequest(
+                f"tokens {list(tokens_gpu_tensor.shape)} and lengths {list(lengths.shape)}: one "
+                "sequence at a time, [L] and one length"
+            )
+        tokens = tokens_gpu_tensor[: int(lengths)].tolist()
+        self._translation.need_tokenizer("text")
+        text = detokenize(self.tokenizer, tokens, True, skip_special_tokens)
+        if not detokenize_segments:
+            return text, None
+        return text, self._translation.segments(tokens, skip_special_tokens)
+
+    def pad_input_prompt_tokens(
+        self,
+        batch_prompt_tokens_list: Sequence[Sequence[int]],
+        padded_batch_size: int,
+        padded_sequence_length: int,
+    ) -> Tensor:
+        """The prompts as `[padded_batch_size, padded_sequence_length]` int64, filled with `eod`.
+
+        Raises:
+            InvalidRequest: more prompts, or a longer one, than fit; a tokenizer without `eod`.
+        """
+        longest = max(map(len, batch_prompt_tokens_list), default=0)
+        if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
+            raise InvalidRequest(
+                f"{len(batch_prompt_tokens_list)} prompts of up to {longest} tokens don't fit into "
+                f"{padded_batch_size} x {padded_sequence_length}"
+            )
+        eod = eod_of(self._translation.need_tokenizer("padding"))
+        if eod is None:
+            raise InvalidRequest("prompts are padded with the tokenizer's eod, and it has none")
+        padded = torch.full((padded_batch_size, padded_sequence_length), eod)
+        for row, tokens in zip(padded, batch_prompt_tokens_list, strict=False):
+            row[: len(tokens)] = torch.tensor(tokens)
+        return padded
+
+    def unpad_input_prompt_tokens(
+        self, padded_batch_prompt_tokens: Tensor, original_batch_size: int
+    ) -> Tensor:
+        """The first `original_batch_size` rows."""
+        return padded_batch_prompt_tokens[:original_batch_size]
+
+    def prep_inference_input(
+        self,
+        prompts_tokens: Tensor,
+        active_requests: Mapping[int, InferenceRequest] | None = None,
+        use_attention_mask: bool = False,
+    ) -> dict[str, Any]:
+        """A forward's inputs, for a loop of one's own: `tokens`, `position_ids`, `attention_mask`.
+
+        Generation here doesn't go through it. A wrapper with a `prep_inference_input` of its own makes them.
+
+        Args:
+            prompts_tokens: `[B, S]`.
+            active_requests: not looked at.
+            use_attention_mask: a causal mask `[1, 1, S, S]`, True where a position is hidden; else None.
+        """
+        own = getattr(self.inference_wrapped_model, "prep_inference_input", None)
+        length, device = prompts_tokens.shape[1], prompts_tokens.device
+        inputs: dict[str, Any] = {}
+        if own is not None:
+            inputs = own(prompts_tokens)
+        else:
+            positions = torch.arange(length, device=device).expand(prompts_tokens.shape)
+            inputs = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
+        if use_attention_mask and inputs.get("attention_mask") is None:
+            hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+            inputs["attention_mask"] = hidden
+        return inputs
+
+    # ---- logits
+
+    def sample_from_logits(
+        self,
+        last_token_logits: Tensor,
+        sampling_params: SamplingParams | None = None,
+        vocab_size: int | None = None,
+        generation_started: Tensor | None = None,
+        top_n_logprobs_dict: TopNDict | None = None,
+        logits: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draw one id per row, row b with sample index b.
+
+        Args:
+            last_token_logits: `[B, V]`; stays as it is.
+            sampling_params: None takes the defaults. With a `seed`, `position` must be given, too.
+            vocab_size: ids from here on are not drawn.
+            generation_started: `[B]` bool; with `skip_prompt_log_probs` only these rows report top-n.
+            top_n_logprobs_dict: with `top_n_logprobs`, gets {text: log-prob} appended at each row's index.
+            logits: `[B, S, V]`, to report the top-n of every position and not of the last alone.
+            kwargs: `position`, the absolute position of the token to draw; `common_inference_params`,
+                the former name of `sampling_params`.
+
+        Returns:
+            `[B]` int64.
+        """
+        for name in kwargs:
+            if name not in _KWARGS:
+                raise NotSupported(f"{name}: not known; there are {', '.join(_KWARGS)}")
+        params = kwargs.get("common_inference_params") or sampling_params or SamplingParams()
+        params.check()
+        position = kwargs.get("position")
+        if (params.seed is None) != (position is None):
+            raise InvalidRequest(
+                f"seed={params.seed} and position={position}: give both, or neither for fresh noise"
+            )
+        top_n = params.top_n_logprobs
+        draws = draw_rows(
+            last_token_logits,
+            [params] * len(last_token_logits),
+            seed=draw_seed() if params.seed is None else params.seed,
+            position=position or 0,
+            vocab_size=vocab_size,
+            top_n=top_n if logits is None else 0,
+        )
+        if top_n:
+            if top_n_logprobs_dict is None:
+                raise InvalidRequest(f"top_n_logprobs={top_n} needs a top_n_logprobs_dict")
+            if logits is not None:
+                self._append_prompt(params, logits, top_n_logprobs_dict)
+            else:
+                mask = _reported(params, generation_started, len(draws.ids))
+                self._append(tops_of(draws), mask, top_n_logprobs_dict)
+        return torch.tensor(draws.ids, dtype=torch.int64, device=last_token_logits.device)
+
+    def update_generation_status(
+        self,
+        updated_prompts_tokens: Tensor,
+        generation_started: Tensor,
+        current_context_end_position: int,
+        is_generation_done_tensor: Tensor,
+        generated_sequence_lengths: Tensor,
+        termination_id: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Which rows are done after the token at one position, and how long they are without their end.
+
+        Args:
+            updated_prompts_tokens: `[B, S]`.
+            generation_started, is_generation_done_tensor: `[B]` bool. A prompt's own ids end nothing.
+            generated_sequence_lengths: `[B]`; like all of these, left as it is.
+            termination_id: None takes the tokenizer's `eod`.
+
+        Returns:
+            `[B]` bool and `[B]` int32.
+        """
+        if termination_id is None:
+            termination_id = eod_of(self._translation.need_tokenizer("termination_id=None"))
+        latest = updated_prompts_tokens[:, current_context_end_position]
+        ends = latest == (-1 if termination_id is None else termination_id)
+        done = is_generation_done_tensor | (ends & generation_started)
+        return done, (generated_sequence_lengths + (~done & generation_started)).int()
+
+    def _torch_sampling_func(
+        self,
+        last_token_logits: Tensor,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        """Draw one id per row of `[B, V]` with these three numbers: `[B]` int64."""
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        return self.sample_from_logits(last_token_logits, params, vocab_size)
+
+    def _update_top_n_logprobs_dict(
+        self,
+        top_n_logprobs_this_step: Tensor,
+        top_n_logprobs_indices: Tensor,
+        mask: Tensor,
+        top_n_logprobs_dict: TopNDict,
+    ) -> None:
+        """Append {text: log-prob} for each row of `[B, n]` that `mask` `[B]` takes."""
+        columns = zip(
+            top_n_logprobs_indices.tolist(), top_n_logprobs_this_step.tolist(), strict=True
+        )
+        tops = [list(zip(ids, values, strict=True)) for ids, values in columns]
+        self._append(tops, mask.tolist(), top_n_logprobs_dict)
+
+    def _append_prompt(self, params: SamplingParams, logits: Tensor, into: TopNDict) -> None:
+        if params.skip_prompt_log_probs:
+            raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
+        for row, of_row in enumerate(logits):
+            tops = top_of_rows(of_row, params.top_n_logprobs)
+            into.setdefault(row, []).extend(self._translation.by_text(tops))
+
+    def _append(self, tops: list[TopLogprobs], mask: Sequence[bool], into: TopNDict) -> None:
+        entries = self._translation.by_text(tops)
+        for row, (entry, wanted) in enumerate(zip(entries, mask, strict=True)):
+            if wanted:
+                into.setdefault(row, []).append(entry)
+
+    # ---- a batch at once
+
+    def generate_all_output_tokens_static_batch(
+        self,
+        active_requests: dict[int, InferenceRequest],
+        active_streams: Mapping[Any, AsyncStream] | None = None,
+    ) -> dict[int, InferenceRequest]:
+        """Generate for all requests, each with its own params, and write down what became of them.
+
+        Requests without a seed share one number from torch's default generator; request i of the batch
+        draws with sample index i. One with a seed of its own draws as if it were alone.
+
+        Args:
+            active_requests: by id, in order.
+            active_streams: by the id of a request; each gets its partial results. A reader that leaves
+                ends its request.
+
+        Returns:
+            `active_requests`.
+
+        Raises:
+            InvalidRequest: before any forward runs, for whatever is at fault.
+        """
+        return run_static_batch(self._translation, active_requests, active_streams or {})
+
+    def stream_tokens(
+        self,
+        sampling_params: SamplingParams,
+        request_ids: Sequence[int],
+        requests: Sequence[InferenceRequest],
+        streams: Sequence[AsyncStream],
+        generation_started: Sequence[bool] | Tensor,
+        is_generation_done: Sequence[bool] | Tensor,
+        tokens: Sequence[Tensor] | Tensor,
+        prompt_lengths: Sequence[int] | Tensor,
+        generated_lengths: Sequence[int] | Tensor,
+        output_log_probs: Sequence[Tensor | None] | Tensor | None,
+    ) -> None:
+        """Put what each request has so far into its stream; for a loop of one's own.
+
+        Args:
+            tokens: a row `[S]` each, prompt and completion.
+            output_log_probs: a row `[S - 1]` each, of the tokens from the second on; or None.
+        """
+        for row, (number, request, stream) in enumerate(
+            zip(request_ids, requests, streams, strict=True)
+        ):
+            if not generation_started[row] or sampling_params.num_tokens_to_generate == 0:
+                continue
+            start, length = int(prompt_lengths[row]), int(generated_lengths[row])
+            of_row = None if output_log_probs is None else output_log_probs[row]
+            streaming.put(
+                self._translation,
+                sampling_params,
+                number,
+                request,
+                stream,
+                tokens[row][:start].tolist(),
+                tokens[row][start : start + length].tolist(),
+                None if of_row is None else of_row[start - 1 :][:length].tolist(),
+            )
+            if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
+                stream.finish()
+
+    # ---- step by step
+
+    async def async_generate_output_tokens_dynamic_batch(
+        self, skip_bookkeeping: bool | None = False
+    ) -> dict[str, Any] | None:
+        """One step for all requests of `inference_context`; None where there are none.
+
+        The step is made in a thread, so the event loop goes on. Should the call be cancelled, what its
+        step brought comes with the next one.
+
+        Args:
+            skip_bookkeeping: only look what the step would sample; the next call samples the same.
+
+        Returns:
+            A dictionary of
+            `active_request_ids`: requests that got a token, `[A]` int64;
+            `sample`: those tokens, `[A]` int64;
+            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that asks for none; None
+            where no request asks;
+            `finished_request_ids`: requests that have ended, each named once, `[F]` int64;
+            `newly_paused_request_ids`: requests that lost their blocks and wait, `[P]` int64;
+            `cuda_graph_request_count`: None.
+        """
+        context = self.inference_context
+        if skip_bookkeeping:
+            return await asyncio.to_thread(context.peek)
+        await asyncio.to_thread(context.step)
+        return context.collect(self._stop)
+
+    def generate_output_tokens_dynamic_batch(
+        self, loop: asyncio.AbstractEventLoop | None = None
+    ) -> dict[str, Any] | None:
+        """`async_generate_output_tokens_dynamic_batch` for callers without a coroutine.
+
+        Args:
+            loop: run it there, be it running in another thread or not; None makes the step right here.
+
+        Raises:
+            VerbatimError: the calling thread runs `loop`, and would wait for itself.
+        """
+        if loop is None:
+            self.inference_context.step()
+            return self.inference_context.collect(self._stop)
+        if not loop.is_running():
+            return loop.run_until_complete(self.async_generate_output_tokens_dynamic_batch())
+        if _runs_here(loop):
+            raise VerbatimError(
+                "this event loop is running here; await async_generate_output_tokens_dynamic_batch()"
+            )
+        step = self.async_generate_output_tokens_dynamic_batch()
+        return asyncio.run_coroutine_threadsafe(step, loop).result()
+
+    def dummy_forward(self) -> None:
+        """Run the model once for nobody, on the scratch block; no request notices."""
+        dummy_forward(self._translation.llm._driver)
+
+
+def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:
+    """Which rows report their top-n."""
+    if not params.skip_prompt_log_probs:
+        return [True] * count
+    if started is None:
+        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
+    return [bool(value) for value in started]
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -1,0 +1,206 @@
+"""`SamplingParams` with Megatron's fields and what they mean there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import SamplingParams as HouseParams
+
+_SWITCHES = (
+    "return_log_probs",
+    "skip_prompt_log_probs",
+    "return_segments",
+    "return_prompt_top_n_logprobs",
+    "add_BOS",
+    "detokenize_stop_sequence",
+    "return_prompt_tokens",
+    "detokenize_generations",
+    "no_early_termination",
+    "no_detokenize_streaming_text",
+)
+
+# Fields that mean something only between Megatron's processes: the one value that is taken, and why.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "streaming": (False, "there is no reply socket; pass an AsyncStream in active_streams"),
+    "streaming_interval": (1, "there is no reply socket; a stream gets every step's tokens"),
+    "do_kv_handoff": (False, "KV blocks are not handed to another engine"),
+}
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """What one request asks for, under Megatron's names.
+
+    The fields may be changed until the request is handed in, when they are checked again. A name that is
+    not a field can't be set.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the largest logit.
+        top_k: keep the k largest logits; 0 keeps all; 1 takes the largest, whatever the temperature.
+        top_p: keep the fewest tokens that reach this probability; 0.0 and 1.0 keep all. Together with
+            `top_k` the k largest are kept first.
+        return_log_probs: report log-probs of the raw distribution, of the prompt and of what is generated.
+        skip_prompt_log_probs: leave the prompt's log-probs and top-n out.
+        return_segments: report the text of every token, `segments` and `generated_segments`.
+        num_tokens_to_generate: at most this many new tokens, 0 included; more than the length limit leaves
+            are clamped to it with a warning. None means up to the limit.
+        num_tokens_total: the same for prompt and completion together; only one of both may be given.
+        termination_id: ends the completion; None takes the tokenizer's `eod`, -1 none.
+        top_n_logprobs: report the n likeliest tokens of every position as {text: log-prob}.
+        return_prompt_top_n_logprobs: deprecated. It follows from the two fields above it.
+        add_BOS: begin a prompt given as text with the tokenizer's `bos`; without, it begins with none.
+            Prompts given as ids are taken as they are.
+        stop_words: strings that end the completion. The text is cut before them, the ids are not.
+        detokenize_stop_sequence: leave the stop word, or the `eod`, in the text.
+        return_prompt_tokens: taken and always done: a request that has ended holds its prompt's ids.
+        detokenize_generations: False leaves the text to the caller.
+        streaming, streaming_interval, do_kv_handoff: refused unless they are at their defaults.
+        seed: of the noise, in [0, 2**63); None draws one number a batch from torch's default generator.
+        no_early_termination: go on past the termination id.
+        no_detokenize_streaming_text: send ids and no text to streams.
+
+    Raises:
+        InvalidRequest: a value out of its range, or two that contradict each other.
+        NotSupported: a field that has no meaning here.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = False
+    return_segments: bool = False
+    num_tokens_to_generate: int | None = None
+    num_tokens_total: int | None = None
+    termination_id: int | None = None
+    top_n_logprobs: int = 0
+    return_prompt_top_n_logprobs: bool = False
+    add_BOS: bool = False  # noqa: N815
+    stop_words: list[str] | None = None
+    detokenize_stop_sequence: bool = False
+    return_prompt_tokens: bool = False
+    detokenize_generations: bool = True
+    streaming: bool = False
+    streaming_interval: int = 1
+    do_kv_handoff: bool = False
+    seed: int | None = None
+    no_early_termination: bool = False
+    no_detokenize_streaming_text: bool = False
+
+    def __post_init__(self) -> None:
+        self._settle(asked_for_prompt_top_n=self.return_prompt_top_n_logprobs)
+
+    def add_attributes(self, attribute_value_pair: Mapping[str, Any]) -> None:
+        """Set several fields at once.
+
+        Raises:
+            NotSupported: a name that is not a field; nothing is set then.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in attribute_value_pair:
+            if name not in known:
+                raise NotSupported(f"{name}: not a field; there are {', '.join(sorted(known))}")
+        for name, value in attribute_value_pair.items():
+            setattr(self, name, value)
+        self._settle(
+            asked_for_prompt_top_n=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
+        )
+
+    def check(self) -> None:
+        """Refuse what can't be served; called again when a request is handed in."""
+        for name, (allowed, why) in _REFUSED.items():
+            if getattr(self, name) != allowed:
+                raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, 0)
+        _integer("top_n_logprobs", self.top_n_logprobs, 0)
+        _integer("num_tokens_to_generate", self.num_tokens_to_generate, 0, optional=True)
+        _integer("num_tokens_total", self.num_tokens_total, 0, optional=True)
+        _integer("termination_id", self.termination_id, -1, optional=True)
+        _integer("seed", self.seed, 0, 2**63 - 1, optional=True)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise InvalidRequest(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
+                f"num_tokens_total={self.num_tokens_total}: give one of them"
+            )
+        if self.stop_words is not None and not isinstance(self.stop_words, list | tuple):
+            raise InvalidRequest(f"stop_words={self.stop_words!r}: must be a list of strings")
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Does anything of the prompt's positions come back?"""
+        return not self.skip_prompt_log_probs and (self.return_log_probs or self.top_n_logprobs > 0)
+
+    def sampling(self) -> dict[str, Any]:
+        """The three that shape a draw, as the house's own fields."""
+        if self.top_k == 1:
+            return {"temperature": 0.0}
+        return {
+            "temperature": float(self.temperature),
+            "top_k": self.top_k,
+            "top_p": float(self.top_p) or 1.0,
+        }
+
+    def house(
+        self, *, max_tokens: int | None, termination_id: int | None, seed: int
+    ) -> HouseParams:
+        """The same as the house's own params, which check the rest."""
+        top_n = self.top_n_logprobs
+        return HouseParams(
+            **self.sampling(),
+            max_tokens=max_tokens,
+            stop=tuple(self.stop_words or ()),
+            stop_token_ids=() if termination_id is None else (termination_id,),
+            include_stop_str_in_output=self.detokenize_stop_sequence,
+            ignore_eos=True,  # the termination id alone ends a completion
+            seed=seed,
+            logprobs=top_n or None,
+            prompt_logprobs=top_n if self.reports_prompt else None,
+        )
+
+    def _settle(self, *, asked_for_prompt_top_n: bool) -> None:
+        self.check()
+        follows = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
+        if asked_for_prompt_top_n:
+            if not follows:
+                raise InvalidRequest(
+                    "return_prompt_top_n_logprobs=True needs top_n_logprobs above 0 and "
+                    f"skip_prompt_log_probs=False; they are {self.top_n_logprobs} and "
+                    f"{self.skip_prompt_log_probs}"
+                )
+            warnings.warn(
+                "return_prompt_top_n_logprobs is deprecated: it follows from top_n_logprobs and "
+                "skip_prompt_log_probs",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+        self.return_prompt_top_n_logprobs = follows
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not low <= value <= high:
+        upper = "" if high == math.inf else f" to {high:g}"
+        raise InvalidRequest(f"{name}={value!r}: must be a number, {low:g}{upper or ' or more'}")
+
+
+def _integer(
+    name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False
+) -> None:
+    if value is None and optional:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        upper = " or more" if high is None else f" to {high}"
+        none = ", or None" * optional
+        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}{none}")

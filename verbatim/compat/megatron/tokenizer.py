@@ -1,0 +1,133 @@
+"""Two kinds of tokenizers: Hugging Face's, and Megatron's (`tokenize`, `detokenize`, `bos`, `eod`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from verbatim.errors import InvalidRequest
+from verbatim.text.detokenizer import Detokenizer
+from verbatim.text.tokenizer import Tokenizer
+
+
+def is_megatron(tokenizer: Any) -> bool:
+    """Megatron's kind; a transformers tokenizer has a `tokenize`, too, but it gives strings."""
+    return hasattr(tokenizer, "detokenize")
+
+
+def bos_of(tokenizer: Any) -> int | None:
+    """The id that begins a text; None where there is none."""
+    return _id(tokenizer, "bos" if is_megatron(tokenizer) else "bos_token_id")
+
+
+def eod_of(tokenizer: Any) -> int | None:
+    """The id that ends a document; None where there is none."""
+    return _id(tokenizer, "eod" if is_megatron(tokenizer) else "eos_token_id")
+
+
+def tokenize(tokenizer: Any, prompt: str, add_BOS: bool) -> list[int]:
+    """Ids of a prompt, with exactly one `bos` before them or with none.
+
+    Raises:
+        InvalidRequest: a `bos` is asked for and the tokenizer has none.
+    """
+    bos = bos_of(tokenizer)
+    if add_BOS and bos is None:
+        raise InvalidRequest("add_BOS=True: the tokenizer has no bos")
+    if is_megatron(tokenizer):
+        ids = [int(i) for i in tokenizer.tokenize(prompt)]
+    else:
+        ids = Tokenizer(tokenizer).encode(prompt)
+    first = next((place for place, i in enumerate(ids) if i != bos), len(ids))
+    return ids[first:] if bos is None or not add_BOS else [bos, *ids[first:]]
+
+
+def detokenize(
+    tokenizer: Any,
+    tokens: Sequence[int],
+    remove_EOD: bool,
+    skip_special_tokens: bool,
+) -> str:
+    """The text of ids; the `eod`s at the end go if `remove_EOD`."""
+    ids, eod = list(tokens), eod_of(tokenizer)
+    while remove_EOD and ids and ids[-1] == eod:
+        ids.pop()
+    if not is_megatron(tokenizer):
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+    if _takes(tokenizer.detokenize, "skip_special_tokens"):
+        return str(tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens))
+    return str(tokenizer.detokenize(ids))
+
+
+class Segments:
+    """The text of each token of a completion; joined, the text of all.
+
+    A character made of several tokens belongs to the one that completes it.
+
+    Args:
+        prompt: ids before the completion.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self.texts: list[str] = []
+        self._text = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt_tail_ids=list(prompt)
+        )
+
+    def extend(self, tokens: Sequence[int], *, last: bool) -> None:
+        """The next tokens; with the last of them, what is left open becomes text."""
+        self.texts += [self._text.push(token) for token in tokens]
+        if last and self.texts:
+            self.texts[-1] += self._text.flush()
+
+
+def wrap(tokenizer: Any) -> Tokenizer:
+    """The house's view of either kind."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    return Tokenizer(_LookAlike(tokenizer) if is_megatron(tokenizer) else tokenizer)
+
+
+class _LookAlike:
+    """Megatron's kind with the methods of a transformers tokenizer that the house asks for."""
+
+    clean_up_tokenization_spaces = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id = bos_of(tokenizer)
+        self.eos_token_id = eod_of(tokenizer)
+        self.all_special_ids = [i for i in (self.bos_token_id, self.eos_token_id) if i is not None]
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.vocab_size)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [int(i) for i in self._tokenizer.tokenize(text)]}
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return detokenize(self._tokenizer, ids, remove_EOD=False, skip_special_tokens=False)
+
+
+def _id(tokenizer: Any, name: str) -> int | None:
+    try:  # Megatron's base class raises for what a tokenizer doesn't have
+        value = getattr(tokenizer, name)
+    except (AttributeError, NotImplementedError):
+        return None
+    return None if value is None or value < 0 else int(value)
+
+
+def _takes(function: Any, name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function without a signature, of C
+        return False
+    return name in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

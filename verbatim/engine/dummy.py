@@ -1,0 +1,69 @@
+"""Steps that leave no trace: a forward for nobody, and a look at what the next step would draw."""
+
+from __future__ import annotations
+
+import torch
+
+from verbatim.batch import SCRATCH_BLOCK, Batch
+from verbatim.core import Request
+from verbatim.engine.draw import draw
+from verbatim.engine.driver import Driver
+from verbatim.engine.traffic import Mode
+from verbatim.errors import VerbatimError
+
+
+def dummy_batch() -> Batch:
+    """The smallest batch there is: one row of a sequence that lives in the scratch block."""
+    return Batch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=torch.ones(1, dtype=torch.int32),
+        block_tables=torch.full((1, 1), SCRATCH_BLOCK, dtype=torch.int32),
+        logit_rows=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def dummy_forward(driver: Driver) -> None:
+    """Run the model for nobody, as a rank without requests must, between two steps.
+
+    Raises:
+        EngineClosed: the engine is closed.
+        VerbatimError: it sleeps.
+    """
+    traffic = driver._traffic
+    with traffic.guest():
+        traffic.check_open()
+        if driver._asleep:
+            raise VerbatimError("the engine sleeps; call wake() first")
+        driver.engine.runner.forward(dummy_batch())
+
+
+def peek(driver: Driver) -> list[tuple[Request, int, float]]:
+    """What the next step would draw: request, id and raw log-prob of each sequence that has a row.
+
+    Nothing counts before commit, so the step that follows computes and draws the same once more.
+    Nothing is drawn while the engine is paused.
+
+    Raises:
+        EngineClosed: the engine is closed.
+    """
+    traffic, engine = driver._traffic, driver.engine
+    with traffic.guest():
+        traffic.check_open()
+        traffic.settle()
+        work = None if traffic.mode is Mode.PAUSED else engine.scheduler.schedule()
+        if work is None:
+            return []
+        try:
+            forward = engine.runner.forward(work.batch)
+            draws = draw(engine.runner, forward, work.chunks, engine.fail)
+        finally:
+            engine.scheduler.interrupted(work)
+            traffic.settle()
+        rows = [
+            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
+            for chunk in work.chunks
+            if chunk.draws and not chunk.sequence.request.finished
+        ]
+        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
