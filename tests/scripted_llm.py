@@ -1,10 +1,14 @@
-"""An engine that is a script, and the commands run against it."""
+"""An engine that is a script, and the commands run against it.
+
+A word takes it a second; its beams are all alike and come at the end; it has two experts in one layer.
+"""
 
 from __future__ import annotations
 
 import signal
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import verbatim
@@ -19,6 +23,7 @@ class ScriptedLLM:
     """Says WORDS, one token each, and remembers what it was asked."""
 
     WORDS = ("Once ", "there ", "was ", "a 🦊.")
+    num_found = 4096  # beams that a search finds at most
     last = None
 
     def __init__(self, model=None, **settings):
@@ -61,35 +66,48 @@ class ScriptedLLM:
         return self._deltas("chat", params)
 
     def _deltas(self, prompt, params):
-        words = self.WORDS[: params.max_tokens]
+        in_time = len(self.WORDS) if params.timeout_s is None else int(params.timeout_s)
+        words = self.WORDS[: params.max_tokens][:in_time]
+        beams = params.num_beams > 1
+        found = range(min(params.n, self.num_found) if beams else params.n)
         try:
             for number, word in enumerate(words):
                 if number + 1 == self.interrupt_after:
                     signal.raise_signal(signal.SIGINT)
-                for index in range(params.n):
+                for index in () if beams else found:
                     yield Delta("r", index, word, [number], [-0.5], [0.0], None)
-            stopped = FinishReason.STOP if words == self.WORDS else FinishReason.LENGTH
-            outputs = [
-                Completion(
-                    index=i,
-                    sample_index=i,
-                    text="".join(words),
-                    token_ids=list(range(len(words))),
-                    logprobs=[-0.5] * len(words),
-                    sampled_logprobs=[0.0] * len(words),
-                    top_logprobs=[[(3, float("-inf"))]],
-                    finish_reason=stopped,
-                    stop_reason=(5, 6),
-                    seed=11,
-                )
-                for i in range(params.n)
-            ]
+            for index in found if beams else ():
+                yield Delta("r", index, "".join(words), list(range(len(words))), [], None, None)
+            outputs = [self._completion(index, words, params) for index in found]
             ids = prompt if isinstance(prompt, list) else [1, 2]
             yield Delta("r", 0, "", [], [], [], None,
                         result=Result("r", None, ids, None, None, outputs, 0, Metrics(), 0))  # fmt: skip
         except GeneratorExit:
             self.aborted = True
             raise
+
+    def _completion(self, index, words, params):
+        if words == self.WORDS:
+            reason = FinishReason.STOP
+        elif params.max_tokens is not None and len(words) == params.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            reason = FinishReason.TIMEOUT
+        beams = params.num_beams > 1
+        return Completion(
+            index=index,
+            sample_index=index,
+            text="".join(words),
+            token_ids=list(range(len(words))),
+            logprobs=[-0.5] * len(words),
+            sampled_logprobs=None if beams else [0.0] * len(words),
+            top_logprobs=[[(3, float("-inf"))]],
+            finish_reason=reason,
+            stop_reason=(5, 6),
+            seed=11 if params.seed is None else params.seed,
+            score=-0.5 if beams else None,
+            routing=torch.ones(2, 1, 2, dtype=torch.int16) if params.record_routing else None,
+        )
 
 
 def interrupted_after(words):

@@ -61,7 +61,11 @@ def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        (dict(json_schema={}, regex="a"), InvalidRequest, "json_schema and regex: .* one structure"),
+        (
+            dict(json_schema={}, regex="a"),
+            InvalidRequest,
+            "json_schema and regex: .* one structure",
+        ),
         (dict(json_schema="{"), InvalidRequest, "json_schema is no JSON schema"),
         (dict(json_schema=[1]), InvalidRequest, "a schema is an object, true or false"),
         (dict(regex=""), InvalidRequest, "regex=''"),

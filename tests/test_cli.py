@@ -10,14 +10,25 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from scripted_llm import ScriptedLLM, interrupted_after, run
 
 import verbatim
-from verbatim.cli.generate import generate
-from verbatim.cli.options import MODEL, SAMPLING, SEVERAL
-from verbatim.core import Completion, Result
-from verbatim.params import _NOT_BUILT, SamplingParams
+from verbatim.cli.generate import generate, to_json
+from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
+from verbatim.core import Completion, Metrics, Result
+from verbatim.params import STRUCTURES, SamplingParams
+
+# What can't be said on a command line, or makes no sense where one request runs alone.
+LEFT_ALONE = {
+    "logits_processors",  # Python functions
+    "hidden_states",  # arrays of a size that nobody reads as JSON
+    "replay_routing",  # an array that Python recorded
+    "priority",  # no other request waits
+    "cache_salt",  # nor shares a prefix
+    "draft",  # nothing drafts
+}
 
 
 def test_text_goes_to_stdout_and_the_counts_to_stderr():
@@ -30,18 +41,18 @@ def test_text_goes_to_stdout_and_the_counts_to_stderr():
     assert ScriptedLLM.last.closed
 
 
-def test_every_sampling_option_that_is_built_reaches_the_request():
+def test_every_sampling_option_reaches_the_request():
     values = {
         "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
         "seed": "5", "repetition_penalty": "1.1", "presence_penalty": "0.2",
         "frequency_penalty": "-0.3", "min_tokens": "1", "max_tokens": "3", "n": "2",
-        "logprobs": "4", "prompt_logprobs": "0",
+        "logprobs": "4", "prompt_logprobs": "0", "timeout_s": "2.5",
     }  # fmt: skip
     args = [part for name, value in values.items() for part in (_flag(name), value)]
     args += ["--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--bad-words", "x", "--stop", "END"]
     args += ["--stop", "|", "--stop-token-ids", "9", "--stop-token-ids", "8", "--ignore-eos"]
     args += ["--allowed-token-ids", "7", "--include-stop-str-in-output"]
-    args += ["--no-skip-special-tokens", "--json"]
+    args += ["--no-skip-special-tokens", "--record-routing", "--json"]
     assert run("generate", "Hello", *args).exit_code == 0
     params = ScriptedLLM.last.params[0]
     assert params == SamplingParams(
@@ -50,14 +61,27 @@ def test_every_sampling_option_that_is_built_reaches_the_request():
         max_tokens=3, n=2, logprobs=4, prompt_logprobs=0, logit_bias={5: -1.5, 6: 2.0},
         bad_words=["x"], stop=["END", "|"], stop_token_ids=[9, 8], ignore_eos=True,
         allowed_token_ids=[7], include_stop_str_in_output=True,
-        skip_special_tokens=False,
+        skip_special_tokens=False, record_routing=True, timeout_s=2.5,
     )  # fmt: skip
-    left_alone = [
+    # The others exclude some of these, and each other.
+    beams = ("--num-beams", "3", "--length-penalty", "-0.5", "--early-stopping", "never")
+    assert run("generate", "Hello", "--seed", "5", *beams).exit_code == 0
+    searched = ScriptedLLM.last.params[0]
+    assert searched == SamplingParams(
+        max_tokens=256, seed=5, num_beams=3, length_penalty=-0.5, early_stopping="never"
+    )
+    reached = (
+        _set_in(params) | _set_in(searched) | set(STRUCTURES)
+    )  # those have a test of their own
+    assert {field.name for field in dataclasses.fields(params)} - reached == LEFT_ALONE
+
+
+def _set_in(params):
+    return {
         field.name
         for field in dataclasses.fields(params)
-        if getattr(params, field.name) == getattr(SamplingParams(), field.name)
-    ]
-    assert sorted(left_alone) == sorted([*_NOT_BUILT, "draft"])  # nothing drafts yet
+        if getattr(params, field.name) != getattr(SamplingParams(), field.name)
+    }
 
 
 def _flag(name):
@@ -66,9 +90,65 @@ def _flag(name):
 
 def test_what_is_left_out_keeps_the_defaults_of_python_and_256_tokens():
     run("generate", "Hello")
-    assert ScriptedLLM.last.params == [SamplingParams(max_tokens=256)]
+    (params,) = ScriptedLLM.last.params
+    assert params == SamplingParams(max_tokens=256, seed=params.seed)
     assert ScriptedLLM.last.model is None
     assert ScriptedLLM.last.settings == {}
+
+
+def test_a_seed_is_drawn_where_none_is_given():
+    def seed(*args):
+        done = run("generate", "Hello", *args)
+        (params,) = ScriptedLLM.last.params
+        assert f", seed {params.seed}, finish: stop\n" in done.stderr
+        return params.seed
+
+    assert seed("--seed", "5") == 5
+    first, second = seed(), seed()
+    assert first != second
+    assert max(first, second) < 2**53
+
+
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}}}'
+GRAMMAR = 'start: "yes" | "no"\n'
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--json-schema", SCHEMA], {"json_schema": SCHEMA}),
+        (["--json-schema", "true"], {"json_schema": True}),
+        (["--regex", "@[a-z]+"], {"regex": "@[a-z]+"}),
+        (["--grammar", GRAMMAR], {"grammar": GRAMMAR}),
+        (["--choice", "a cat", "--choice", "@dog"], {"choice": ["a cat", "@dog"]}),
+    ],
+)
+def test_a_structure_reaches_the_request(command, args, expected):
+    prompt = ["Hello"] if command == "generate" else []
+    assert run(command, *prompt, *args, input=b"Hello\n").exit_code == 0
+    params, wanted = ScriptedLLM.last.params[0], SamplingParams(**expected)
+    assert {name: getattr(params, name) for name in STRUCTURES} == {
+        name: getattr(wanted, name) for name in STRUCTURES
+    }
+
+
+def test_schemas_and_grammars_can_be_files(tmp_path):
+    schema, grammar = tmp_path / "name.json", tmp_path / "answer.lark"
+    schema.write_text(SCHEMA + "\n")
+    grammar.write_text('start: "🦊"\n', encoding="utf-8")
+    run("generate", "Hello", "--json-schema", f"@{schema}")
+    assert ScriptedLLM.last.params[0].json_schema == SCHEMA
+    run("generate", "Hello", "--grammar", f"@{grammar}")
+    assert ScriptedLLM.last.params[0].grammar == 'start: "🦊"'
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("False", False), ("never", "never"), ("NEVER", "never")]
+)
+def test_early_stopping_is_a_bool_or_never(text, value):
+    run("generate", "Hello", "--num-beams", "2", "--early-stopping", text)
+    assert ScriptedLLM.last.params[0].early_stopping is value
 
 
 def test_model_options_reach_the_engine():
@@ -106,6 +186,23 @@ def test_json_is_one_object_with_the_fields_of_a_result():
     assert (output["stop_reason"], output["top_logprobs"]) == ([5, 6], [[[3, None]]])
 
 
+def test_json_carries_the_routing_and_the_score_of_beams():
+    def output(*args):
+        return json.loads(run("generate", "Hello", "--json", *args).stdout)["outputs"][0]
+
+    routed = output("--record-routing")
+    assert routed["routing"] == [[[1, 1]], [[1, 1]]]
+    assert (routed["score"], routed["hidden_states"]) == (None, None)
+    beam = output("--num-beams", "2")
+    assert (beam["score"], beam["sampled_logprobs"], beam["routing"]) == (-0.5, None, None)
+
+
+def test_tensors_in_json_are_nested_lists():
+    states = torch.tensor([[0.5, float("inf")], [1.0, -2.0]], dtype=torch.bfloat16)
+    result = Result("r", None, [1], None, None, [], 0, Metrics(), 0, prompt_hidden_states=states)
+    assert json.loads(to_json(result))["prompt_hidden_states"] == [[0.5, None], [1.0, -2.0]]
+
+
 def test_several_completions_are_printed_apart():
     done = run("generate", "Hello", "--n", "2", "--max-tokens", "2")
     assert done.stdout == "--- 1 of 2 ---\nOnce there \n--- 2 of 2 ---\nOnce there \n"
@@ -113,12 +210,36 @@ def test_several_completions_are_printed_apart():
     assert done.stderr.endswith("finish: length, length\n")
 
 
+def test_beams_are_counted_as_they_were_found():
+    class TwoFound(ScriptedLLM):
+        num_found = 2
+
+    args = ("generate", "Hello", "--num-beams", "4", "--max-tokens", "1")
+    assert run(*args, engine=TwoFound).stdout == "Once \n"
+    done = run(*args, "--n", "3", engine=TwoFound)
+    assert done.stdout == "--- 1 of 2 ---\nOnce \n--- 2 of 2 ---\nOnce \n"
+    assert done.stderr.endswith("finish: length, length\n")
+
+
+def test_ctrl_c_ends_a_beam_search_at_once():
+    done = run("generate", "Hello", "--num-beams", "4", engine=interrupted_after(2))
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "verbatim: interrupted\n"
+    assert ScriptedLLM.last.closed
+
+
+def test_time_that_is_over_is_a_finish_reason():
+    done = run("generate", "Hello", "--timeout-s", "2.5")
+    assert (done.exit_code, done.stdout) == (0, "Once there \n")
+    assert done.stderr.endswith("finish: timeout\n")
+
+
 def test_ctrl_c_prints_what_there_is_and_ends_the_request():
     before = signal.getsignal(signal.SIGINT)
     done = run("generate", "Hello", engine=interrupted_after(2))
     assert (done.exit_code, done.stdout) == (130, "Once there \n")
     assert "2 new tokens" in done.stderr
-    assert done.stderr.endswith("interrupted\n")
+    assert done.stderr.endswith(f", seed {ScriptedLLM.last.params[0].seed}, interrupted\n")
     assert ScriptedLLM.last.aborted
     assert ScriptedLLM.last.closed
     assert signal.getsignal(signal.SIGINT) is before
@@ -144,7 +265,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
 
 
 def _nothing_given():
-    return {option.name: None for option in (*SAMPLING, *SEVERAL, *MODEL)}
+    return {option.name: None for option in (*SAMPLING, *GENERATE_ONLY, *MODEL)}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +286,21 @@ def _nothing_given():
         (["x", "--model", "missing"], 1, "no folder 'missing': and no such model on the hub"),
         (["--file", "/nowhere/at/all"], 1, "can't read /nowhere/at/all: No such file"),
         (["--file", "/"], 1, "can't read /: Is a directory"),
+        (["x", "--json-schema", "@missing.json"], 1, "can't read @missing.json: No such file"),
+        (["x", "--json-schema", "@"], 1, "can't read @: Is a directory"),
+        (["x", "--grammar", "@/nowhere/at/all"], 1, "can't read @/nowhere/at/all: No such file"),
+        (["x", "--json-schema", "{a"], 1, "json_schema is no JSON schema: Expecting property"),
+        (["x", "--json-schema", "[]"], 1, "json_schema is no JSON schema: a schema is an object"),
+        (["x", "--regex", ""], 1, "regex='': must be a string that is not empty"),
+        (["x", "--choice", ""], 1, "choice=['']: must be a list of strings that are not empty"),
+        (["x", "--regex", "a", "--choice", "a"], 1, "regex and choice: a completion has one"),
+        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be above 0"),
+        (["x", "--num-beams", "0"], 1, "num_beams=0: must be 1 to 64"),
+        (["x", "--num-beams", "2", "--n", "3"], 1, "n=3: at most num_beams=2 are found"),
+        (["x", "--num-beams", "2", "--top-k", "5"], 1, "top_k=5 with num_beams=2: beams search"),
+        (["x", "--length-penalty", "2"], 1, "length_penalty=2.0 is for num_beams above 1"),
+        (["x", "--early-stopping", "maybe"], 2, "--early-stopping 'maybe': must be true, false or"),
+        (["x", "--record-routing"], 2, "--record-routing is only shown with --json"),
         (["--ids", "5 x"], 2, "--ids '5 x': must be integers"),
         (["x", "--ids", "5"], 2, "give one prompt, not PROMPT and --ids"),
         (["x", "--logprobs", "2"], 2, "--logprobs is only shown with --json"),
@@ -201,6 +337,7 @@ def test_no_prompt_at_a_terminal_is_wrong_usage(monkeypatch):
         ("generate", "x", "--n", "two"),
         ("serve",),
         ("chat", "--n", "2"),
+        ("chat", "--num-beams", "2"),
     ],
 )
 def test_unknown_commands_and_options_are_wrong_usage(args):

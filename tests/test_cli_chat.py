@@ -20,13 +20,40 @@ def test_chat_keeps_the_conversation_and_uses_the_models_own_defaults():
     for part in ("temperature=0.7", "top_k=20", "top_p=0.9", "max_tokens=256"):
         assert part in banner
     engine = ScriptedLLM.last
-    assert engine.params[0] == SamplingParams(temperature=0.7, top_k=20, top_p=0.9, max_tokens=256)
+    seed = engine.params[0].seed
+    assert engine.params[0] == SamplingParams(
+        temperature=0.7, top_k=20, top_p=0.9, max_tokens=256, seed=seed
+    )
     roles = [(message["role"], message["content"]) for message in engine.asked[-1]]
     assert roles == [
         ("system", "Be brief."), ("user", "Hi"), ("assistant", "Once there was a 🦊."),
         ("user", "More"),
     ]  # fmt: skip
     assert engine.closed
+
+
+def test_every_turn_tells_its_seed():
+    done = run("chat", input=b"Hi\nMore\n")
+    seeds = [params.seed for params in ScriptedLLM.last.params]
+    assert seeds[0] != seeds[1]
+    assert [line for line in done.stderr.splitlines() if "seed" in line] == [
+        f"(seed {seed})" for seed in seeds
+    ]
+    done = run("chat", "--seed", "5", input=b"Hi\nMore\n")
+    assert done.stderr.splitlines()[-2:] == ["(seed 5)", "(seed 5)"]
+
+
+def test_chat_says_when_the_time_is_over():
+    done = run("chat", "--timeout-s", "2", "--seed", "5", input=b"Hi\n")
+    assert (done.exit_code, done.stdout) == (0, "Once there \n")
+    assert done.stderr.endswith("(out of time after 2 tokens, seed 5)\n")
+
+
+def test_chat_shows_the_beginning_of_a_long_grammar():
+    done = run("chat", "--grammar", 'start: "yes" | "no" ' + "| x" * 1000, input=b"Hi\n")
+    banner = done.stderr.splitlines()[0]
+    assert """grammar='start: "yes" |""" in banner
+    assert len(banner) < 300
 
 
 def test_chat_survives_a_prompt_that_is_too_long():
@@ -41,7 +68,7 @@ def test_chat_keeps_the_partial_answer_after_ctrl_c():
     done = run("chat", input=b"Hi\nMore\n", engine=interrupted_after(2))
     assert done.exit_code == 0
     assert done.stdout == "Once there \nOnce there was a 🦊.\n"
-    assert "(interrupted)" in done.stderr
+    assert f"(interrupted, seed {ScriptedLLM.last.params[0].seed})" in done.stderr
     assert ScriptedLLM.last.asked[-1][1] == {"role": "assistant", "content": "Once there "}
 
 
@@ -50,7 +77,7 @@ def test_chat_commands():
     assert done.exit_code == 0
     assert [len(messages) for messages in ScriptedLLM.last.asked] == [1, 1]
     assert "no command /bogus" in done.stderr
-    assert "(cut after 1 tokens)" in done.stderr
+    assert "(cut after 1 tokens, seed " in done.stderr
 
 
 def test_chat_refuses_bad_options_and_binary_lines():

@@ -18,6 +18,7 @@ from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.params import SamplingParams
 from verbatim.sampling import grammar
 from verbatim.sampling.grammar import GrammarCompiler, GrammarState
+from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ def allowed(mask: Tensor) -> list[int]:
 
 
 def walk(
-    state: GrammarState, rng: random.Random, vocabulary: grammar._Vocabulary, limit: int = 300
+    state: GrammarState, rng: random.Random, vocabulary: Vocabulary, limit: int = 300
 ) -> list[int] | None:
     """Ids of a random completion without its end of sequence; None if it would not end."""
     ids: list[int] = []

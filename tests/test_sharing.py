@@ -45,9 +45,7 @@ def llm(folder: Any) -> Iterator[LLM]:
         yield opened
 
 
-def test_eight_samples_compute_their_prompt_once(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_samples_compute_their_prompt_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, prompt = Rows(llm, monkeypatch), random_ids(1000, seed=1)
     params = SamplingParams(n=8, max_tokens=5, seed=4, ignore_eos=True)
     result = llm.generate(prompt, params)[0]

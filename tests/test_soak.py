@@ -24,7 +24,9 @@ def _resident_bytes() -> int:
 
 
 def _draw(rng: random.Random, kinds: list[SamplingParams], i: int) -> tuple[list[int], Any]:
-    stem = random_ids(rng.choice([0, 0, 16, 40]), seed=rng.randrange(3)) if rng.random() < 0.5 else []
+    stem = (
+        random_ids(rng.choice([0, 0, 16, 40]), seed=rng.randrange(3)) if rng.random() < 0.5 else []
+    )
     prompt = stem + random_ids(rng.randint(1, 60), seed=i, high=VOCAB)
     params = rng.choice(kinds).replace(
         seed=i,

@@ -95,7 +95,9 @@ class Completion:
     seed: int  # reproduces this completion, together with `sample_index`
     score: float | None = None  # of a beam: its summed log-probs over its length to the penalty
     hidden_states: Tensor | None = None  # [N, H]: what the head saw when it made each token
-    routing: Tensor | None = None  # [P + N - 1, layers, k] int16: the experts each token was sent to
+    routing: Tensor | None = (
+        None  # [P + N - 1, layers, k] int16: the experts each token was sent to
+    )
 
 
 @dataclass(slots=True)
@@ -123,7 +125,9 @@ class Result:
     num_cached_tokens: int  # prompt tokens whose KV was reused instead of computed
     metrics: Metrics
     weight_version: int
-    prompt_hidden_states: Tensor | None = None  # [P - 1, H]: what the head saw before each prompt token
+    prompt_hidden_states: Tensor | None = (
+        None  # [P - 1, H]: what the head saw before each prompt token
+    )
 
 
 @dataclass(slots=True)
@@ -174,7 +178,9 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
     num_remembered: int = 0  # its first blocks that others can find by their keys
-    candidates: list[Candidate] | None = None  # how a beam may go on, until its request's others know
+    candidates: list[Candidate] | None = (
+        None  # how a beam may go on, until its request's others know
+    )
     score: float = 0.0  # of a beam
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None

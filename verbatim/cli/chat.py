@@ -13,12 +13,12 @@ from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
     SAMPLING,
+    given,
     open_llm,
-    sampling_fields,
+    seeded,
     takes,
 )
 from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
-from verbatim.core import FinishReason
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
 from verbatim.params import SamplingParams
 
@@ -41,7 +41,7 @@ def chat(
     **values: Any,
 ) -> None:
     """Talk with a model. What you leave out comes from the model's own generation config."""
-    fields = sampling_fields(values, SAMPLING)
+    fields = given(values, SAMPLING)
     SamplingParams(**fields)  # refuse what is wrong before a model is opened
     with open_llm(values) as llm:
         conversation = Conversation(llm, _params(llm, fields), system)
@@ -61,11 +61,15 @@ def _described(params: SamplingParams) -> str:
     plain = SamplingParams()
     always = ("temperature", "max_tokens")
     shown = [
-        f"{field.name}={getattr(params, field.name)!r}"
+        f"{field.name}={_short(repr(getattr(params, field.name)))}"
         for field in dataclasses.fields(params)
         if field.name in always or getattr(params, field.name) != getattr(plain, field.name)
     ]
     return "sampling (the model's defaults and your options): " + ", ".join(shown)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class Conversation:
@@ -111,7 +115,8 @@ class Conversation:
         """Stream one answer to stdout; Ctrl-C ends it early."""
         answer = ""
         result: Result | None = None
-        stream = self.llm.chat_stream(messages, self.params)
+        params = seeded(self.params)
+        stream = self.llm.chat_stream(messages, params)
         with interruptible() as interrupt, ending(stream) as deltas:
             for delta in deltas:
                 answer += delta.text
@@ -122,11 +127,17 @@ class Conversation:
                     break
         sys.stdout.write("\n")
         sys.stdout.flush()
-        if result is None:
-            note("(interrupted)")
-        elif result.outputs[0].finish_reason is FinishReason.LENGTH:
-            note(f"(cut after {len(result.outputs[0].token_ids)} tokens)")
+        note(f"({_ended(result)}seed {params.seed})")
         return answer
+
+
+def _ended(result: Result | None) -> str:
+    """What there is to say if an answer did not end by itself; a stop needs no words."""
+    if result is None:
+        return "interrupted, "
+    output = result.outputs[0]
+    how = {"length": "cut", "timeout": "out of time"}.get(output.finish_reason.value)
+    return "" if how is None else f"{how} after {len(output.token_ids)} tokens, "
 
 
 def _lines() -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +15,24 @@ import typer
 
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
+    GENERATE_ONLY,
     MODEL,
     SAMPLING,
-    SEVERAL,
+    given,
     open_llm,
-    sampling_fields,
+    read_text,
+    seeded,
     takes,
 )
-from verbatim.cli.terminal import EXIT_INTERRUPTED, WrongUsage, command, ending, interruptible, note
-from verbatim.errors import InvalidRequest
+from verbatim.cli.terminal import (
+    EXIT_INTERRUPTED,
+    Interrupt,
+    WrongUsage,
+    command,
+    ending,
+    interruptible,
+    note,
+)
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @command
-@takes(*SAMPLING, *SEVERAL, *MODEL)
+@takes(*SAMPLING, *GENERATE_ONLY, *MODEL)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     file: Annotated[
@@ -53,11 +62,11 @@ def generate(
     Text goes to stdout as it is generated; the last line, with counts and speed, to stderr.
     """
     source = _prompt(prompt, file, ids)
-    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling_fields(values, (*SAMPLING, *SEVERAL))
-    for name in ("logprobs", "prompt_logprobs"):
+    fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
+    for name in ("logprobs", "prompt_logprobs", "record_routing"):
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} is only shown with --json")
-    params = SamplingParams(**fields)
+    params = seeded(SamplingParams(**fields))
     with open_llm(values) as llm:
         _run(llm, source, params, as_json)
 
@@ -69,7 +78,9 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
     result: Result | None = None
     live = params.n == 1 and not as_json
     start = time.perf_counter()
-    with interruptible() as interrupt, ending(llm.stream(source, params)) as deltas:
+    # Of a beam search nothing comes before its end: Ctrl-C must not wait for the next delta.
+    watching = interruptible() if params.num_beams == 1 else nullcontext(Interrupt())
+    with watching as interrupt, ending(llm.stream(source, params)) as deltas:
         for delta in deltas:
             texts[delta.index] += delta.text
             counts[delta.index] += len(delta.token_ids)
@@ -88,21 +99,25 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
         if not texts[0].endswith("\n"):
             sys.stdout.write("\n")
     else:
-        for index, text in enumerate(texts):
-            sys.stdout.write(f"--- {index + 1} of {params.n} ---\n{text}\n")
+        if result is not None:  # a beam search may find fewer than n
+            texts = [output.text for output in result.outputs]
+        else:
+            texts = [text for text, count in zip(texts, counts, strict=True) if count]
+        for number, text in enumerate(texts, start=1):
+            sys.stdout.write(f"--- {number} of {len(texts)} ---\n{text}\n")
     sys.stdout.flush()
-    note(_summary(result, sum(counts), seconds))
+    note(_summary(result, params, sum(counts), seconds))
     if result is None:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _summary(result: Result | None, num_new: int, seconds: float) -> str:
+def _summary(result: Result | None, params: SamplingParams, num_new: int, seconds: float) -> str:
     speed = f"{_count(num_new, 'new token')} in {seconds:.2f} s ({num_new / seconds:.0f} tokens/s)"
     if result is None:
-        return f"{speed}, interrupted"
+        return f"{speed}, seed {params.seed}, interrupted"
     finish = ", ".join(str(c.finish_reason.value) for c in result.outputs)
     prompt = _count(len(result.prompt_token_ids), "prompt token")
-    return f"{prompt}, {speed}, seed {result.outputs[0].seed}, finish: {finish}"
+    return f"{prompt}, {speed}, seed {params.seed}, finish: {finish}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -111,17 +126,22 @@ def _count(number: int, noun: str) -> str:
 
 def to_json(value: Any) -> str:
     """A result as one JSON line, its keys the names of its fields; infinities become null."""
-    return json.dumps(_plain(dataclasses.asdict(value)), ensure_ascii=False, allow_nan=False)
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
+    """As JSON knows it: objects, lists, numbers. A tensor is its nested lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return value
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list[int]:
@@ -138,12 +158,12 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     if ids is not None:
         return _parse_ids(ids)
     if file is not None and file != "-":
-        return _read(file, Path(file).read_bytes)
+        return read_text(file, Path(file).read_bytes)
     if sys.stdin is None:
         raise WrongUsage("no prompt: stdin is closed; give it as an argument, by --file or --ids")
     if file is None and sys.stdin.isatty():
         raise WrongUsage("no prompt: give it as an argument, by --file or --ids, or pipe it in")
-    return _read("stdin", sys.stdin.buffer.read)
+    return read_text("stdin", sys.stdin.buffer.read)
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -151,17 +171,3 @@ def _parse_ids(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise WrongUsage(f'--ids {text!r}: must be integers, as "5 17 9"') from None
-
-
-def _read(name: str, read: Callable[[], bytes]) -> str:
-    """The text of a file. The line end that closes a text file is not part of the prompt."""
-    try:
-        text = read().decode()
-    except OSError as error:
-        raise InvalidRequest(f"can't read {name}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise InvalidRequest(
-            f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
-        ) from None
-    return text.removesuffix("\n").removesuffix("\r")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from verbatim.cli.terminal import WrongUsage
+from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,13 +29,17 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option: its Python name, the type typer parses, the panel of the help it stands in."""
+    """One option: its Python name, the type typer parses, the panel of the help it stands in.
+
+    `read` makes the Python value of what typer parsed, where that is not the value itself.
+    """
 
     name: str
     type: Any
     panel: str
     help: str
     metavar: str | None = None
+    read: Callable[[Any], Any] | None = None
 
     @property
     def flags(self) -> str:
@@ -64,7 +71,47 @@ def _defaults() -> SamplingParams:
     return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 
 
+def read_text(name: str, read: Callable[[], bytes]) -> str:
+    """The text of a file. The line end that closes a text file is not part of it."""
+    try:
+        text = read().decode()
+    except OSError as error:
+        raise InvalidRequest(f"can't read {name}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise InvalidRequest(
+            f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _text_or_file(text: str) -> str:
+    return read_text(text, Path(text[1:]).read_bytes) if text.startswith("@") else text
+
+
+def _biases(entries: list[str]) -> dict[int, float]:
+    return dict(_bias(entry) for entry in entries)
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token_id, equals, value = entry.partition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return int(token_id), float(value)
+    except ValueError:
+        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, as 42=-1.5") from None
+
+
+def _early_stopping(text: str) -> bool | str:
+    meanings: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
+    if text.lower() not in meanings:
+        raise WrongUsage(f"--early-stopping {text!r}: must be true, false or never")
+    return meanings[text.lower()]
+
+
 _DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Ending", "Reports"
+_STRUCTURE, _BEAMS = "Structure of the completion (one of these)", "Beam search"
 
 SAMPLING = (
     Option("temperature", float, _DRAWING, "Divide the logits by this; 0 takes the largest."),
@@ -78,7 +125,7 @@ SAMPLING = (
     Option("repetition_penalty", float, _PENALTIES, "Weaken ids seen in prompt or completion."),
     Option("presence_penalty", float, _PENALTIES, "Subtract once from ids in the completion."),
     Option("frequency_penalty", float, _PENALTIES, "Subtract per occurrence in the completion."),
-    Option("logit_bias", list[str], _PENALTIES, "Add VALUE to an id's logit.", "ID=VALUE"),
+    Option("logit_bias", list[str], _PENALTIES, "Add VALUE to an id's logit.", "ID=VALUE", _biases),
     Option("bad_words", list[str], _PENALTIES, "A string never to generate.", "TEXT"),
     Option("allowed_token_ids", list[int], _PENALTIES, "The only ids that may be drawn.", "ID"),
     Option("max_tokens", int, _STOPPING, "At most this many new tokens."),
@@ -87,13 +134,44 @@ SAMPLING = (
     Option("stop_token_ids", list[int], _STOPPING, "An id that ends the completion.", "ID"),
     Option("include_stop_str_in_output", bool, _STOPPING, "Leave the stop string in the text."),
     Option("ignore_eos", bool, _STOPPING, "Go on past the end of sequence."),
+    Option("timeout_s", float, _STOPPING, "End it as it is after this many seconds.", "SECONDS"),
+    Option(
+        "json_schema",
+        str,
+        _STRUCTURE,
+        "A JSON document of this schema.",
+        "JSON|@FILE",
+        _text_or_file,
+    ),
+    Option("regex", str, _STRUCTURE, "A text that matches as a whole.", "PATTERN"),
+    Option(
+        "grammar", str, _STRUCTURE, "A text of this Lark grammar.", "GRAMMAR|@FILE", _text_or_file
+    ),
+    Option("choice", list[str], _STRUCTURE, "One of these texts.", "TEXT"),
     Option("skip_special_tokens", bool, _REPORT, "Leave special tokens out of the text."),
 )
 
-SEVERAL = (
+# Those of `verbatim generate` alone: a chat shows one answer as it grows.
+GENERATE_ONLY = (
     Option("n", int, _DRAWING, "Completions of the prompt."),
+    Option(
+        "num_beams",
+        int,
+        _BEAMS,
+        "Search with this many beams instead of sampling; print the n best.",
+    ),
+    Option("length_penalty", float, _BEAMS, "Scores are divided by the length to this power."),
+    Option(
+        "early_stopping",
+        str,
+        _BEAMS,
+        "When it ends: true (enough are found), false (a better one is unlikely), never (none can be).",
+        "true|false|never",
+        _early_stopping,
+    ),
     Option("logprobs", int, _REPORT, "With --json: the log-probs of the top N of each step."),
     Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt, and the top N."),
+    Option("record_routing", bool, _REPORT, "With --json: the experts each token was sent to."),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"
@@ -109,7 +187,9 @@ MODEL = (
     Option("num_threads", int, _ENGINE, "Threads; the results don't depend on them."),
     Option("max_length", int, _ENGINE, "Longest sequence, prompt and completion together."),
     Option("kv_memory", str, _ENGINE, 'Memory for keys and values: "512MB", "40%" or bytes.'),
-    Option("kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32 or bfloat16."),
+    Option(
+        "kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32, bfloat16, int8, int4."
+    ),
     Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
     Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
     Option("max_sequences", int, _ENGINE, "Sequences per forward."),
@@ -140,30 +220,21 @@ def takes(
 
 
 def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """What was really given of `options`."""
-    return {
-        option.name: values[option.name]
-        for option in options
-        if values[option.name] is not None and values[option.name] != []
-    }
+    """What was really given of `options`, as Python values."""
+    found = {}
+    for option in options:
+        value = values[option.name]
+        if value is not None and value != []:
+            found[option.name] = value if option.read is None else option.read(value)
+    return found
 
 
-def sampling_fields(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """The fields of `SamplingParams` that were given, as Python values."""
-    fields = given(values, options)
-    if "logit_bias" in fields:
-        fields["logit_bias"] = dict(_bias(entry) for entry in fields["logit_bias"])
-    return fields
+def seeded(params: SamplingParams) -> SamplingParams:
+    """The same with a seed, so that it is known even of a request that does not end.
 
-
-def _bias(entry: str) -> tuple[int, float]:
-    token_id, equals, value = entry.partition("=")
-    try:
-        if not equals:
-            raise ValueError
-        return int(token_id), float(value)
-    except ValueError:
-        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, as 42=-1.5") from None
+    A fresh one has 53 bits, as those of the engine: they survive every JSON reader unrounded.
+    """
+    return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
 
 def open_llm(values: Mapping[str, Any]) -> LLM:

@@ -102,4 +102,3 @@ class Prefixes:
             parent = keys[-1] if keys else root_key(sequence.request.params.cache_salt)
             keys.append(chain_key(parent, sequence.token_ids(i * size, (i + 1) * size)))
         return keys
-
