@@ -124,9 +124,9 @@ def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
             routing = torch.zeros(shape, dtype=torch.int64)
             with pytest.raises(InvalidRequest, match=message):
                 llm.generate([5, 6], SamplingParams(replay_routing=routing, max_tokens=4))
+        sixth = torch.full((2, 3, 2), 6)
         with pytest.raises(InvalidRequest, match="names expert 6; there are 6"):
-            replay = torch.full((2, 3, 2), 6)
-            llm.generate([5, 6], SamplingParams(replay_routing=replay, max_tokens=4))
+            llm.generate([5, 6], SamplingParams(replay_routing=sixth, max_tokens=4))
         with pytest.raises(NotSupported, match="record_routing with num_beams=2"):
             llm.generate([5, 6], SamplingParams(record_routing=True, num_beams=2))
 

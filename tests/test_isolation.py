@@ -139,7 +139,7 @@ def test_a_request_over_its_time_ends_as_it_is(llm: LLM, monkeypatch: pytest.Mon
 def test_a_queue_has_an_end() -> None:
     with LLM(make_toy("llama"), max_sequences=2, max_waiting=3) as llm:
         assert len(llm.generate([random_ids(4, s) for s in range(5)], LONG)) == 5
-        with pytest.raises(QueueFull, match="6 more .* max_waiting=3 and max_sequences=2"):
+        with pytest.raises(QueueFull, match=r"6 more .* max_waiting=3 and max_sequences=2"):
             llm.generate([random_ids(4, s) for s in range(6)], LONG)
         assert llm.stats()["waiting"] == llm.stats()["running"] == 0
 
@@ -171,7 +171,7 @@ def test_a_minute_of_waiting_is_worth_a_step_of_priority(llm: LLM) -> None:
         for name, priority, waited_s in (("old", 2, 130.0), ("new", 0, 0.0), ("newer", 1, 0.0)):
             request = llm._admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
             request.arrival -= waited_s
-            note = lambda delta, name=name: order.append(name) if delta.result else None  # noqa: E731
+            note = lambda delta, name=name: order.append(name) if delta.result else None
             engine.add(request, note)
         while engine.step():
             pass

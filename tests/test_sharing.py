@@ -96,7 +96,7 @@ def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, prompt = Rows(llm, monkeypatch), random_ids(64, seed=5)
-    prompts = [prompt, prompt, prompt[:33], prompt + [5, 6, 7], prompt]
+    prompts = [prompt, prompt, prompt[:33], [*prompt, 5, 6, 7], prompt]
     results = llm.generate(prompts, GREEDY)
     # The last block of an equal prompt is computed again: the next token is drawn from its last row.
     assert rows.take()[:2] == [64, 1 + 8 + 1 + 3 + 8]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os.path
 import re
 from typing import Self, cast
 
@@ -150,7 +149,10 @@ class StopWatch:
         """
         text = self._held + new + pending
         seen = len(self._held)  # what the last token showed already
-        seen += len(os.path.commonprefix([self._pending, text[seen:]]))
+        for old, now in zip(self._pending, text[seen:], strict=False):
+            if old != now:
+                break
+            seen += 1
         if seen == len(text):
             return None
         found = []
@@ -193,6 +195,7 @@ def banned_until_min_tokens(
 
 
 def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The ids that end a completion by themselves."""
     single = frozenset(s[0] for s in _stop_ids(params) if len(s) == 1)
     return single if params.ignore_eos else single | eos_ids
 
