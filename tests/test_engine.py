@@ -204,6 +204,39 @@ def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
 
 
+def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the prompts, one forward has so many rows of logits for them, and one a sequence more."""
+    prompts = [random_ids(n, seed=n) for n in (150, 70, 3, 90)]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)
+    expected = all_facts(llm.generate(prompts, params))
+    rows, forward = [], llm._engine.runner.forward
+
+    def counted(batch: Any) -> Any:
+        rows.append(len(batch.logit_rows))
+        return forward(batch)
+
+    monkeypatch.setattr(llm._engine.runner, "forward", counted)
+    for most in (1, 7, 64):
+        rows.clear()
+        llm._engine.scheduler.max_prompt_targets = most
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert max(rows) <= most + len(prompts)
+
+
+def test_top_logprobs_can_be_read_by_text() -> None:
+    with LLM() as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+        result = llm.generate("Once upon a time", params)[0]
+        c = result.outputs[0]
+        assert c.top_logprobs is not None and result.prompt_top_logprobs is not None
+        by_text = llm.by_text(c.top_logprobs)
+        assert "".join(max(top, key=top.__getitem__) for top in by_text if top) == c.text
+        assert [len(top) for top in by_text if top] == [3] * 4
+        assert llm.by_text(result.prompt_top_logprobs)[0] is None
+
+
 def test_memory_is_bounded_and_given_back() -> None:
     model = make_toy("llama")
     with LLM(model, kv_memory=100_000) as llm:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from verbatim.admission import Prompt
-from verbatim.core import Delta, Request, Result
+from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
@@ -168,6 +168,26 @@ class LLM:
         results = self.generate(many, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [result.prompt_logprobs for result in results]
         return scores[0] or [] if single else scores
+
+    def by_text(
+        self, top_logprobs: SequenceOf[TopLogprobs | None]
+    ) -> list[dict[str, float] | None]:
+        """A completion's `top_logprobs`, or a prompt's, with the text of each id in place of the id.
+
+        Where two ids have the same text, the likelier one is kept.
+
+        Raises:
+            NotSupported: the engine has no tokenizer.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise NotSupported("log-probs by text need a tokenizer, and this engine has none")
+        return [
+            None
+            if entries is None
+            else {tokenizer.decode([i], skip_special_tokens=False): p for i, p in entries[::-1]}
+            for entries in top_logprobs
+        ]
 
     def chat(
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None

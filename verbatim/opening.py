@@ -197,7 +197,8 @@ def _make_store(decoder: Decoder, options: EngineOptions, max_length: int | None
     """As many blocks as the memory holds, and no more than can ever be used at once."""
     anatomy, size = decoder.anatomy, options.block_size
     dtype = options.kv_dtype or anatomy.dtype
-    block_bytes = size * bytes_per_token(anatomy.layers, dtype)
+    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    block_bytes = size * (bytes_per_token(anatomy.layers, dtype) + recorded)
     budget = options.kv_bytes or int(available_memory() * _DEFAULT_KV_SHARE)
     blocks = budget // block_bytes - 1
     if blocks < 1:

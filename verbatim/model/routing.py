@@ -34,6 +34,12 @@ class RoutedLayers:
     experts_per_token: int
     num_experts: int
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token's record takes beside its K and V."""
+        width = 1 if self.num_experts <= 256 else 2
+        return width * self.count * self.experts_per_token
+
 
 class Call(NamedTuple):
     """One layer hands its tokens to experts."""
