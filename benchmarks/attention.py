@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from verbatim import kernels
-from verbatim.model.attention import AttentionOptions, paged_attention
+from verbatim.kv.attention import AttentionOptions, paged_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK = 16, 8, 128, 16
 OPTIONS = AttentionOptions(scale=SIZE**-0.5)

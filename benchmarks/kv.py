@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from verbatim import LLM, SamplingParams, kernels
+from verbatim.kv.attention import AttentionOptions, paged_attention
 from verbatim.kv.quantized import PACKINGS, pack, packed_attention, unpack
 from verbatim.kv.store import KVStore
-from verbatim.model.attention import AttentionOptions, paged_attention
 
 PROMPTS = [
     "Once upon a time",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.model import attention
-from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.kv import attention
+from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
 
 BACKENDS = [*kernels.available(), "reference"]
 F32, BF16 = torch.float32, torch.bfloat16

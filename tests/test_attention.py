@@ -24,8 +24,8 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.model import attention
-from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.kv import attention
+from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
 
 # ---- Right ----
 

@@ -28,6 +28,8 @@ from torch import Tensor
 from toys import make_toy
 
 from verbatim import LLM, NotSupported, SamplingParams, kernels
+from verbatim.kv import attention
+from verbatim.kv.attention import AttentionOptions, kernel_attention
 from verbatim.kv.quantized import (
     PACKINGS,
     Packing,
@@ -39,8 +41,6 @@ from verbatim.kv.quantized import (
     write_packed,
 )
 from verbatim.kv.store import LayerShape, bytes_per_token, make_store
-from verbatim.model import attention
-from verbatim.model.attention import AttentionOptions, kernel_attention
 
 KINDS = list(PACKINGS.values())
 LIBRARIES = kernels.available()

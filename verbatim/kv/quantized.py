@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
-from verbatim.model.attention import (
+from verbatim.kv.attention import (
     KERNEL_DTYPES,
     AttentionOptions,
     kernel_attention,

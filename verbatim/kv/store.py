@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
-from verbatim.model.attention import AttentionOptions, paged_attention, write_kv
 
 
 @dataclass(frozen=True, slots=True)

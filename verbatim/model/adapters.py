@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
+from verbatim.kv.attention import AttentionOptions
 from verbatim.model import products
-from verbatim.model.attention import AttentionOptions
 from verbatim.model.context import attend
 from verbatim.model.masks import LATER, NotedMask
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
+from verbatim.kv.attention import AttentionOptions
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
-from verbatim.model.attention import AttentionOptions
 from verbatim.model.borrow import borrow, configs_of, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.hidden import head_inputs, head_of, why_no_hidden

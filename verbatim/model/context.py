@@ -1,4 +1,4 @@
-"""What a forward in progress knows, and the two functions that transformers calls back into it.
+"""What a forward in progress knows, and the attention that transformers calls back into it.
 
 Attention is one contract: a transformers model asks `AttentionInterface` for the function named
 `IMPLEMENTATION`, and finds `flat_attention`, which hands the flat queries, keys and values of this
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.attention import AttentionOptions
+from verbatim.kv.attention import AttentionOptions
 
 IMPLEMENTATION = "verbatim"  # our name in transformers' registries of attention and experts
 
@@ -125,14 +125,3 @@ def flat_attention(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attend(module, q, k, v, options)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
-
-
-def register() -> None:
-    """Put our attention and our experts into transformers' registries; calling it again is harmless."""
-    from transformers import AttentionInterface
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    from verbatim.model.experts import flat_experts
-
-    AttentionInterface.register(IMPLEMENTATION, flat_attention)
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported
+from verbatim.kv.attention import AttentionOptions
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, inner_model, look_at
-from verbatim.model.attention import AttentionOptions
 from verbatim.model.borrow import (
     borrow,
     configs_of,
@@ -23,7 +23,8 @@ from verbatim.model.borrow import (
     replaced_forwards,
     structure,
 )
-from verbatim.model.context import activate, register
+from verbatim.model.context import IMPLEMENTATION, activate, flat_attention
+from verbatim.model.experts import flat_experts
 from verbatim.model.hidden import head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
@@ -36,6 +37,15 @@ class Output(NamedTuple):
 
     logits: Tensor  # [R, V], in the model's dtype
     hidden: Tensor | None  # [R, H], what the head saw; where the batch wants it
+
+
+def register() -> None:
+    """Put our attention and our experts into transformers' registries; calling it again is harmless."""
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(IMPLEMENTATION, flat_attention)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, flat_experts)
 
 
 class Decoder:
