@@ -746,6 +746,7 @@ class CountingEngine:
     def end(self, request: Request) -> None:
         deliver = self.inside.pop(request)
         request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
+        self.on_end(request)
         deliver(Delta(request.request_id, 0, "", [1], [0.0], [0.0], None, result=request.result))
 
     def abort(self, request: Request) -> None:
@@ -762,6 +763,7 @@ class CountingEngine:
         with self.alone():
             self.inside.pop(request, None)
             request.error = error
+            self.on_end(request)
 
     def expire(self, now: float) -> None:
         with self.alone():

@@ -57,9 +57,9 @@ def generate(
         max_new_tokens: at most this many new tokens a row; None means up to the length limit.
         pad_token_id: fills a row after its end; None takes the model's pad id, else its
             end-of-sequence id, else 0.
-        params: the fields of `SamplingParams` that change which ids are drawn: all but `n`, `max_tokens`,
-            `logprobs` and `prompt_logprobs`. Row b draws with sample index b
-            and `seed`; without a seed one number is drawn from torch's default generator.
+        params: the fields of `SamplingParams`, but for `n`, `max_tokens` and those that ask for more than
+            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`). Row b draws with
+            sample index b and `seed`; without a seed one number is drawn from torch's default generator.
 
     Returns:
         `[B, P + N]` int64, an ordinary tensor on `input_ids`' device: the input as given, then the new
@@ -88,7 +88,9 @@ def generate(
         return torch.cat([input_ids.long(), tail], dim=1)
 
 
-_NOT_TAKEN = frozenset({"n", "max_tokens", "logprobs", "prompt_logprobs"})
+_NOT_TAKEN = frozenset(
+    {"n", "max_tokens", "logprobs", "prompt_logprobs", "hidden_states", "record_routing"}
+)
 
 
 def _check_names(params: dict[str, Any]) -> None:

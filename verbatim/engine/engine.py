@@ -40,6 +40,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.forget_when_idle = forget_when_idle
         self.num_tokens = 0  # made since it was opened
+        self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
 
@@ -123,6 +124,7 @@ class Engine:
         added = delta(sequence)
         if request.finished:
             del self._active[request.request_id]
+            self.on_end(request)
         deliver(added)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
@@ -164,6 +166,7 @@ class Engine:
                 sequence.finish_reason = FinishReason.ERROR
             self.scheduler.remove(sequence)
         self._active.pop(request.request_id, None)
+        self.on_end(request)
 
     def evict_all(self) -> None:
         """Give every block back; whoever runs is recomputed later, and nothing is cached any more."""

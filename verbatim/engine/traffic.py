@@ -44,6 +44,9 @@ class Traffic:
         self._clients: dict[Request, Client] = {}  # all that came and have not ended
         self._coming: dict[Client, None] = {}
         self._going: dict[Client, None] = {}
+        self._ended: dict[Request, None] = {}  # that nobody was told of yet
+        self._troubled: dict[Client, None] = {}  # whose deltas nobody took
+        engine.on_end = self._ended.setdefault
         self._loop: Loop | None = None
         self._hosted: set[Client] = set()  # whose steps are the loop thread's business
         self._deadline: float | None = None  # while paused: when the next request's time is over
@@ -68,7 +71,7 @@ class Traffic:
         hosted: bool = False,
     ) -> list[Client]:
         """Put requests down to be let in: all of them or, where one is refused, none."""
-        clients = [Client(request, deliver, on_end) for request in requests]
+        clients = [Client(request, deliver, on_end, self._troubled) for request in requests]
         with self._lock:
             self.check_open()
             known = any(request.finished or request in self._clients for request in requests)
@@ -269,17 +272,20 @@ class Traffic:
 
     def _reap(self) -> None:
         """End the requests whose deltas nobody takes, and tell whoever waits of each end."""
-        with self._lock:
-            clients = list(self._clients.values())
-        for client in clients:
+        # Only those that something happened to are looked at: a step must not cost more the more wait.
+        # Each is taken out when it is done with: an interrupt in between must lose nobody.
+        for client in list(self._troubled):
             if client.problem is not None and not client.request.finished:
                 self._fail(client, client.problem)
-        ended = [client for client in clients if client.request.finished]
-        for client in ended:
+            self._troubled.pop(client, None)
+        ended = {request: self._clients.get(request) for request in list(self._ended)}
+        for client in filter(None, ended.values()):
             client.note_error()  # of all, before the first is told, who may raise it
-        for client in ended:
-            client.tell()
-            self._forget(client)
+        for request, known in ended.items():
+            if known is not None:
+                known.tell()
+                self._forget(known)
+            self._ended.pop(request, None)
         if self.mode is Mode.PAUSED:
             self._deadline = self.engine.next_deadline()
 
@@ -288,6 +294,7 @@ class Traffic:
             self.engine.fail(client.request, error)
         except Exception:  # the engine itself is broken; its caller must know nevertheless
             client.request.error = error
+            self._ended[client.request] = None
 
     def _forget(self, client: Client) -> None:
         with self._lock:
