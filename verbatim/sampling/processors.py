@@ -75,7 +75,7 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
 def unpack(mask: Tensor, size: int) -> Tensor:
     """`[ceil(size / 32)]` int32 words to `[size]` bool: bit `i % 32` of word `i // 32`."""
     bits = np.unpackbits(mask.numpy().view(np.uint8), count=size, bitorder="little")
-    return torch.from_numpy(bits).bool()
+    return torch.from_numpy(bits).view(torch.bool)
 
 
 def _is_edited(row: SampleRow) -> bool:
