@@ -205,3 +205,19 @@ def test_each_processor_stands_alone() -> None:
     for name, case in (("top_k", 7), ("top_p", 0.5), ("min_p", 0.2)):
         assert torch.equal(getattr(processors, name)(logits, case), run(logits, **{name: case}))
     assert torch.equal(processors.typical(logits, 0.5), run(logits, typical_p=0.5))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 1000])
+def test_a_mask_drops_what_has_no_bit_and_keeps_the_bits_of_the_rest(size: int) -> None:
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    logits[::7] = -math.inf
+    allowed = [i for i in range(size) if (i * 2654435761) % 5 < 2]
+    words = [0] * ((size + 31) // 32)
+    for i in allowed:
+        words[i // 32] |= 1 << i % 32
+    mask = torch.tensor(words).to(torch.uint32).view(torch.int32)
+    expected = torch.full((size,), -math.inf)
+    expected[allowed] = logits[allowed]
+    assert torch.equal(
+        process(logits, SampleRow(SamplingParams(temperature=0), 0, 0, 0, mask=mask)), expected
+    )

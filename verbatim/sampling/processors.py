@@ -19,6 +19,8 @@ from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.sampling.logprobs import lane_sum, masses
 
+_MINUS_INF = int(torch.tensor(-math.inf).view(torch.int32))
+
 
 def process(logits: Tensor, row: SampleRow) -> Tensor:
     """One row of raw logits `[V]` to the row that the noise is added to; filtered ids are -inf.
@@ -68,14 +70,20 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
     if row.banned_ids:
         logits = logits.index_fill(0, _known(row.banned_ids, size), -math.inf)
     if row.mask is not None:
-        logits = logits.masked_fill(~unpack(row.mask, size), -math.inf)
+        logits = only(logits, row.mask)
     return logits
 
 
-def unpack(mask: Tensor, size: int) -> Tensor:
-    """`[ceil(size / 32)]` int32 words to `[size]` bool: bit `i % 32` of word `i // 32`."""
+def only(logits: Tensor, mask: Tensor) -> Tensor:
+    """Drop the ids whose bit is not set: float32 `[V]`, int32 `[ceil(V / 32)]`.
+
+    On bit patterns, since `masked_fill` takes ten times as long over a mask without long runs.
+    """
+    size = logits.shape[0]
     bits = np.unpackbits(mask.numpy().view(np.uint8), count=size, bitorder="little")
-    return torch.from_numpy(bits).view(torch.bool)
+    keep = torch.from_numpy(bits).int().neg_()  # all ones, or none
+    kept = logits.view(torch.int32) & keep
+    return kept.bitwise_or_(keep.bitwise_not_().bitwise_and_(_MINUS_INF)).view(torch.float32)
 
 
 def _is_edited(row: SampleRow) -> bool:
