@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from verbatim import (
         (dict(top_k=2.5), "top_k=2.5: must be an integer"),
         (dict(min_p=1.1), "min_p=1.1"),
         (dict(typical_p=0), "typical_p=0"),
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0: must be above 0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0: must be 1e-30 or more"),
         (dict(presence_penalty=3.0), "presence_penalty=3.0"),
         (dict(n=0), "n=0: must be 1 to 4096"),
         (dict(max_tokens=-1), "max_tokens=-1"),
@@ -87,6 +89,14 @@ def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -
         (dict(record_routing=1), InvalidRequest, "record_routing=1: must be True or False"),
         (dict(replay_routing=torch.zeros(1)), InvalidRequest, "must be integers of shape"),
         (dict(replay_routing=[[[-1]]]), InvalidRequest, "experts below 0"),
+        (dict(replay_routing=[[[1, 1]]]), InvalidRequest, "to the same expert twice"),
+        (dict(replay_routing=[[[True]]]), InvalidRequest, "must be integers"),
+        (dict(timeout_s=float("inf")), InvalidRequest, "timeout_s=inf: must be a finite number"),
+        (dict(temperature=10**400), InvalidRequest, "temperature=inf: must be a finite number"),
+        (dict(logit_bias={7: 1e39}), InvalidRequest, "a number that float32 can hold"),
+        (dict(regex="a" * 200_000), InvalidRequest, "regex has 200000 characters; at most 131072"),
+        (dict(choice=["a" * 99_999] * 2), InvalidRequest, "choice has 199998 characters"),
+        (dict(stop_token_ids=range(2000)), InvalidRequest, "2000 entries; at most 1024"),
         (dict(hidden_states="yes"), InvalidRequest, "hidden_states='yes'"),
     ],
 )
@@ -121,10 +131,10 @@ def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
             ((2, 3, 1), r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]"),
             ((7, 3, 2), r"shape \[7, 3, 2\]"),
         ):
-            routing = torch.zeros(shape, dtype=torch.int64)
+            routing = torch.arange(shape[2]).expand(shape)
             with pytest.raises(InvalidRequest, match=message):
                 llm.generate([5, 6], SamplingParams(replay_routing=routing, max_tokens=4))
-        sixth = torch.full((2, 3, 2), 6)
+        sixth = torch.tensor([5, 6]).expand(2, 3, 2)
         with pytest.raises(InvalidRequest, match="names expert 6; there are 6"):
             llm.generate([5, 6], SamplingParams(replay_routing=sixth, max_tokens=4))
         with pytest.raises(NotSupported, match="record_routing with num_beams=2"):
@@ -134,6 +144,21 @@ def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
 def test_unknown_params_are_refused() -> None:
     with pytest.raises(TypeError, match="temperatur"):
         SamplingParams(temperatur=1.0)  # type: ignore[call-arg]
+
+
+def test_params_are_equal_where_all_they_ask_is() -> None:
+    routing = torch.tensor([[[1, 2]]])
+    params = SamplingParams(replay_routing=routing, logit_bias={1: 2.0}, stop=["a"])
+    assert params == params.replace() and hash(params) == hash(params.replace())
+    assert params != params.replace(replay_routing=routing + 1)
+    assert params != params.replace(logit_bias={1: 3.0}) and params != "params"
+    assert pickle.loads(pickle.dumps(params)) == params and copy.deepcopy(params) == params
+
+
+def test_min_tokens_must_fit_in_what_the_prompt_leaves() -> None:
+    too_many = pytest.raises(InvalidRequest, match="min_tokens=9 is more than the 8 tokens")
+    with LLM(make_toy("llama"), max_length=20) as llm, too_many:
+        llm.generate([5] * 12, SamplingParams(min_tokens=9))
 
 
 def test_params_keep_their_own_copies() -> None:

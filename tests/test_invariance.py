@@ -110,8 +110,9 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     with open_toy(name, dtype, block_size=4, prefix_cache=False) as llm:
         expected = all_facts(llm.generate(prompts, params))
     with open_toy(name, dtype, block_size=4) as llm:
+        forever = SamplingParams(max_tokens=150, seed=1, ignore_eos=True)
         # A first request that runs on keeps the cache of a live module alive for the others.
-        engine, keeper = llm._engine, llm._admission.admit(stem, SamplingParams(max_tokens=150))
+        engine, keeper = llm._engine, llm._admission.admit(stem, forever)
         engine.add(keeper, lambda delta: None)
         assert all_facts(llm.generate(prompts, params)) == expected, "shared with those in flight"
         again = llm.generate(prompts, params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +13,15 @@ import torch
 from requests_mixed import all_facts, facts, mixed_requests
 from toys import make_toy, random_ids
 
-from verbatim import LLM, FinishReason, QueueFull, RequestFailed, SamplingParams
-from verbatim.core import Request
+from verbatim import (
+    LLM,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    RequestFailed,
+    SamplingParams,
+)
+from verbatim.core import Request, Sequence
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
 
@@ -193,7 +202,7 @@ def test_every_request_evicted_and_none_the_worse() -> None:
         expected = llm.generate(prompts, params)
         per_token = llm.info()["kv_bytes_per_token"]
     assert all(r.outputs[0].finish_reason is FinishReason.STOP for r in expected)
-    with LLM(model, kv_memory=per_token * 4 * 17, block_size=4) as llm:
+    with LLM(model, kv_memory=per_token * 4 * 20, block_size=4) as llm:
         engine, deltas = llm._engine, [[] for _ in prompts]  # type: ignore[var-annotated]
         requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
         for request, outbox in zip(requests, deltas, strict=True):
@@ -234,3 +243,119 @@ def test_a_replayed_record_gives_the_same_bits_and_other_experts_other_words() -
             assert other.num_cached_tokens == 0
         # What was forced is not found by those whose routers are free.
         assert facts(llm.generate(prompt, params)[0]) == facts(result)
+
+
+def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in one caller's step while blocks change hands or requests grow: nobody else may notice."""
+    prompts, params = mixed_requests(12)
+    model = make_toy("qwen3_moe")
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        per_token = llm.info()["kv_bytes_per_token"]
+    rng, raised = random.Random(4), 0
+
+    def maybe(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def interrupting(*args: Any, **kwargs: Any) -> Any:
+            if rng.random() < 0.02:
+                signal.raise_signal(signal.SIGINT)
+            answer = plain(*args, **kwargs)
+            if rng.random() < 0.02:
+                signal.raise_signal(signal.SIGINT)
+            return answer
+
+        monkeypatch.setattr(owner, name, interrupting)
+
+    with LLM(model, kv_memory=per_token * 130, block_size=8) as llm:
+        engine = llm._engine
+        for owner, name in (
+            (engine.scheduler.pool, "take"),
+            (engine.scheduler.pool, "give_back"),
+            (engine.scheduler.prefixes, "computed"),
+            (engine.scheduler, "fork"),
+            (engine.scheduler, "remove"),
+            (engine.runner, "forward"),
+            (engine.runner, "sample"),
+            (Sequence, "push"),
+        ):
+            maybe(owner, name)
+        requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+        for request in requests:
+            engine.add(request, lambda delta: None)
+        while engine.has_work:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                raised += 1
+            engine.scheduler.pool.check()
+        monkeypatch.undo()
+        assert raised > 10 and llm.stats()["preemptions"] > 0
+        results = [request.result for request in requests]
+        assert all(results) and all_facts(results) == expected  # type: ignore[arg-type]
+        assert llm.stats()["blocks_used"] == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("error", [SystemExit("no"), RecursionError("deep"), ValueError("odd")])
+def test_whatever_one_request_brings_with_it_ends_it_alone(
+    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quit_late(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) > 14:
+            raise error
+        return logits
+
+    company = Company(llm)
+    victim = company.join(random_ids(10, seed=6), LONG.replace(logits_processors=[quit_late]))
+    until(company.engine, lambda: victim.finished)
+    assert isinstance(victim.error, RequestFailed) and victim.error.__cause__ is error
+    company.finish()
+
+    if isinstance(error, Exception):  # the same from where it grows
+        company = Company(llm)
+        victim = company.join(random_ids(10, seed=6), LONG)
+        victim.sequences[0].watch.push = _raiser(error)  # type: ignore[method-assign]
+        until(company.engine, lambda: victim.finished)
+        assert victim.error is error and company.held_by(victim) == 0
+        company.finish()
+
+
+def _raiser(error: BaseException) -> Any:
+    def push(token_id: int) -> Any:
+        raise error
+
+    return push
+
+
+def test_a_surrogate_in_a_salt_is_refused_at_the_door() -> None:
+    with pytest.raises(InvalidRequest, match=r"must be Unicode"):
+        SamplingParams(cache_salt="\ud800")
+
+
+def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
+    with LLM(make_toy("llama"), max_batch_tokens=16) as llm:
+        engine = llm._engine
+        large = llm._admission.admit(random_ids(200, 1), LONG.replace(priority=5, max_tokens=5))
+        engine.add(large, lambda delta: None)
+        engine.step()
+        urgent = llm._admission.admit(random_ids(4, 2), LONG.replace(priority=-5, max_tokens=3))
+        engine.add(urgent, lambda delta: None)
+        for _ in range(3):
+            engine.step()
+        assert urgent.result is not None and not large.finished
+        scoring = llm._admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
+        other = llm._admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
+        engine.abort(large)
+        engine.scheduler.max_prompt_targets = 1
+        for request in (scoring, scoring_too := _again(llm), other):
+            engine.add(request, lambda delta: None)
+        for _ in range(3):
+            engine.step()
+        assert other.result is not None and not scoring.finished and not scoring_too.finished
+
+
+def _again(llm: LLM) -> Request:
+    return llm._admission.admit(random_ids(60, 5), SamplingParams(prompt_logprobs=0))

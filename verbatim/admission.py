@@ -94,6 +94,11 @@ class Admission:
             arrival=time.monotonic(),
             first_sample=first_sample,
         )
+        if params.min_tokens > request.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={params.min_tokens} is more than the {request.max_tokens} tokens that the "
+                f"prompt of {len(ids)} leaves of {self.max_length} ({self.limit_source})"
+            )
         self._check_replay(params, len(ids) + request.max_tokens)
         first = self._sequence(request)
         if params.num_beams > 1:

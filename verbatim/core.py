@@ -150,14 +150,6 @@ class Delta:
     result: Result | None = None  # with the last delta of the request
 
 
-class Place(StrEnum):
-    """Where a sequence is between two steps."""
-
-    NOWHERE = "nowhere"  # not begun, or ended
-    WAITING = "waiting"
-    RUNNING = "running"
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One growing row of ids with its block table: one sample, or one beam, of one request."""
@@ -172,7 +164,6 @@ class Sequence:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)  # [H] each, one a token
     routing: Tensor | None = None  # read from its blocks when it ends
-    place: Place = Place.NOWHERE
     number: int = 0  # the order of arrival among equals, kept through any preemption
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
@@ -185,7 +176,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     num_sent: int = 0  # tokens already handed out as deltas
-    closed: bool = False  # its end was handed out, too
 
     @property
     def sample_index(self) -> int:
@@ -275,6 +265,8 @@ class Request:
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_hidden: list[Tensor] = field(default_factory=list)  # [H] each, for positions 1, 2, ...
     metrics: Metrics = field(default_factory=Metrics)
+    begun: bool = False  # some of it was scheduled once
+    num_closed: int = 0  # sequences whose end was handed out
     weight_version: int = 0
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended

@@ -21,10 +21,14 @@ MAX_N = 4096
 MAX_BEAMS = 64
 MAX_PRIORITY = 1_000_000
 MAX_PROCESSORS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_STRUCTURE_CHARS = 131_072  # of a schema, a regex, a grammar, or all choices together
+_FLOAT32_MAX = 3.4028235e38
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
 
 
+_NOT_HASHED = frozenset({"logit_bias", "replay_routing"})
 _SWITCHES = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -35,7 +39,7 @@ _SWITCHES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingParams:
     """How the completions of one request are drawn, and when they end.
 
@@ -132,7 +136,7 @@ class SamplingParams:
     cache_salt: str | None = None
     draft: bool = True
     record_routing: bool = False
-    replay_routing: Any = dataclasses.field(default=None, compare=False)
+    replay_routing: Any = None
     hidden_states: bool = False
 
     def __post_init__(self) -> None:
@@ -140,6 +144,16 @@ class SamplingParams:
         self._settle_lists()
         self._check_structure()
         self._check_beams()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SamplingParams):
+            return NotImplemented
+        return all(_same(getattr(self, f), getattr(other, f)) for f in self.__slots__)
+
+    def __hash__(self) -> int:
+        # Of what is plain: tensors and mappings are compared, but not hashed.
+        plain = (getattr(self, f) for f in self.__slots__ if f not in _NOT_HASHED)
+        return hash(tuple(plain))
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
@@ -153,7 +167,7 @@ class SamplingParams:
         number("top_p", 0.0, 1.0, open_low=True)
         number("min_p", 0.0, 1.0)
         number("typical_p", 0.0, 1.0, open_low=True)
-        number("repetition_penalty", 0.0, open_low=True)
+        number("repetition_penalty", 1e-30, 1e30)  # what float32 can divide and multiply by
         number("presence_penalty", -2.0, 2.0)
         number("frequency_penalty", -2.0, 2.0)
         integer("min_tokens", 0)
@@ -182,6 +196,10 @@ class SamplingParams:
 
         settle("stop", _stops(self.stop))
         settle("stop_token_ids", _id_sequences("stop_token_ids", self.stop_token_ids))
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}"
+            )
         settle("bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
             name = "allowed_token_ids"
@@ -212,8 +230,13 @@ class SamplingParams:
             raise NotSupported(
                 f"min_tokens={self.min_tokens} with {given[0]}: the structure says where the completion ends"
             )
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be a string or None")
+        if self.cache_salt is not None and not _is_text(self.cache_salt):
+            raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be Unicode text or None")
+        for name in given:
+            value = getattr(self, name)
+            size = sum(map(len, value)) if isinstance(value, tuple) else len(value)
+            if size > MAX_STRUCTURE_CHARS:
+                raise InvalidRequest(f"{name} has {size} characters; at most {MAX_STRUCTURE_CHARS}")
 
     def _check_beams(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -265,12 +288,32 @@ class SamplingParams:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise InvalidRequest(f"{name}={value!r}: must be a number")
-        object.__setattr__(self, name, value := float(value))
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        object.__setattr__(self, name, value)
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{name}={value}: must be a finite number")
         too_low = value <= low if open_low else value < low
-        if not math.isfinite(value) or too_low or (high is not None and value > high):
+        if too_low or (high is not None and value > high):
             lower = f"above {low:g}" if open_low else f"{low:g} or more"
             upper = f" and at most {high:g}" if high is not None else ""
             raise InvalidRequest(f"{name}={value}: must be {lower}{upper}")
+
+
+def _same(a: Any, b: Any) -> bool:
+    if hasattr(a, "equal") and hasattr(b, "equal"):  # tensors
+        return bool(a.equal(b))
+    return bool(a is b or (type(a) is type(b) and a == b))
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return isinstance(value, str)
 
 
 def _entries(name: str, value: Any) -> list[Any]:
@@ -365,15 +408,20 @@ def _routing(value: Any) -> Any:
 
     try:
         routing = torch.as_tensor(value)
+        integers = not (routing.is_floating_point() or routing.is_complex())
+        routing = routing if routing.dtype is torch.bool else routing.long()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRequest(f"replay_routing: {error}") from None
-    if routing.ndim != 3 or routing.is_floating_point() or routing.is_complex():
+    if routing.ndim != 3 or not integers or routing.dtype is torch.bool:
         raise InvalidRequest(
             f"replay_routing is {routing.dtype} of shape {list(routing.shape)}: must be integers of "
             "shape [tokens, layers, k]"
         )
     if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < 2**15:
         raise InvalidRequest("replay_routing names experts below 0 or above 32767")
+    ordered = routing.sort(dim=-1).values
+    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+        raise InvalidRequest("replay_routing sends a token to the same expert twice in one layer")
     return routing.detach().cpu().to(torch.int16, copy=True)
 
 
@@ -383,7 +431,10 @@ def _biases(value: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token_id = _id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
-            raise InvalidRequest(f"logit_bias[{token_id}]={bias!r}: must be a finite number")
+        real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        if not real or not abs(bias) <= _FLOAT32_MAX:
+            raise InvalidRequest(
+                f"logit_bias[{token_id}]={bias!r}: must be a number that float32 can hold"
+            )
         biases[token_id] = float(bias)
     return biases

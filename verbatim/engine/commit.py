@@ -40,8 +40,8 @@ def commit(
     """
     sequence, request = chunk.sequence, chunk.sequence.request
     scheduler.advance(chunk)
+    last = chunk.first_logits_row + chunk.num_prompt_targets  # the row that is drawn from, if any
     if request.params.hidden_states and hidden is not None:
-        last = chunk.first_logits_row + chunk.num_prompt_targets
         request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
     targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_targets)
     for row in targets if request.params.prompt_logprobs is not None else ():
@@ -99,8 +99,8 @@ def delta(sequence: Sequence) -> Delta:
     request = sequence.request
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
-    sequence.closed = sequence.finished
-    if all(s.closed for s in request.sequences):
+    request.num_closed += sequence.finished
+    if request.num_closed == len(request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,

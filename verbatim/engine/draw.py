@@ -42,7 +42,9 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
             if chunk.draws and request.params.logits_processors:
                 fetched[places[-1]] = runner.logits(forward, places[-1:])[0]
                 _process(chunk, made, fetched[places[-1]])
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a processor's sys.exit, a panic in a library: its own, too
             fail(request, error)
             continue
         chunk.first_draw, chunk.num_draws = len(rows), len(made)
@@ -132,15 +134,27 @@ def _processed(request: Request, ids: Tensor, row: Tensor) -> Tensor:
         name = getattr(function, "__name__", type(function).__name__)
         try:
             row = function(ids, row)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise RequestFailed(
                 f"request {request.request_id}: its logits processor {name} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not isinstance(row, Tensor) or row.shape != shape or not row.is_floating_point():
+        if not _is_row(row, shape):
             given = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row)
             raise RequestFailed(
-                f"request {request.request_id}: its logits processor {name} gave {given}, not a "
-                f"floating point tensor of shape {list(shape)}"
+                f"request {request.request_id}: its logits processor {name} gave {given}, not a dense "
+                f"floating point tensor of shape {list(shape)} that holds numbers"
             )
     return row.detach().cpu().float().contiguous()
+
+
+def _is_row(row: object, shape: torch.Size) -> bool:
+    return (
+        isinstance(row, Tensor)
+        and row.layout is torch.strided
+        and row.device.type != "meta"
+        and row.shape == shape
+        and row.is_floating_point()
+    )

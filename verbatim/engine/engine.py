@@ -12,6 +12,7 @@ from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.commit import commit, delta, finish
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Schedule, Scheduler
+from verbatim.engine.shield import Shield
 from verbatim.errors import QueueFull, RequestFailed
 from verbatim.placement.runner import Forward, Runner
 
@@ -43,6 +44,7 @@ class Engine:
         self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
+        self._shield = Shield()
 
     @property
     def has_work(self) -> bool:
@@ -52,7 +54,7 @@ class Engine:
         """Raise QueueFull if `count` more requests are more than may wait."""
         if self.max_waiting is None:
             return
-        waiting, running = len(self.scheduler.waiting), len(self.scheduler.running)
+        waiting, running = self.scheduler.num_new, len(self.scheduler.running)
         seats = max(0, self.scheduler.max_sequences - running)
         if waiting + count > self.max_waiting + seats:
             raise QueueFull(
@@ -73,28 +75,36 @@ class Engine:
         if request.params.timeout_s is not None:
             deadline = request.arrival + request.params.timeout_s
             heapq.heappush(self._deadlines, (deadline, request.request_id))
+            if len(self._deadlines) > 64 and len(self._deadlines) > 2 * len(self._active):
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._active]
+                heapq.heapify(self._deadlines)
         self.scheduler.add(request.sequences[0])
 
     def step(self) -> bool:
         """Schedule, forward, sample, commit. False when there was nothing to do.
 
-        An interrupt (Ctrl-C) in the middle leaves every request as it was: nothing counts before commit.
+        Ctrl-C breaks it off in the forward or the draw, where nothing counts yet, and leaves every
+        request as it was. Before and after, it is held back for the milliseconds that they take.
         """
-        self.expire(time.monotonic())
-        work = self.scheduler.schedule()
-        if work is None:
-            return False
-        try:
-            forward = self.runner.forward(work.batch)
-            draws = draw(self.runner, forward, work.chunks, self.fail)
-        except Exception as error:
-            self._fail_all(work, error)  # whoever waits for one of these requests finds it there
+        with self._shield.up():
+            self.expire(time.monotonic())
+            work = self.scheduler.schedule()
+            if work is None:
+                return False
+            try:
+                with self._shield.down():
+                    forward = self.runner.forward(work.batch)
+                    draws = draw(self.runner, forward, work.chunks, self.fail)
+            except Exception as error:
+                self._fail_all(
+                    work, error
+                )  # whoever waits for one of these requests finds it there
+                return True
+            except BaseException:
+                self.scheduler.interrupted(work)
+                raise
+            self._commit(work, forward, draws)
             return True
-        except BaseException:
-            self.scheduler.interrupted(work)
-            raise
-        self._commit(work, forward, draws)
-        return True
 
     def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
         """Let every sequence of the step grow, and hand out what is new."""
@@ -105,12 +115,10 @@ class Engine:
             try:
                 if DRAW_FAILED in draws.ids[chunk.first_draw : chunk.first_draw + chunk.num_draws]:
                     raise RequestFailed(_nothing_to_draw(request))
-                news = commit(chunk, draws, forward.hidden, self.scheduler)
-            except RequestFailed as error:
-                self.fail(request, error)
-                continue
-            for sequence in news:
-                self._hand_out(sequence)
+                for sequence in commit(chunk, draws, forward.hidden, self.scheduler):
+                    self._hand_out(sequence)
+            except Exception as error:
+                self.fail(request, error)  # whatever it is, it is this request's
 
     def _hand_out(self, sequence: Sequence) -> None:
         """Send what is new; a sequence that has ended gives its blocks back."""
@@ -120,6 +128,8 @@ class Engine:
             if request.params.record_routing:
                 sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
             self.scheduler.remove(sequence)
+        if request.request_id not in self._active:
+            return  # whoever took the last delta has aborted it
         deliver = self._active[request.request_id][1]
         added = delta(sequence)
         if request.finished:
@@ -160,6 +170,8 @@ class Engine:
 
     def fail(self, request: Request, error: BaseException) -> None:
         """End a request with an error; the others go on."""
+        if request.result is not None:
+            return  # all of it was made before something went wrong with handing it out
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:

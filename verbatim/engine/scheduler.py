@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verbatim.batch import SCRATCH_BLOCK, Batch
-from verbatim.core import Place, Sequence
+from verbatim.core import Sequence
 from verbatim.engine.waiting import WaitingRoom
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
@@ -46,10 +46,12 @@ class _Budget:
     rows: int
     prompt_targets: int
     chunks: list[Chunk] = field(default_factory=list)
+    scheduled: set[Sequence] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
+        self.scheduled.add(chunk.sequence)
         self.rows -= chunk.num_rows
         self.prompt_targets -= chunk.num_prompt_targets
 
@@ -90,20 +92,22 @@ class Scheduler:
         self.waiting = WaitingRoom()
         self.running: dict[Sequence, None] = {}  # in the order in which they began to run
         self.num_preemptions = 0
+        self.num_new = 0  # requests that wait and have never run
         self._parked: dict[Sequence, None] = {}  # those who hold blocks while they wait
         self._count = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence that has computed nothing yet."""
         sequence.number = next(self._count)
-        self._wait(sequence)
+        self.num_new += 1
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not, and take its blocks back."""
         self._release(sequence)
         self.running.pop(sequence, None)
-        self.waiting.remove(sequence)
-        sequence.place = Place.NOWHERE
+        if self.waiting.remove(sequence) and not sequence.request.begun:
+            self.num_new -= 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` go on from where `parent` is, on the same blocks; the first to write copies.
@@ -116,10 +120,9 @@ class Scheduler:
         self.pool.share(child.blocks)
         child.num_remembered = parent.num_remembered
         if child.blocks and len(self.running) < self.max_sequences:
-            child.place = Place.RUNNING
             self.running[child] = None
         else:
-            self._wait(child)
+            self.waiting.add(child)
             if child.blocks:
                 self._parked[child] = None
 
@@ -127,14 +130,31 @@ class Scheduler:
         """Pick the rows of the next step; None when nothing can run."""
         budget = _Budget(self.max_batch_tokens, self.max_prompt_targets)
         self._make_way()
-        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed > 1, s.rank)):
-            # An earlier one may have preempted it; a beam may wait for the others of its request.
-            if budget.rows and sequence in self.running and sequence.candidates is None:
+        # A beam that has its candidates waits for the others of its request.
+        active = [s for s in self.running if s.candidates is None]
+        for sequence in sorted(active, key=lambda s: (s.num_uncomputed > 1, s.rank)):
+            if (
+                sequence.num_uncomputed > 1
+            ):  # among prefills, whoever waits at a better rank is first
+                self._begin_waiting(budget, before=sequence)
+            if budget.rows and sequence in self.running:  # an earlier one may have preempted it
                 self._continue(sequence, budget)
-        while budget.rows and (waiting := self._next_waiting()) is not None:
-            if not self._begin(waiting, budget):
-                break
+        self._begin_waiting(budget)
         return self._build(budget) if budget.chunks else None
+
+    def _begin_waiting(self, budget: _Budget, before: Sequence | None = None) -> None:
+        """Let those who wait begin, in order of rank, while there are rows, seats and blocks."""
+        put_off: list[Sequence] = []  # they need rows of logits, of which the batch has no more
+        while budget.rows and (first := self._next_waiting()) is not None:
+            if before is not None and first.rank > before.rank:
+                break
+            if first.request.reads_prompt_rows and not budget.prompt_targets:
+                self.waiting.remove(first)
+                put_off.append(first)
+            elif not self._begin(first, budget):
+                break
+        for sequence in put_off:
+            self.waiting.add(sequence)
 
     def advance(self, chunk: Chunk) -> None:
         """The rows of `chunk` are computed."""
@@ -145,7 +165,7 @@ class Scheduler:
         """A step was broken off in its middle: nobody can tell whether its block copies were made."""
         if work.batch.block_copies:
             for chunk in work.chunks:
-                if chunk.sequence.place is Place.RUNNING:
+                if chunk.sequence in self.running:
                     self._preempt(chunk.sequence)
 
     def evict_all(self) -> None:
@@ -161,10 +181,10 @@ class Scheduler:
         chunk = self._chunk(sequence, budget)
         if not chunk.num_rows:
             return
-        scheduled = {c.sequence for c in budget.chunks}
         while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
             if not self._free_parked():
-                last = max((s for s in self.running if s not in scheduled), key=_dispensable)
+                others = (s for s in self.running if s not in budget.scheduled)
+                last = max(others, key=_dispensable)
                 self._preempt(last)
                 if last is sequence:
                     return
@@ -191,7 +211,6 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self._parked.pop(sequence, None)
-        sequence.place = Place.RUNNING
         self.running[sequence] = None
         self._note_start(sequence)
         self.prefixes.promise(sequence)
@@ -206,27 +225,31 @@ class Scheduler:
         priority = first.request.params.priority
         if any(s.request.params.priority > priority for s in self.running):
             self.prefixes.attach(first)
-            self._make_room(first, min(first.num_uncomputed, self.max_batch_tokens), _Budget(0, 0))
+            nobody_yet = _Budget(self.max_batch_tokens, self.max_prompt_targets)
+            self._make_room(first, min(first.num_uncomputed, nobody_yet.rows), nobody_yet)
             self._release(first)
 
     def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
         """A seat and the blocks for `rows` of a waiting sequence; False if nobody yields to it."""
-        scheduled = {c.sequence for c in budget.chunks}
         while True:
             short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
             if not short_of_blocks and len(self.running) < self.max_sequences:
                 return True
             if short_of_blocks and self._free_parked(but=sequence):
                 continue
-            yielding = [s for s in self.running if s not in scheduled and _yields(s, sequence)]
+            yielding = [
+                s for s in self.running if s not in budget.scheduled and _yields(s, sequence)
+            ]
             if not yielding:
                 return False
             self._preempt(max(yielding, key=_dispensable))
 
     def _note_start(self, sequence: Sequence) -> None:
-        metrics = sequence.request.metrics
-        if metrics.queue_s == 0.0:
-            metrics.queue_s = time.monotonic() - sequence.request.arrival
+        request, metrics = sequence.request, sequence.request.metrics
+        if not request.begun:
+            request.begun = True
+            self.num_new -= 1
+            metrics.queue_s = time.monotonic() - request.arrival
             metrics.num_cached_tokens = sequence.num_computed
             self.prefixes.num_hits += sequence.num_computed
 
@@ -246,18 +269,13 @@ class Scheduler:
         draws = rows == sequence.num_uncomputed and request.max_tokens > 0
         return Chunk(sequence, rows, targets, draws)
 
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.place = Place.WAITING
-        self.waiting.add(sequence)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Back to waiting, at its old rank, with its tokens and without its blocks."""
         self._release(sequence)
         del self.running[sequence]
+        # A beam that knows how it may go on needs no blocks, nor a place in the queue, to wait for others.
         if sequence.candidates is None:
-            self._wait(sequence)
-        else:  # a beam that knows how it may go on needs no blocks to wait for the others
-            sequence.place = Place.NOWHERE
+            self.waiting.add(sequence)
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 

@@ -30,9 +30,6 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._members
-
     def add(self, sequence: Sequence) -> None:
         self._members[sequence] = None
         self._push(sequence)
@@ -40,14 +37,17 @@ class WaitingRoom:
             self._queue = [entry for entry in self._queue if self._stands(entry[-1])]
             heapq.heapify(self._queue)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Let one go; harmless when it is not here."""
-        self._members.pop(sequence, None)
+    def remove(self, sequence: Sequence) -> bool:
+        """Let one go; False when it is not here, which is harmless."""
+        if sequence not in self._members:
+            return False
+        del self._members[sequence]
         key = self._holding.pop(sequence, None)
         if key is not None:
             self._held[key].remove(sequence)
             if not self._held[key]:
                 del self._held[key]
+        return True
 
     def first(self) -> Sequence | None:
         """The next in line."""

@@ -74,10 +74,12 @@ class BlockPool:
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} returned twice"
             self._holders[block] -= 1
-            if not self._holders[block]:
+            if self._holders[block]:
+                continue
+            if block in self._keys:
                 self._cached[block] = None
-                if block not in self._keys:
-                    self._discard(block)
+            else:
+                self._discard(block)
 
     def is_shared(self, block: int) -> bool:
         """Does it have several holders, so that a writer needs a copy of its own?"""
@@ -114,8 +116,8 @@ class BlockPool:
         self._keys.clear()
 
     def _discard(self, block: int) -> None:
-        """From cached to free: the contents are gone."""
-        del self._cached[block]
+        """Free a block that nobody holds: its contents are gone."""
+        self._cached.pop(block, None)
         key = self._keys.pop(block, None)
         if key is not None:
             del self._by_key[key]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -61,6 +62,7 @@ class GrammarCompiler:
         self.vocabulary.greedy = self._ll.greedy_tokenize
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[tuple[str, Any], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of `_compiled`: many threads are admitted at once
 
     def start(self, params: SamplingParams, *, ends: bool) -> GrammarState | None:
         """The state before the first token, None where `params` ask for no structure.
@@ -77,13 +79,10 @@ class GrammarCompiler:
         if kind is None:
             return None
         text = getattr(params, kind)
-        matcher = self._compiled.get((kind, text))
+        with self._lock:
+            matcher = self._compiled.pop((kind, text), None)
         if matcher is None:
             matcher = self._compile(kind, text)
-            self._compiled[kind, text] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end((kind, text))
         state = GrammarState(self, matcher.deep_copy(), ends)
         try:
             empty = not bool(state.mask().any())
@@ -93,6 +92,11 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"{kind}: only the empty text fits it, and no end of sequence ends it"
             )
+        with self._lock:  # only what proved good is kept, the one used last at the end
+            self._compiled[kind, text] = matcher
+            self._compiled.move_to_end((kind, text))
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return state
 
     def _compile(self, kind: str, text: Any) -> LLMatcher:

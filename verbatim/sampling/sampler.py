@@ -122,8 +122,9 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     token_id, sampled_logprob = -1, math.nan
     if mass is not None and row.num_candidates:
         found = _candidates(raw, mass, row)
-        draws.candidates[len(draws.ids)] = found
-        token_id = found[0].token_id if found else 0  # others of the request's beams may go on
+        if found is not None:
+            draws.candidates[len(draws.ids)] = found
+            token_id = 0  # nothing is drawn, and nothing has failed
     elif mass is not None and row.target is not None:
         token_id = row.target
     elif mass is not None:
@@ -143,13 +144,16 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     draws.top_logprobs.append(mass.logprobs(raw[top_ids]))
 
 
-def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> list[Candidate]:
-    """The likeliest ways for a beam to go on, likeliest first, ties by id.
+def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> list[Candidate] | None:
+    """The likeliest ways for a beam to go on, likeliest first, ties by id; None where they hold NaN or
+    +inf.
 
     As in transformers, penalties and processors work on log-probs, which are not normalised again.
     """
     logprobs = mass.row(raw)
     scores = edit(logprobs, row)
+    if not scores.max() < math.inf:
+        return None
     ids = likeliest(scores, row.num_candidates)
     columns = (ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
     return [Candidate(*entry) for entry in zip(*columns, strict=True)]
