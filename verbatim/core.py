@@ -95,9 +95,9 @@ class Completion:
     seed: int  # reproduces this completion, together with `sample_index`
     score: float | None = None  # of a beam: its summed log-probs over its length to the penalty
     hidden_states: Tensor | None = None  # [N, H]: what the head saw when it made each token
-    routing: Tensor | None = (
-        None  # [P + N - 1, layers, k] int16: the experts each token was sent to
-    )
+    # [P + N - 1, layers, k] int16: the experts each token was sent to. Fewer positions where it was
+    # aborted, or ran out of time, while its K and V were evicted.
+    routing: Tensor | None = None
 
 
 @dataclass(slots=True)
