@@ -50,6 +50,7 @@ class _Budget:
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
+        assert chunk.sequence not in self.scheduled
         self.chunks.append(chunk)
         self.scheduled.add(chunk.sequence)
         self.rows -= chunk.num_rows
@@ -133,11 +134,11 @@ class Scheduler:
         # A beam that has its candidates waits for the others of its request.
         active = [s for s in self.running if s.candidates is None]
         for sequence in sorted(active, key=lambda s: (s.num_uncomputed > 1, s.rank)):
-            if (
-                sequence.num_uncomputed > 1
-            ):  # among prefills, whoever waits at a better rank is first
+            if sequence.num_uncomputed > 1:
+                # Among prefills, whoever waits at a better rank is first.
                 self._begin_waiting(budget, before=sequence)
-            if budget.rows and sequence in self.running:  # an earlier one may have preempted it
+            # An earlier one may have preempted it, after which it may even have begun anew.
+            if budget.rows and sequence in self.running and sequence not in budget.scheduled:
                 self._continue(sequence, budget)
         self._begin_waiting(budget)
         return self._build(budget) if budget.chunks else None
