@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from requests_mixed import facts
@@ -16,7 +19,15 @@ from toy_tokenizers import byte_level
 from toys import make_toy, random_ids
 
 import verbatim.compat
-from verbatim import LLM, InvalidRequest, NotSupported, PromptTooLong, VerbatimError
+import verbatim.engine.engine
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    NotSupported,
+    PromptTooLong,
+    RequestFailed,
+    VerbatimError,
+)
 from verbatim import SamplingParams as HouseParams
 from verbatim.batch import Draws
 from verbatim.compat.megatron import (
@@ -652,6 +663,20 @@ def test_what_is_not_done_is_refused_by_name(error, fields):
         SamplingParams(**fields)
 
 
+def test_numbers_of_numpy_and_torch_are_numbers(controller):
+    fields = dict(temperature=0.5, top_p=0.25, top_k=3, top_n_logprobs=1, seed=4)
+    kinds = (np.float32, np.float64, np.int64, np.int32, torch.tensor)
+    theirs = {name: kind(fields[name]) for name, kind in zip(fields, kinds, strict=True)}
+    params = SamplingParams(num_tokens_to_generate=np.int16(4), **theirs)
+    ours = SamplingParams(num_tokens_to_generate=4, **fields)
+    assert params == ours and all(type(getattr(params, n)) is type(v) for n, v in fields.items())
+    mine, other = run_static(controller, params, ours, prompts=[[5, 6], [5, 6]])
+    assert mine.generated_tokens.tolist() == other.generated_tokens.tolist()
+    for bad in (dict(top_k=np.float32(2)), dict(temperature=np.bool_(True)), dict(seed=np.True_)):
+        with pytest.raises(InvalidRequest, match=next(iter(bad))):
+            SamplingParams(**bad)
+
+
 def test_changed_params_are_checked_when_they_come_in(controller):
     params = SamplingParams()
     params.streaming = True
@@ -888,6 +913,151 @@ def test_a_dummy_forward_leaves_no_trace(controller, llm):
     assert run_dynamic(controller, requests_of(*mixed()), step)[0] == expected
 
 
+def test_requests_may_be_added_while_a_step_is_made(controller):
+    context, total = controller.inference_context, 600
+    params = SamplingParams(num_tokens_to_generate=2, top_k=1, no_early_termination=True)
+    requests = {
+        i: DynamicInferenceRequest(request_id=i, prompt_tokens=[5, 6], sampling_params=params)
+        for i in range(total)
+    }
+    finished, joined = [], defaultdict(list)
+
+    async def add():
+        for i, request in requests.items():
+            context.add_request(request)
+            if i % 20 == 0:
+                await asyncio.sleep(0)
+
+    async def main():
+        task = asyncio.create_task(add())
+        while len(finished) < total:
+            answer = await controller.async_generate_output_tokens_dynamic_batch()
+            if answer is None:
+                await asyncio.sleep(0)
+                continue
+            finished.extend(answer["finished_request_ids"].tolist())
+            for number, token in zip(
+                answer["active_request_ids"].tolist(), answer["sample"].tolist(), strict=True
+            ):
+                joined[number].append(token)
+        await task
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(finished) == list(range(total)) and not context.requests
+    assert all(request.succeeded() for request in requests.values())
+    assert joined == {i: request.generated_tokens for i, request in requests.items()}
+    assert len({tuple(ids) for ids in joined.values()}) == 1
+
+
+def test_a_step_looks_only_at_requests_that_have_news(controller):
+    """Whatever waits is not looked at: its entries are not to be touched by a step."""
+    context = controller.inference_context
+    params = SamplingParams(num_tokens_to_generate=30, top_k=1, no_early_termination=True)
+    for i in range(200):
+        context.add_request(
+            InferenceRequest(request_id=i, prompt_tokens=[5, 6, 7], sampling_params=params)
+        )
+    controller.generate_output_tokens_dynamic_batch()
+
+    class Counted(dict):
+        def values(self):
+            raise AssertionError("all requests were looked at")
+
+        __iter__ = items = keys = values
+
+    context._entries, plain = Counted(context._entries), context._entries
+    answer = controller.generate_output_tokens_dynamic_batch()
+    assert 0 < len(answer["active_request_ids"]) <= 200
+    context._entries = plain
+    context.reset()
+
+
+def test_a_stop_callback_that_raises_loses_no_token(controller):
+    expected, _ = run_dynamic(controller, requests_of(*mixed()))
+    calls = []
+
+    def broken(active):
+        calls.append(active)
+        if len(calls) % 3 == 2:
+            raise ValueError("callback")
+
+    def step():
+        try:
+            return controller.generate_output_tokens_dynamic_batch()
+        except ValueError:
+            return controller.generate_output_tokens_dynamic_batch()
+
+    controller.set_stop_word_finished_ids_callback(broken)
+    requests = requests_of(*mixed(), kind=DynamicInferenceRequest)
+    joined, steps = run_dynamic(controller, requests, step)
+    assert joined == expected and len(calls) > len(steps)
+    assert {n: request.generated_tokens for n, request in requests.items()} == expected
+    finished = torch.cat([answer["finished_request_ids"] for answer in steps])
+    assert sorted(finished.tolist()) == [10, 11, 12]
+
+
+def test_a_loop_over_steps_does_not_spin_while_the_engine_is_paused(controller, llm):
+    expected, _ = run_dynamic(controller, requests_of(*mixed()))
+    calls = []
+
+    def step():
+        calls.append(1)
+        return controller.generate_output_tokens_dynamic_batch()
+
+    llm.pause()
+    timer = threading.Timer(0.3, llm.resume)
+    timer.start()
+    assert run_dynamic(controller, requests_of(*mixed()), step)[0] == expected
+    timer.join()
+    assert len(calls) < 40  # 13 that make a step, and one each 50 ms
+
+
+# ---- a request that is used again
+
+
+def test_a_request_that_is_used_again_keeps_nothing_of_the_last_time(controller):
+    full = SamplingParams(
+        num_tokens_to_generate=3, return_log_probs=True, return_segments=True, top_n_logprobs=2
+    )
+    plain = SamplingParams(num_tokens_to_generate=6, seed=1, no_early_termination=True)
+    request = DynamicInferenceRequest(request_id=1, prompt="The fox", sampling_params=full)
+    controller.generate_all_output_tokens_static_batch({1: request})
+    assert len(request.generated_log_probs) == len(request.generated_segments) == 3
+    request.prompt, request.sampling_params, request.error = "Another", plain, ValueError("old")
+    controller.generate_all_output_tokens_static_batch({1: request})
+    fresh = DynamicInferenceRequest(request_id=1, prompt="Another", sampling_params=plain)
+    controller.generate_all_output_tokens_static_batch({1: fresh})
+    assert request.succeeded() and request.text == fresh.text
+    assert request.text == "Another" + request.generated_text
+    timed = {"arrival_time", "tpot", "ttft", "latency", "num_cached_tokens"}
+    for field in dataclasses.fields(InferenceRequest):
+        if field.name not in timed and "generated_tokens" not in field.name:
+            mine, other = getattr(request, field.name), getattr(fresh, field.name)
+            assert torch.equal(mine, other) if torch.is_tensor(mine) else mine == other, field.name
+    assert request.generated_tokens == fresh.generated_tokens and len(request.tpot) == 6
+
+
+def test_text_is_that_of_the_ids_that_were_used(controller, hf):
+    ids = hf("the lazy dog", add_special_tokens=False)["input_ids"]
+    params = SamplingParams(num_tokens_to_generate=2, top_k=1)
+    for prompt, given, begins in [
+        ("the lazy dog", ids, "the lazy dog"),
+        ("the lazy dog", [hf.bos_token_id, *ids], "the lazy dog"),
+        ("something else", ids, "the lazy dog"),
+    ]:
+        request = InferenceRequest(
+            request_id=1, prompt=prompt, prompt_tokens=given, sampling_params=params
+        )
+        controller.generate_all_output_tokens_static_batch({1: request})
+        assert request.text == begins + request.generated_text
+        assert request.prompt_tokens is given
+
+
 # ---- streams
 
 
@@ -921,8 +1091,96 @@ def test_streams_bring_growing_results_that_end_as_the_request_does(controller):
             assert requests[number].generated_text.startswith(item.generated_text)
     assert seen[12][-1].generated_log_probs == requests[12].generated_log_probs
     assert seen[11][-1].generated_log_probs is None
+
+
+async def texts_of(stream):
+    return [item.generated_text async for item in stream.generator()]
+
+
+def read_all(stream):
+    return asyncio.run(asyncio.wait_for(texts_of(stream), 10))
+
+
+@pytest.mark.parametrize("keys", [[99], [10, "10"]])
+def test_streams_that_belong_to_nobody_are_refused_and_end(controller, keys):
+    streams = {key: AsyncStream(10, lambda: None) for key in keys}
     with pytest.raises(InvalidRequest, match="active_streams"):
-        controller.generate_all_output_tokens_static_batch(requests_of(*mixed()), {99: None})
+        controller.generate_all_output_tokens_static_batch(requests_of(*mixed()), streams)
+    for stream in streams.values():
+        with pytest.raises(InvalidRequest, match="active_streams"):
+            read_all(stream)
+
+
+def test_readers_of_a_refused_batch_do_not_wait(controller):
+    requests = requests_of(*mixed(), prompts=[[5], [6], []])
+    stream = AsyncStream(10, lambda: None)
+    with pytest.raises(InvalidRequest) as refused:
+        controller.generate_all_output_tokens_static_batch(requests, {10: stream})
+    with pytest.raises(InvalidRequest) as read:
+        read_all(stream)
+    assert read.value is refused.value
+    assert [request.status for request in requests.values()] == [None] * 3
+
+
+def test_streams_may_be_named_by_the_text_of_an_id(controller):
+    requests, stream = requests_of(*mixed()), AsyncStream("11", lambda: None)
+    controller.generate_all_output_tokens_static_batch(requests, {"11": stream})
+    assert read_all(stream)[-1] == requests[11].generated_text
+
+
+def fail_token(monkeypatch, seed, at):
+    """Let the request with a seed fail when its token number `at` is committed."""
+    plain = verbatim.engine.engine.commit
+
+    def commit(chunk, *rest):
+        sequence = chunk.sequence
+        if sequence.request.seed == seed and len(sequence.output_ids) == at:
+            raise RequestFailed("that one")
+        return plain(chunk, *rest)
+
+    monkeypatch.setattr(verbatim.engine.engine, "commit", commit)
+
+
+@pytest.mark.parametrize("streamed", [[], [11], [12], [10, 11, 12]])
+def test_one_of_a_static_batch_that_fails_takes_no_other_with_it(controller, monkeypatch, streamed):
+    expected = run_static(controller, *mixed())
+    fail_token(monkeypatch, seed=11, at=3)
+    requests = requests_of(*mixed())
+    streams = {number: AsyncStream(number, lambda: None) for number in streamed}
+    with pytest.raises(RequestFailed, match="that one") as raised:
+        controller.generate_all_output_tokens_static_batch(requests, streams)
+    statuses = [request.status for request in requests.values()]
+    assert statuses == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    assert [request.error for request in requests.values()] == [None, raised.value, None]
+    for number, other in zip((10, 12), (expected[0], expected[2]), strict=True):
+        assert requests[number].generated_tokens.tolist() == other.generated_tokens.tolist()
+        assert requests[number].generated_sequence_lengths.tolist() == [9, 0, 12]
+        if number in streams:
+            assert read_all(streams[number])[-1] == other.generated_text
+    if 11 in streams:
+        with pytest.raises(RequestFailed, match="that one"):
+            read_all(streams[11])
+
+
+def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, llm, monkeypatch):
+    runner, calls = llm._engine.runner, []
+    plain = runner.forward
+
+    def interrupted(batch):
+        calls.append(batch)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return plain(batch)
+
+    monkeypatch.setattr(runner, "forward", interrupted)
+    requests = requests_of(*mixed())
+    with pytest.raises(KeyboardInterrupt):
+        controller.generate_all_output_tokens_static_batch(requests)
+    statuses = [request.status for request in requests.values()]
+    assert statuses == [Status.FAILED, Status.COMPLETED, Status.FAILED]
+    assert requests[11].error is None and requests[11].generated_length == 7
+    assert isinstance(requests[10].error, KeyboardInterrupt) and requests[10].text is None
+    assert llm.stats()["blocks_used"] == 0
 
 
 def test_a_stream_ends_with_the_eod_that_is_to_stay(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,17 +17,25 @@ from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Completion, Delta, FinishReason, Request, TopLogprobs
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import peek
+from verbatim.engine.loop import Wake
 from verbatim.errors import InvalidRequest, NotSupported
 
 StopCallback = Callable[[list[int]], Iterable[int]]
+_PATIENCE_S = 0.05  # of a step that can do nothing, so that a loop over steps does not spin
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One request on its way: what the engine made, and how much of that was handed on."""
+    """One request on its way: what the engine made, and how much of that was handed on.
 
+    `take` and `end` are called by whoever makes a step, in any thread.
+    """
+
+    number: int
     request: InferenceRequest
     admitted: Request
+    place: int  # in the order in which they were added
+    tell: Callable[[_Entry], None]  # that there is something new
     news: deque[tuple[int, float, TopLogprobs]] = field(default_factory=deque)
     ids: list[int] = field(default_factory=list)  # handed on
     logprobs: list[float] = field(default_factory=list)
@@ -36,10 +45,12 @@ class _Entry:
 
     def end(self) -> None:
         self.ended = True
+        self.tell(self)
 
     def take(self, delta: Delta) -> None:
         tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
         self.news.extend(zip(delta.token_ids, delta.logprobs, tops, strict=True))
+        self.tell(self)
 
     def hand_on(self) -> None:
         """The next token."""
@@ -48,20 +59,31 @@ class _Entry:
         self.logprobs.append(logprob)
         self.tops.append(top)
 
+    def take_back(self) -> None:
+        """The token that was handed on last is news again."""
+        self.news.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop()))
+
 
 class DynamicInferenceContext:
-    """Where requests enter a dynamic batch."""
+    """Where requests enter a dynamic batch; from any thread, also while a step is made."""
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
         self._entries: dict[int, _Entry] = {}
+        # Those that something happened to: a step must not cost more the more requests wait. Others add
+        # to both while they are looked at, so loops go over copies.
+        self._fresh: dict[_Entry, None] = {}
+        self._wake = Wake()
+        self._adding = threading.RLock()  # re-entrant, for signal handlers
+        self._preemptions = 0  # of the engine, when it was last looked for paused requests
         self._seed = 0
         self._row = 0
+        self._place = 0
 
     @property
     def requests(self) -> dict[int, InferenceRequest]:
         """Those that have not been reported as finished, by their id."""
-        return {number: entry.request for number, entry in self._entries.items()}
+        return {number: entry.request for number, entry in list(self._entries.items())}
 
     @property
     def max_sequence_length(self) -> int:
@@ -99,18 +121,36 @@ class DynamicInferenceContext:
                 f"prefill_chunk_length={prefill_chunk_length}: prompts are cut where "
                 "LLM(max_batch_tokens=...) says; leave it at None"
             )
+        with self._adding:
+            self._add(req)
+
+    def _add(self, req: InferenceRequest) -> None:
         if req.request_id in self._entries:
             raise InvalidRequest(f"request_id={req.request_id} is in use")
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        entry = _Entry(req, admitted)
-        self._driver.submit(admitted, entry.take, entry.end)
+        entry = _Entry(req.request_id, req, admitted, self._place, self._note)
+        before = req.status
+        # All is in place before it goes in: another thread's step may bring its tokens at once.
         self._translation.begin(req, admitted)
-        self._entries[req.request_id] = entry
-        self._row += 1
         if isinstance(req, DynamicInferenceRequest):
             req.generated_tokens = entry.ids
+        self._entries[req.request_id] = entry
+        try:
+            self._driver.submit(admitted, entry.take, entry.end)
+        except BaseException:
+            self._entries.pop(req.request_id, None)
+            req.status = before
+            raise
+        self._row += 1
+        self._place += 1
+        self._wake.set()
+
+    def _note(self, entry: _Entry) -> None:
+        if self._entries.get(entry.number) is entry:
+            self._fresh[entry] = None
+            self._wake.set()
 
     def reset(self) -> None:
         """End everything that is in here; what was generated so far is written down."""
@@ -122,22 +162,36 @@ class DynamicInferenceContext:
         return self._translation.llm._driver
 
     def step(self) -> None:
-        """One step of the engine, unless somebody else's step brought news already."""
-        if self._entries and not any(entry.news for entry in self._entries.values()):
-            self._driver.step()
+        """One step of the engine, unless somebody else's step brought news already.
+
+        Where none can be made, as while the engine is paused, it waits a little for news.
+        """
+        if not self._entries or any(entry.news for entry in list(self._fresh)):
+            return
+        self._wake.wait(0)  # forget what it was set for before
+        if not self._driver.step() and not self._fresh:
+            self._wake.wait(_PATIENCE_S)
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
         """What the step brought; None where there is no request. Each finished one is named once."""
         if not self._entries:
             return None
-        active = [number for number, entry in self._entries.items() if entry.news]
-        for number in active:
-            self._entries[number].hand_on()
-        stopped = set() if stop is None else set(stop(list(active)) or ())
-        finished = [number for number in self._entries if self._has_ended(number)]
+        fresh = self._look()
+        rows = [entry for entry in fresh if entry.news]
+        for entry in rows:
+            entry.hand_on()
+        active = [entry.number for entry in rows]
+        try:
+            stopped = set() if stop is None else set(stop(list(active)) or ())
+        except BaseException:  # nothing was said of these tokens: they come with the next call
+            for entry in rows:
+                entry.take_back()
+            self._fresh.update(dict.fromkeys(fresh))
+            raise
+        self._fresh.update(dict.fromkeys(e for e in fresh if e.news or e.ended))
+        finished = [e.number for e in fresh if e.ended and not e.news]
         finished += [n for n in active if n in stopped and n not in finished]
         told = self._newly_paused()
-        rows = [self._entries[number] for number in active]
         step = _step(
             active,
             [entry.ids[-1] for entry in rows],
@@ -156,9 +210,9 @@ class DynamicInferenceContext:
         if not self._entries:
             return None
         # What somebody else's step has brought already comes first, as it does in `step`.
-        drawn = [(e.request, *e.news[0][:2]) for e in self._entries.values() if e.news]
+        drawn = [(e.request, *e.news[0][:2]) for e in self._in_order() if e.news]
         if not drawn:
-            mine = {entry.admitted: entry.request for entry in self._entries.values()}
+            mine = {entry.admitted: entry.request for entry in list(self._entries.values())}
             seen = peek(self._driver)
             drawn = [(mine[r], token, logprob) for r, token, logprob in seen if r in mine]
         return _step(
@@ -167,14 +221,24 @@ class DynamicInferenceContext:
             self._log_probs((request, logprob) for request, _, logprob in drawn),
         )
 
-    def _has_ended(self, number: int) -> bool:
-        entry = self._entries[number]
-        return entry.ended and not entry.news
+    def _in_order(self) -> list[_Entry]:
+        """Those that have news, as they were added."""
+        return sorted(self._fresh, key=lambda entry: entry.place)
+
+    def _look(self) -> list[_Entry]:
+        """Take out those that have news; of what comes from now on, the next call is told."""
+        fresh = self._in_order()
+        for entry in fresh:
+            self._fresh.pop(entry, None)
+        return [e for e in fresh if self._entries.get(e.number) is e]
 
     def _newly_paused(self) -> list[int]:
         """Requests that lost their blocks since they were last looked at, and wait."""
+        before, self._preemptions = self._preemptions, self._driver.engine.scheduler.num_preemptions
+        if before == self._preemptions:
+            return []  # as after most steps
         paused = []
-        for number, entry in self._entries.items():
+        for number, entry in list(self._entries.items()):
             count = entry.admitted.metrics.preemptions
             if count > entry.preemptions and not entry.admitted.finished:
                 paused.append(number)
@@ -184,6 +248,7 @@ class DynamicInferenceContext:
     def _stop(self, number: int) -> None:
         """Take a request out, as it is, and write down what became of it."""
         entry = self._entries.pop(number)
+        self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,21 +116,24 @@ class SamplingParams:
         )
 
     def check(self) -> None:
-        """Refuse what can't be served; called again when a request is handed in."""
+        """Refuse what can't be served; called again when a request is handed in.
+
+        Numbers of other kinds, numpy's for one, become Python's.
+        """
         for name, (allowed, why) in _REFUSED.items():
             if getattr(self, name) != allowed:
                 raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, 0)
-        _integer("top_n_logprobs", self.top_n_logprobs, 0)
-        _integer("num_tokens_to_generate", self.num_tokens_to_generate, 0, optional=True)
-        _integer("num_tokens_total", self.num_tokens_total, 0, optional=True)
-        _integer("termination_id", self.termination_id, -1, optional=True)
-        _integer("seed", self.seed, 0, 2**63 - 1, optional=True)
+        self._number("temperature", math.inf)
+        self._number("top_p", 1.0)
+        self._integer("top_k", 0)
+        self._integer("top_n_logprobs", 0)
+        self._integer("num_tokens_to_generate", 0, optional=True)
+        self._integer("num_tokens_total", 0, optional=True)
+        self._integer("termination_id", -1, optional=True)
+        self._integer("seed", 0, 2**63 - 1, optional=True)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequest(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and "
@@ -186,21 +192,29 @@ class SamplingParams:
             )
         self.return_prompt_top_n_logprobs = follows
 
+    def _number(self, name: str, high: float) -> None:
+        value = getattr(self, name)
+        number = math.nan
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                number = float(value)
+        if not math.isfinite(number) or not 0 <= number <= high:
+            upper = " or more" if high == math.inf else f" to {high:g}"
+            raise InvalidRequest(f"{name}={value!r}: must be a number, 0{upper}")
+        setattr(self, name, number)
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not low <= value <= high:
-        upper = "" if high == math.inf else f" to {high:g}"
-        raise InvalidRequest(f"{name}={value!r}: must be a number, {low:g}{upper or ' or more'}")
-
-
-def _integer(
-    name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
-        upper = " or more" if high is None else f" to {high}"
-        none = ", or None" * optional
-        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}{none}")
+    def _integer(
+        self, name: str, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        number = low - 1
+        if not isinstance(value, bool):
+            with suppress(TypeError):
+                number = operator.index(value)
+        if number < low or (high is not None and number > high):
+            upper = " or more" if high is None else f" to {high}"
+            none = ", or None" * optional
+            raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}{none}")
+        setattr(self, name, number)

@@ -23,10 +23,27 @@ class Status(Enum):
 
 TopN = list[dict[str, float]]  # for each position {text: log-prob}, likeliest first
 
+_OUTPUTS = (
+    "text",
+    "generated_text",
+    "segments",
+    "generated_segments",
+    "generated_sequence_lengths",
+    "generated_tokens",
+    "prompt_log_probs",
+    "generated_log_probs",
+    "prompt_top_n_logprobs",
+    "generated_top_n_logprobs",
+    "generated_length",
+    "error",
+)
+
 
 @dataclass(kw_only=True, slots=True)
 class InferenceRequest:
     """One request of a static batch. What is filled in when it has ended stands below `status`.
+
+    It may be used again: when it begins, what was filled in before is cleared.
 
     Ids, log-probs and top-n of the completion have the same length always: every token through the one
     that ended it. Only text is cut. Where two ids have the same text, a top-n entry keeps the likelier.
@@ -36,9 +53,11 @@ class InferenceRequest:
         prompt: the text, tokenized where `prompt_tokens` is None.
         sampling_params: None takes the defaults.
         inference_parameters: the former name of `sampling_params`.
-        prompt_tokens: ids, `[P]`; they win over `prompt`.
+        prompt_tokens: ids, `[P]`; they win over `prompt`. Those that were made of a prompt here are made
+            anew when the request is used again.
         encoder_prompt: refused, there are no encoders here.
-        text: prompt and completion together.
+        text: prompt and completion together; of a `prompt` whose ids were not the ones used, the text of
+            these.
         segments, generated_segments: the text of each token, of both and of the completion alone.
         generated_tokens: `[N]` int64; a list where the request is dynamic.
         generated_sequence_lengths: N of every request of the batch, `[B]` int32.
@@ -70,6 +89,10 @@ class InferenceRequest:
     generated_length: int | None = None
     tpot: list[float] = field(default_factory=list)
     error: BaseException | None = None
+    # The last prompt that was tokenized here, and its ids.
+    _tokenized: tuple[str, list[int]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.inference_parameters is not None and self.sampling_params is None:
@@ -102,3 +125,13 @@ class DynamicInferenceRequest(InferenceRequest):
     def failed(self) -> bool:
         """An error ended it; `error` says which."""
         return self.status is Status.FAILED
+
+
+def clear_outputs(request: InferenceRequest) -> None:
+    """Forget what became of it the last time."""
+    for name in _OUTPUTS:
+        setattr(request, name, None)
+    request.tpot = []
+    if isinstance(request, DynamicInferenceRequest):
+        request.ttft = request.latency = None
+        request.num_cached_tokens = 0

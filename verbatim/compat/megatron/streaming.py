@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from verbatim.compat.megatron.params import SamplingParams
@@ -34,6 +36,7 @@ class Feed:
         self._admitted = admitted
         self._stream = stream
         self._driver = driver
+        self.ended = threading.Event()
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._text = ""
@@ -67,6 +70,11 @@ class Feed:
         )
         if last:
             self._stream.finish()
+
+    def end(self) -> None:
+        """The request has ended, with an error perhaps."""
+        self.ended.set()  # first: whatever its stream does, the batch goes on
+        self._stream.finish(self._admitted.error)
 
 
 def shows_text(params: SamplingParams) -> bool:

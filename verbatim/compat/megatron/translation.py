@@ -7,6 +7,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import dropwhile
 from typing import Any, cast
 
 import torch
@@ -14,8 +15,21 @@ from torch import Tensor, nn
 
 from verbatim.admission import Admission
 from verbatim.compat.megatron.params import SamplingParams
-from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status, TopN
-from verbatim.compat.megatron.tokenizer import Segments, detokenize, eod_of, tokenize, wrap
+from verbatim.compat.megatron.request import (
+    DynamicInferenceRequest,
+    InferenceRequest,
+    Status,
+    TopN,
+    clear_outputs,
+)
+from verbatim.compat.megatron.tokenizer import (
+    Segments,
+    bos_of,
+    detokenize,
+    eod_of,
+    tokenize,
+    wrap,
+)
 from verbatim.core import Completion, Request, TopLogprobs
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -90,8 +104,11 @@ class Translation:
         """Note on the caller's side that a request has come in."""
         # A copy: who changes theirs for the next request must not change this one.
         request.sampling_params = copy.copy(request.sampling_params or SamplingParams())
-        if request.prompt_tokens is None:
+        clear_outputs(request)
+        if _given_ids(request) is None:
+            assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
+            request._tokenized = request.prompt, list(admitted.prompt_ids)
         request.prompt_length = len(admitted.prompt_ids)
         if request.arrival_time is None:
             request.arrival_time = time.time()
@@ -159,9 +176,7 @@ class Translation:
         completion: Completion,
     ) -> None:
         assert self.text is not None
-        prompt = request.prompt
-        if prompt is None:
-            prompt = self.detokenize(prompt_ids, remove_EOD=False)
+        prompt = self._prompt_text(request, prompt_ids)
         text = self.with_end(params, completion.token_ids, completion.text)
         request.generated_text, request.text = text, prompt + text
         if params.return_segments:
@@ -178,15 +193,26 @@ class Translation:
         return text if text.endswith(end) else text + end
 
     def _prompt_ids(self, request: InferenceRequest, params: SamplingParams) -> list[int]:
-        given = request.prompt_tokens
+        given = _given_ids(request)
         if given is not None:
-            return given.tolist() if isinstance(given, Tensor) else list(given)
+            return given
         if request.prompt is None:
             raise InvalidRequest(
                 f"request {request.request_id} has neither prompt nor prompt_tokens"
             )
         tokenizer = self.need_tokenizer("a prompt given as text")
         return tokenize(tokenizer, request.prompt, params.add_BOS)
+
+    def _prompt_text(self, request: InferenceRequest, ids: list[int]) -> str:
+        """The prompt as it was given, if `ids` are its own; else their text."""
+        if request.prompt is not None:
+            if request._tokenized == (request.prompt, ids):
+                return request.prompt
+            bos = bos_of(self.tokenizer)
+            bare = list(dropwhile(lambda token: token == bos, ids))
+            if tokenize(self.tokenizer, request.prompt, add_BOS=False) == bare:
+                return request.prompt
+        return self.detokenize(ids, remove_EOD=False)
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
         """What is asked for, within the limit; too long a prompt is the admission's business."""
@@ -221,3 +247,13 @@ class Translation:
                 self.need_tokenizer(name)
         if params.return_segments and not params.detokenize_generations:
             raise InvalidRequest("return_segments=True needs detokenize_generations=True")
+
+
+def _given_ids(request: InferenceRequest) -> list[int] | None:
+    """The prompt's ids as the caller gave them; None where they are to be made of its text."""
+    given = request.prompt_tokens
+    if given is None:
+        return None
+    ids = given.tolist() if isinstance(given, Tensor) else list(given)
+    made = request._tokenized is not None and ids == request._tokenized[1]
+    return None if made and request.prompt is not None else ids
