@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from verbatim import (
 from verbatim.core import Delta, Metrics, Request, Result
 from verbatim.engine import loop
 from verbatim.engine.driver import Driver
+from verbatim.engine.dummy import dummy_forward
 from verbatim.errors import ModelChanged, QueueFull
 
 PROMPT = random_ids(10, seed=3)
@@ -405,6 +407,18 @@ def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, hosted: bool) ->
     assert all(len(ids(caller.get())) == 5 for caller in others)
 
 
+def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM) -> None:
+    llm.pause()
+    other = InThread(lambda: llm.generate(PROMPT, SHORT))
+    until(lambda: llm._driver._traffic.seat._steppers)
+    time.sleep(0.05)
+    request, ended = llm._admission.admit(PROMPT, SHORT.replace(timeout_s=0.05)), threading.Event()
+    llm._driver.submit(request, lambda delta: None, ended.set)
+    assert ended.wait(5) and other.running
+    llm.resume()
+    assert len(ids(other.get())) == 5
+
+
 def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
@@ -510,6 +524,17 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
         with pytest.raises(ModelChanged, match=r"model\.safetensors changed"):
             llm.sleep(weights=True)
         assert not llm.stats()["asleep"]
+
+
+def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    with LLM(tmp_path, **SMALL) as llm:
+        head = llm._opened.decoder.module.lm_head
+        head.weight = torch.nn.Parameter(head.weight.detach() * 2)
+        expected = ids(llm.generate(PROMPT, SHORT))
+        with pytest.raises(NotSupported, match="changed since they were read"):
+            llm.sleep(weights=True)
+        assert ids(llm.generate(PROMPT, SHORT)) == expected
 
 
 # ---- streams that nobody reads
@@ -674,14 +699,16 @@ def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
     refused: list[str] = []
 
     def call_back(*_: Any) -> None:
-        for call in (llm.pause, llm.sleep, llm.wake, llm.close, llm._driver.step):
+        agenerate, astream = llm.agenerate(PROMPT, SHORT), last(llm, PROMPT, SHORT)
+        coroutines = (lambda: asyncio.run(agenerate), lambda: asyncio.run(astream))
+        for call in (llm.pause, llm.sleep, llm.wake, llm.close, llm._driver.step, *coroutines):
             with pytest.raises(VerbatimError, match="from inside its own forward") as caught:
                 call()
             refused.append(str(caught.value))
         assert llm.stats()["running"] == 1
 
     llm._opened.decoder.module.register_forward_hook(call_back)
-    assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 25
+    assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 35
 
 
 def test_more_than_may_wait_are_refused_all_at_once() -> None:
@@ -776,6 +803,10 @@ class CountingEngine:
         with self.alone():
             ends = [r.arrival + r.params.timeout_s for r in self.inside if r.params.timeout_s]
         return min(ends, default=None)
+
+    def forward(self, batch: Any) -> None:
+        with self.alone():
+            pass
 
     def evict_all(self) -> None: ...
 
@@ -879,6 +910,8 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
     assert loop_threads() == []
 
 
+# Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_harms_nobody_else() -> None:
     """Ctrl-C in calls of the main thread, at random places of the driver (the engine itself is spared)."""
 
@@ -929,6 +962,7 @@ def test_an_interrupt_at_any_moment_harms_nobody_else() -> None:
         lambda: driver.pause("drain"),
         driver.step,
         driver.stats,
+        lambda: dummy_forward(driver),
     ]
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -972,4 +1006,127 @@ def test_guests_get_a_turn_between_two_steps() -> None:
         driver.abort(request)
     caller.get()
     coroutine.get()
+    driver.close()
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_guests_who_come_again_and_again_let_steps_be_made(hosted: bool) -> None:
+    driver = Driver(CountingEngine())  # type: ignore[arg-type]
+    stop = threading.Event()
+
+    def keep_visiting() -> None:
+        while not stop.is_set():
+            driver._traffic.visit(lambda: time.sleep(1e-4))
+
+    guests = [InThread(keep_visiting) for _ in range(3)]
+    request = make_request(100)
+    try:
+        if hosted:
+            asyncio.run(asyncio.wait_for(driver.arun([request]), 10))
+        else:
+            InThread(lambda: driver.run([request])).get(10)
+    finally:
+        stop.set()
+    for guest in guests:
+        guest.get()
+    driver.close()
+
+
+def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> None:
+    driver = Driver(CountingEngine())  # type: ignore[arg-type]
+    looked: list[dict[str, Any]] = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(driver.stats() for _ in "ab"))
+    driver.pause()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        driver.run([make_request(5, timeout_s=0.2)])
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert [found["paused"] for found in looked] == [True, True]
+    driver.close()
+
+
+class Interrupted(CountingEngine):
+    """Ctrl-C comes when a request has its result, before anybody is told."""
+
+    when = "never"
+
+    def end(self, request: Request) -> None:
+        if self.when == "never":
+            return super().end(request)
+        self.when = "never"
+        del self.inside[request]
+        request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["step", "pause", "settle"])
+def test_an_end_that_an_interrupt_hides_is_found(where: str) -> None:
+    engine = Interrupted()
+    driver = Driver(engine)  # type: ignore[arg-type]
+    requests = [make_request(10**9), make_request(20 if where == "step" else 10**9)]
+    ended = threading.Event()
+    driver.submit(requests[1], lambda delta: None, ended.set)
+    driver.step()
+    engine.when = "now"
+    calls: dict[str, Callable[[], Any]] = {
+        "step": lambda: driver.run([requests[0]]),
+        "pause": lambda: driver.pause("abort"),
+        "settle": lambda: driver.abort(requests[1]),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[where]()
+    assert ended.wait(0) and not driver._traffic._clients
+    driver.close()
+
+
+def test_closing_finds_an_end_that_nobody_was_told_of() -> None:
+    engine = Interrupted()
+    driver = Driver(engine)  # type: ignore[arg-type]
+    request, ended = make_request(10**9), threading.Event()
+    driver.submit(request, lambda delta: None, ended.set)
+    driver.step()
+    engine.when = "now"
+    with pytest.raises(KeyboardInterrupt):
+        engine.abort(request)
+    driver.step()
+    assert not ended.is_set()
+    driver.close()
+    assert ended.is_set()
+
+
+# ---- a forked child
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while there are threads
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_has_what_nobody_used(busy: bool) -> None:
+    engine = CountingEngine()
+    driver = Driver(engine)  # type: ignore[arg-type]
+    asyncio.run(driver.arun([make_request(5)]))
+    endless = make_request(10**9)
+    caller = InThread(lambda: driver.run([endless])) if busy else None
+    until(lambda: engine.inside or not busy)
+
+    def in_child() -> bool:
+        try:
+            driver.run([make_request(5)])
+            asyncio.run(driver.arun([make_request(5)]))
+        except EngineClosed:
+            driver.close()
+            return busy and driver.closed
+        driver.close()
+        return not busy
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            os._exit(0 if in_child() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    driver.abort(endless)
+    if caller is not None:
+        caller.get()
     driver.close()

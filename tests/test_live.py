@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -15,7 +17,7 @@ from torch.nn.utils import parametrize
 from toys import make_toy, random_ids
 
 import verbatim
-from verbatim import LLM, InvalidRequest, SamplingParams
+from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
 from verbatim.tensors import _engines
 
 PROMPT = random_ids(12, seed=8)
@@ -174,6 +176,75 @@ def test_two_engines_and_a_trainer_interleave_without_a_changed_bit() -> None:
     apart, mixed = run(False), run(True)
     assert mixed[0] == apart[0] and mixed[1] == apart[1]
     assert all(torch.equal(p, q) for p, q in zip(mixed[2], apart[2], strict=True))
+
+
+def test_a_hook_may_use_another_engine_unless_that_would_wait_for_others() -> None:
+    first, second = make_toy("llama"), make_toy("llama", seed=1)
+    with LLM(first) as a, LLM(second) as b:
+        expected, refused = greedy(b), []
+        found: list[Any] = []
+        stepping, go_on = threading.Event(), threading.Event()
+
+        def use_the_other(*_: Any) -> None:
+            calls = (
+                lambda: greedy(b),
+                b.stats,
+                lambda: asyncio.run(b.agenerate(PROMPT, GREEDY)),
+            )
+            for call in calls:
+                try:
+                    found.append(call())
+                except VerbatimError as error:
+                    refused.append(str(error))
+
+        hook = first.model.layers[0].register_forward_hook(use_the_other)
+        greedy(a)
+        assert found[0] == expected and len(found) == 20 and len(refused) == 10
+
+        def halt(request: Any, logits: torch.Tensor) -> torch.Tensor:
+            stepping.set()
+            go_on.wait(10)
+            return logits
+
+        found.clear()
+        refused.clear()
+        halting = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[halt])
+        caller = threading.Thread(target=lambda: b.generate(PROMPT, halting))
+        caller.start()
+        assert stepping.wait(10)
+        greedy(a)
+        go_on.set()
+        caller.join(10)
+        assert not caller.is_alive() and not found and len(refused) == 30
+        assert all("from inside another engine's forward" in message for message in refused)
+        hook.remove()
+        assert greedy(b) == expected
+
+
+def test_modules_that_use_each_other_are_generated_from_by_many_threads() -> None:
+    outer, inner, other = (make_toy("llama", seed=seed) for seed in range(3))
+    prompt = torch.tensor([PROMPT])
+
+    def call(model: Any, count: int) -> torch.Tensor:
+        return verbatim.generate(model, prompt, max_new_tokens=count, temperature=0.0)
+
+    finished: list[int] = []
+
+    def keep_calling(model: Any) -> None:
+        finished.extend(call(model, 2).shape[0] for _ in range(5))
+
+    def use_the_inner(*_: Any) -> None:
+        call(inner, 1)
+
+    hook = outer.model.layers[0].register_forward_pre_hook(use_the_inner)
+    threads = [threading.Thread(target=keep_calling, args=(m,)) for m in (outer, other, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    hook.remove()
+    assert len(finished) == 15
+    assert {m for m in (outer, inner, other) if m in _engines} == {outer, inner, other}
 
 
 def test_generate_takes_tensors_and_gives_an_ordinary_one() -> None:

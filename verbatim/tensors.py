@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import InvalidRequest, ModelChanged
+from verbatim.errors import EngineClosed, InvalidRequest, ModelChanged
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
 # One engine for each live module that was ever given, gone when its module is.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()
-_engines_lock = threading.Lock()
+_engines_lock = threading.Lock()  # for moments: opening and looking wait for forwards of others
 
 
 def engine_of(model: LLM | nn.Module) -> LLM:
@@ -24,17 +24,28 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         return model
     if not isinstance(model, nn.Module):
         raise InvalidRequest(f"model={model!r}: must be an LLM or a transformers module")
+    while (kept := _kept(model)) is not None:
+        try:
+            kept._opened.decoder.look_again()
+            if not kept._driver.closed:
+                return kept
+        except (ModelChanged, EngineClosed):
+            pass
+        with _engines_lock:
+            if _engines.get(model) is kept:
+                del _engines[model]
+        kept.close()
+    opened = LLM(model, _weak=True)
     with _engines_lock:
-        engine = _engines.get(model)
-        if engine is not None:
-            try:
-                engine._opened.decoder.look_again()
-            except ModelChanged:
-                engine.close()
-                engine = None
-        if engine is None:
-            engine = _engines[model] = LLM(model, _weak=True)
-        return engine
+        engine = _engines.setdefault(model, opened)
+    if engine is not opened:  # another thread was faster
+        opened.close()
+    return engine
+
+
+def _kept(model: nn.Module) -> LLM | None:
+    with _engines_lock:
+        return _engines.get(model)
 
 
 def generate(

@@ -19,7 +19,7 @@ class Client:
     Attributes:
         deliver: gets the deltas, in the thread that makes the step.
         on_end: called once it has ended, with a result or an error.
-        troubled: where it puts itself down when it has a problem.
+        going: where it puts itself down when it has a problem.
         inside: the engine has it.
         leaving: it is to be aborted.
         problem: what `deliver` raised, which ends the request.
@@ -29,7 +29,7 @@ class Client:
     request: Request
     deliver: Callable[[Delta], None]
     on_end: Callable[[], None] | None
-    troubled: dict[Client, None]
+    going: dict[Client, None]
     inside: bool = False
     leaving: bool = False
     problem: Exception | None = None
@@ -43,7 +43,7 @@ class Client:
                 self.deliver(delta)
             except Exception as error:
                 self.problem = error
-                self.troubled[self] = None
+                self.going[self] = None
 
     def note_error(self) -> None:
         """Keep what ended it as it was when it happened; one error may end several requests."""

@@ -7,6 +7,8 @@ loop thread makes all the steps, and every other caller waits for what is its ow
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -19,6 +21,7 @@ from verbatim.engine.traffic import Mode, Traffic
 from verbatim.errors import InvalidRequest, VerbatimError
 
 PAUSES = ("keep", "drain", "abort")
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 
 class Driver:
@@ -34,15 +37,19 @@ class Driver:
     def __init__(self, engine: Engine, *, max_unread: int = 65_536) -> None:
         self.engine = engine
         self._traffic = Traffic(engine)
-        self._seat = self._traffic.seat
         self._max_unread = max_unread
         self._asleep = False
+        _drivers.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._traffic.closed
 
     # ---- for callers that wait
 
     def run(self, requests: list[Request]) -> list[Result]:
         """Step until all of `requests` have ended; then their results, or the first one's error."""
-        self._seat.refuse_mine()
+        self._traffic.seat.refuse_mine()
         wake = Wake()
         try:
             clients = self._traffic.enter(requests, lambda delta: None, wake.set)
@@ -60,7 +67,7 @@ class Driver:
 
     def deltas(self, request: Request) -> Iterator[Delta]:
         """What each step adds to one request. Leaving the loop aborts it."""
-        self._seat.refuse_mine()
+        self._traffic.seat.refuse_mine()
         wake = Wake()
         outbox = Outbox(request, self._max_unread, wake.set)
         try:
@@ -77,6 +84,7 @@ class Driver:
 
     async def arun(self, requests: list[Request]) -> list[Result]:
         """`run` for asyncio: the loop thread makes the steps, and cancelling aborts."""
+        self._traffic.refuse_inside()
         wake = AsyncWake()
         try:
             clients = self._traffic.enter(requests, lambda delta: None, wake.set, hosted=True)
@@ -89,6 +97,7 @@ class Driver:
 
     async def adeltas(self, request: Request) -> AsyncIterator[Delta]:
         """`deltas` for asyncio: the loop thread makes the steps, and leaving or cancelling aborts."""
+        self._traffic.refuse_inside()
         wake = AsyncWake()
         outbox = Outbox(request, self._max_unread, wake.set)
         try:
@@ -131,11 +140,7 @@ class Driver:
 
         What goes wrong in a step is found in the requests that it ended.
         """
-        return self._traffic.visit(self._step)
-
-    def _step(self) -> bool:
-        self._traffic.check_open()
-        return self._traffic.advance()
+        return self._traffic.visit(self._traffic.advance)
 
     def abort(self, request: Request) -> None:
         """End a request now, keeping what it has; from any thread, harmless when it has ended."""
@@ -171,7 +176,6 @@ class Driver:
             raise
 
     def _pause(self, mode: str) -> None:
-        self._traffic.check_open()
         if mode == "drain" and self._asleep:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         self._traffic.settle()
@@ -203,7 +207,6 @@ class Driver:
         self._traffic.visit(lambda: self._sleep(weights))
 
     def _sleep(self, weights: bool) -> None:
-        self._traffic.check_open()
         before = self._traffic.mode, self._asleep
         self._asleep = True  # first: whatever breaks this off half-way, nothing runs until wake()
         self._traffic.change(Mode.PAUSED)
@@ -225,7 +228,6 @@ class Driver:
         self._traffic.visit(self._wake)
 
     def _wake(self) -> None:
-        self._traffic.check_open()
         if self._asleep:
             self.engine.evict_all()  # again, for a sleep that was broken off
             self.engine.runner.wake()
@@ -234,9 +236,9 @@ class Driver:
 
     def stats(self) -> dict[str, Any]:
         """The engine's, between two steps; and whether it is paused or asleep."""
-        if self._seat.mine:  # called from inside a forward
+        if self._traffic.seat.mine:  # called from inside a forward
             return self._stats()
-        return self._traffic.visit(self._settled_stats)
+        return self._traffic.visit(self._settled_stats, closed_too=True)
 
     def _settled_stats(self) -> dict[str, Any]:
         if not self._traffic.closed:
@@ -249,7 +251,7 @@ class Driver:
 
     def close(self) -> None:
         """End what is running ("abort") and close the runner; a second call does nothing."""
-        self._traffic.visit(self._close)
+        self._traffic.visit(self._close, closed_too=True)
         self._traffic.stop_loop()
 
     def _close(self) -> None:
@@ -258,3 +260,11 @@ class Driver:
                 self._traffic.shut()
             finally:
                 self.engine.runner.close()
+
+
+def _after_fork() -> None:
+    for driver in list(_drivers):
+        driver._traffic.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

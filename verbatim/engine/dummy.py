@@ -8,7 +8,7 @@ from verbatim.batch import SCRATCH_BLOCK, Batch
 from verbatim.core import Request
 from verbatim.engine.draw import draw
 from verbatim.engine.driver import Driver
-from verbatim.engine.traffic import Mode
+from verbatim.engine.traffic import Mode, Traffic
 from verbatim.errors import VerbatimError
 
 
@@ -31,12 +31,13 @@ def dummy_forward(driver: Driver) -> None:
         EngineClosed: the engine is closed.
         VerbatimError: it sleeps.
     """
-    traffic = driver._traffic
-    with traffic.guest():
-        traffic.check_open()
+
+    def forward() -> None:
         if driver._asleep:
             raise VerbatimError("the engine sleeps; call wake() first")
         driver.engine.runner.forward(dummy_batch())
+
+    driver._traffic.visit(forward)
 
 
 def peek(driver: Driver) -> list[tuple[Request, int, float]]:
@@ -48,22 +49,24 @@ def peek(driver: Driver) -> list[tuple[Request, int, float]]:
     Raises:
         EngineClosed: the engine is closed.
     """
-    traffic, engine = driver._traffic, driver.engine
-    with traffic.guest():
-        traffic.check_open()
+    return driver._traffic.visit(lambda: _peek(driver._traffic))
+
+
+def _peek(traffic: Traffic) -> list[tuple[Request, int, float]]:
+    engine = traffic.engine
+    traffic.settle()
+    work = None if traffic.mode is Mode.PAUSED else engine.scheduler.schedule()
+    if work is None:
+        return []
+    try:
+        forward = engine.runner.forward(work.batch)
+        draws = draw(engine.runner, forward, work.chunks, engine.fail)
+    finally:
+        engine.scheduler.interrupted(work)
         traffic.settle()
-        work = None if traffic.mode is Mode.PAUSED else engine.scheduler.schedule()
-        if work is None:
-            return []
-        try:
-            forward = engine.runner.forward(work.batch)
-            draws = draw(engine.runner, forward, work.chunks, engine.fail)
-        finally:
-            engine.scheduler.interrupted(work)
-            traffic.settle()
-        rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
-            for chunk in work.chunks
-            if chunk.draws and not chunk.sequence.request.finished
-        ]
-        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
+    rows = [
+        (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
+        for chunk in work.chunks
+        if chunk.draws and not chunk.sequence.request.finished
+    ]
+    return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]

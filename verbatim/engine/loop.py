@@ -6,7 +6,10 @@ import asyncio
 import atexit
 import threading
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verbatim.engine.traffic import Traffic
 
 IDLE_S = 10.0  # how long a loop thread without anything to do stays
 _LONGEST_WAIT_S = 3600.0  # the platform's own limit is finite, too; whoever waits looks again
@@ -73,39 +76,19 @@ class AsyncWake:
         self._event.clear()
 
 
-class Steps(Protocol):
-    """Who knows how a step is made; a `Driver`."""
-
-    def turn(self, wake: Wake) -> float | None:
-        """Make a step. How long to wait for `wake` then; 0 means not at all, None until it is set."""
-        ...
-
-    def needs(self, loop: Loop) -> bool:
-        """Does anybody wait for steps of this thread?"""
-        ...
-
-    def crashed(self, error: BaseException) -> None:
-        """The thread ends by a bug of ours; nobody must wait for its steps for ever."""
-        ...
-
-    def let_go(self, loop: Loop, *, idle: bool) -> bool:
-        """The thread wants to end because it is idle, or has to; False if it must stay."""
-        ...
-
-
 class Loop:
     """A thread that makes the steps while asynchronous callers wait for them.
 
-    It holds the driver weakly between two steps, and ends with it. When the interpreter ends, the step
+    It holds the traffic weakly between two steps, and ends with it. When the interpreter ends, the step
     under way is waited for: a thread that comes back from a forward into a finalised interpreter
     crashes the process.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, traffic: Traffic) -> None:
         self.wake = wake = Wake()
         self.exited = False  # the interpreter is ending
         self._stopped = False
-        self._steps = weakref.ref(steps, lambda _: wake.set())
+        self._traffic = weakref.ref(traffic, lambda _: wake.set())
         self._thread = threading.Thread(target=self._run, name="verbatim-steps", daemon=True)
 
     def start(self) -> None:
@@ -130,19 +113,19 @@ class Loop:
     def _run(self) -> None:
         idle = False
         try:
-            while not self._stopped and (steps := self._steps()) is not None:
-                needed = steps.needs(self)
-                if idle and not needed and steps.let_go(self, idle=True):
+            while not self._stopped and (traffic := self._traffic()) is not None:
+                needed = traffic.needs(self)
+                if idle and not needed and traffic.let_go(self, idle=True):
                     return
-                patience = steps.turn(self.wake) if needed else IDLE_S
-                del steps  # or the engine could not be collected while this thread waits
+                patience = traffic.turn(self.wake) if needed else IDLE_S
+                del traffic  # or the engine could not be collected while this thread waits
                 idle = not self.wake.wait(patience) and not needed
         except BaseException as error:
-            if (steps := self._steps()) is not None:
-                steps.crashed(error)
+            if (traffic := self._traffic()) is not None:
+                traffic.crashed(error)
             raise
         finally:
-            if (steps := self._steps()) is not None:
-                steps.let_go(self, idle=False)
+            if (traffic := self._traffic()) is not None:
+                traffic.let_go(self, idle=False)
             if not self.exited:  # atexit's list is not to be changed while it is worked off
                 atexit.unregister(self._exit)

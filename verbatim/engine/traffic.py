@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from typing import TypeVar
 
@@ -13,8 +12,9 @@ from verbatim.core import Delta, Request
 from verbatim.engine.clients import Client
 from verbatim.engine.engine import Engine
 from verbatim.engine.loop import Loop, Wake
-from verbatim.engine.seat import Seat
-from verbatim.errors import EngineClosed, InvalidRequest, RequestFailed
+from verbatim.engine.seat import STEPS_FIRST_S, Seat
+from verbatim.errors import EngineClosed, InvalidRequest, RequestFailed, VerbatimError
+from verbatim.model.borrow import holds_exclusive
 
 _T = TypeVar("_T")
 _POLL_S = 0.05  # until an engine is asked again that has work and could not do any
@@ -43,9 +43,8 @@ class Traffic:
         self._lock = threading.RLock()  # for moments; re-entrant for the reason given in Seat
         self._clients: dict[Request, Client] = {}  # all that came and have not ended
         self._coming: dict[Client, None] = {}
-        self._going: dict[Client, None] = {}
+        self._going: dict[Client, None] = {}  # to be aborted, or failed by what their reader raised
         self._ended: dict[Request, None] = {}  # that nobody was told of yet
-        self._troubled: dict[Client, None] = {}  # whose deltas nobody took
         engine.on_end = self._ended.setdefault
         self._loop: Loop | None = None
         self._hosted: set[Client] = set()  # whose steps are the loop thread's business
@@ -54,6 +53,15 @@ class Traffic:
     def check_open(self) -> None:
         if self.closed:
             raise EngineClosed("this LLM has been closed")
+
+    def refuse_inside(self) -> None:
+        """Refuse a call that would wait for steps which can't be made while its caller waits.
+
+        Raises:
+            VerbatimError: the caller is inside of this engine's step, or of any engine's forward.
+        """
+        self.seat.refuse_mine()
+        _refuse_to_wait()
 
     def change(self, mode: Mode) -> None:
         """Go on in another mode; everybody who waits looks again."""
@@ -71,7 +79,7 @@ class Traffic:
         hosted: bool = False,
     ) -> list[Client]:
         """Put requests down to be let in: all of them or, where one is refused, none."""
-        clients = [Client(request, deliver, on_end, self._troubled) for request in requests]
+        clients = [Client(request, deliver, on_end, self._going) for request in requests]
         with self._lock:
             self.check_open()
             known = any(request.finished or request in self._clients for request in requests)
@@ -87,6 +95,8 @@ class Traffic:
         wake = self.seat.loop
         if wake is not None:
             wake.set()
+        if self.mode is Mode.PAUSED:  # whoever waits must know of another request's time
+            self.seat.pass_on()
         return clients
 
     def wait(self, done: Callable[[], bool], wake: Wake) -> None:
@@ -106,36 +116,27 @@ class Traffic:
         finally:  # again, for a Ctrl-C that hit the first one
             self.seat.quit(wake)
 
-    def visit(self, work: Callable[[], _T]) -> _T:
+    def visit(self, work: Callable[[], _T], *, closed_too: bool = False) -> _T:
         """Do some work at the engine, between two steps.
 
         Raises:
-            VerbatimError: the calling thread sits there already.
+            EngineClosed: the engine is closed, unless `closed_too`.
+            VerbatimError: the calling thread sits there already, or is inside another engine's forward
+                while somebody else sits there.
         """
         self.seat.refuse_mine()
         wake = Wake()
         try:
             try:
                 self.seat.queue(wake)
-                while not self.seat.take(wake):
-                    wake.wait()
-                return work()
+                while not self.seat.take(wake, ahead=holds_exclusive()):
+                    _refuse_to_wait()
+                    wake.wait(STEPS_FIRST_S)
+                if not closed_too:
+                    self.check_open()
+                return self._whole(work)
             finally:
                 self.seat.quit(wake)
-        finally:
-            self.seat.quit(wake)
-            self.tidy()
-
-    @contextmanager
-    def guest(self) -> Iterator[None]:
-        """`visit` for a block, where no Ctrl-C is to be feared at its very edges."""
-        self.seat.refuse_mine()
-        wake = Wake()
-        try:
-            self.seat.queue(wake)
-            while not self.seat.take(wake):
-                wake.wait()
-            yield
         finally:
             self.seat.quit(wake)
             self.tidy()
@@ -175,9 +176,11 @@ class Traffic:
         """
         loop = self.seat.loop
         if loop is not None and wake is not loop:
+            _refuse_to_wait()
             return None
         try:
-            if not self.seat.take(wake):
+            if not self.seat.take(wake, ahead=holds_exclusive()):
+                _refuse_to_wait()
                 return None  # whoever sits there wakes the next on leaving
             # Ctrl-C in a caller's own step is its own; in the loop thread nobody would see it.
             if self.advance(Exception if wake is not loop else BaseException):
@@ -206,7 +209,10 @@ class Traffic:
                 made = self.engine.step()
                 if self.mode is Mode.DRAINING and not self.engine.has_work:
                     self.change(Mode.PAUSED)
-        except catch as error:
+        except BaseException as error:
+            self._find_ended()
+            if not isinstance(error, catch):
+                raise
             self.fail_all(_for_callers(error))
             made = True
         finally:
@@ -215,8 +221,23 @@ class Traffic:
 
     def settle(self) -> None:
         """Let everybody in and out, and tell whoever's request has ended, without a step."""
-        self._let_in_and_out()
+        self._whole(self._let_in_and_out)
         self._reap()
+
+    def _whole(self, work: Callable[[], _T]) -> _T:
+        """Do some work at the engine; where it is broken off, nobody's end is forgotten."""
+        try:
+            return work()
+        except BaseException:
+            self._find_ended()
+            self._reap()
+            raise
+
+    def _find_ended(self) -> None:
+        """Note requests that ended without a word, as something broke in between; looks at all there are."""
+        with self._lock:
+            ended = [request for request in self._clients if request.finished]
+        self._ended.update(dict.fromkeys(ended))
 
     def fail_all(self, error: Exception) -> None:
         """End all that are inside with an error; they are told when things are settled."""
@@ -236,7 +257,21 @@ class Traffic:
             self.engine.abort_all()
         finally:
             self.fail_all(EngineClosed("this LLM has been closed"))
+            self._find_ended()
             self._reap()
+
+    def forked(self) -> None:
+        """In the child of a fork: the threads that did something here don't exist any more.
+
+        What was in use is in nobody knows what state, and is closed; else the child has an engine, too.
+        A stepper that sits there when nobody is left has done its work.
+        """
+        if self.seat.visited or not all(client.ended for client in self._clients.values()):
+            self.closed = True
+        else:
+            self._clients.clear()  # they have ended, and were about to be forgotten
+            self._hosted.clear()
+        self._lock, self.seat, self._loop = threading.RLock(), Seat(), None
 
     def _let_in_and_out(self) -> None:
         """Between two steps: everybody who came, then everybody who left."""
@@ -252,10 +287,13 @@ class Traffic:
             going = list(self._going)
         for client in going:
             self._let_in(client)
-            try:
-                self.engine.abort(client.request)
-            except Exception as error:
-                self._fail(client, error)
+            if client.problem is not None and not client.request.finished:
+                self._fail(client, client.problem)
+            else:
+                try:
+                    self.engine.abort(client.request)
+                except Exception as error:
+                    self._fail(client, error)
             del self._going[client]
 
     def _let_in(self, client: Client) -> None:
@@ -271,13 +309,9 @@ class Traffic:
             raise
 
     def _reap(self) -> None:
-        """End the requests whose deltas nobody takes, and tell whoever waits of each end."""
+        """Tell whoever waits of each end."""
         # Only those that something happened to are looked at: a step must not cost more the more wait.
         # Each is taken out when it is done with: an interrupt in between must lose nobody.
-        for client in list(self._troubled):
-            if client.problem is not None and not client.request.finished:
-                self._fail(client, client.problem)
-            self._troubled.pop(client, None)
         ended = {request: self._clients.get(request) for request in list(self._ended)}
         for client in filter(None, ended.values()):
             client.note_error()  # of all, before the first is told, who may raise it
@@ -330,7 +364,7 @@ class Traffic:
             self.fail_all(_for_callers(error))
             self._reap()
 
-        self.visit(fail)
+        self.visit(fail, closed_too=True)
 
     def let_go(self, loop: Loop, *, idle: bool) -> bool:
         """The loop thread wants to end because it is idle, or has to; False if it must stay."""
@@ -351,6 +385,15 @@ class Traffic:
         if loop is not None:
             loop.stop()
         self.seat.wake_all()
+
+
+def _refuse_to_wait() -> None:
+    """Raise VerbatimError in a thread that is inside of a forward, and would wait for another one."""
+    if holds_exclusive():
+        raise VerbatimError(
+            "a call from inside another engine's forward can't wait for an engine that somebody "
+            "else is using: no other forward is made meanwhile"
+        )
 
 
 def _for_callers(error: BaseException) -> Exception:

@@ -11,6 +11,7 @@ is not to be called from another thread while an engine runs it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +29,28 @@ Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 # Held while a module is borrowed, and while one is looked at, which must not find another engine's
 # forwards in it. Re-entrant: a hook may use another engine.
 exclusive = threading.RLock()
+_held = threading.Condition(exclusive)
 
 _CONFIG_FIELDS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def holds_exclusive() -> bool:
+    """Is the calling thread inside of a forward, in a hook? Nobody else can finish one meanwhile."""
+    try:
+        _held.notify(0)
+    except RuntimeError:  # it is somebody else's, or nobody's
+        return False
+    return True
+
+
+def _free_in_child() -> None:
+    """In a forked child, the thread that held it doesn't exist."""
+    if not holds_exclusive():
+        exclusive._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_free_in_child)
 
 
 def structure(module: nn.Module) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ class Checkpoint:
         if self.dropped:
             return
         self._check_files()
-        if _state(module) != self._state:
+        now, then = _state(module), self._state
+        if now.keys() != then.keys() or any(
+            now[n][0]() is not then[n][0]() or now[n][1:] != then[n][1:] for n in now
+        ):
             raise NotSupported(
                 "sleep(weights=True): the model's weights were changed since they were read from "
                 f"{self.folder}, and would be lost"
@@ -111,9 +115,9 @@ def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Which parameters there are, and how often each was written to."""
-    return {n: (p.shape, p.dtype, p._version) for n, p in module.named_parameters()}
+def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Which parameters there are, held weakly, and how often each was written to."""
+    return {n: (weakref.ref(p), p.shape, p.dtype, p._version) for n, p in module.named_parameters()}
 
 
 def load(
