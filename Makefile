@@ -30,8 +30,9 @@ format:  ## ruff, fixing what it can
 types:  ## mypy, strict, on the package
 	mypy
 
-bench:  ## decode speed against transformers
+bench:  ## decode speed and a mixed workload against transformers
 	python benchmarks/decode.py
+	python benchmarks/throughput.py --layers 4
 
 ci:  ## the whole check, in fresh virtual environments
 	.ci/run

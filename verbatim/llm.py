@@ -222,7 +222,8 @@ class LLM:
 
         Args:
             weights: give back the memory of the weights as well, which `wake()` reads again from their
-                files. A live module keeps its own.
+                files. A live module keeps its own. Changes made through a parameter's `.data` can't be
+                seen, and are lost.
 
         Raises:
             NotSupported: the weights of a live module, or weights that were changed since they were read.
