@@ -8,11 +8,16 @@ import os
 # it saves at toy sizes. Must be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+# A shell starts background jobs with Ctrl-C ignored, and Python leaves it at that. Tests that press it
+# need it, wherever they are run.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
