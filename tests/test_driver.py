@@ -299,7 +299,7 @@ async def forever():
 {ending}
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
