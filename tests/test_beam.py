@@ -125,7 +125,12 @@ def transformers_beams(case: Case) -> list[tuple[tuple[int, ...], float]]:
     lengths = (out.beam_indices >= 0).sum(1).tolist()
     rows = out.sequences[:, len(case.prompt) :].tolist()
     found = zip(rows, lengths, out.sequences_scores.tolist(), strict=True)
-    return [(tuple(row[:length]), score) for row, length, score in found if score > -1e7]
+    # The penalty makes a placeholder of many tokens look better than it is: the sum tells.
+    return [
+        (tuple(row[:length]), score)
+        for row, length, score in found
+        if score * max(1, length) ** case.length_penalty > -1e8
+    ]
 
 
 def searched(case: Case) -> BeamSearch[Path]:
