@@ -114,3 +114,7 @@ class Draws:
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
     candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of rows of beams alone
+
+    def top(self, row: int) -> list[tuple[int, float]]:
+        """The likeliest ids of a row with their log-probs."""
+        return list(zip(self.top_ids[row], self.top_logprobs[row], strict=True))

@@ -5,6 +5,7 @@ Ids are the truth; text is a view of them.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -196,6 +197,15 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def unread_prompt_row(self) -> int | None:
+        """The first prompt position whose row is still to be reported on; None where nothing is."""
+        request = self.request
+        if not request.reads_prompt_rows or self.index != 0:
+            return None
+        known = request.num_prompt_rows_read
+        return known if known < len(request.prompt_ids) - 1 else None
+
+    @property
     def rank(self) -> tuple[float, int]:
         """Smaller goes first, and is preempted last."""
         return (self.request.rank, self.number)
@@ -279,6 +289,11 @@ class Request:
     def rank(self) -> float:
         """Smaller goes first: the arrival, moved by the priority. So nobody waits for ever."""
         return self.arrival + PRIORITY_STEP_S * self.params.priority
+
+    def note_token(self) -> None:
+        """It has made a token; the first one's time is kept."""
+        if self.metrics.first_token_s == 0.0:
+            self.metrics.first_token_s = time.monotonic() - self.arrival
 
     @property
     def reads_prompt_rows(self) -> bool:

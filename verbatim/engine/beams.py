@@ -6,8 +6,6 @@ decides which go on. Beams need not run in the same step, nor keep their blocks 
 
 from __future__ import annotations
 
-import time
-
 from torch import Tensor
 
 from verbatim.batch import Candidate, Draws
@@ -21,15 +19,12 @@ def note(
 ) -> list[Sequence]:
     """Take in how one beam may go on; the completions if that ends the search."""
     beam.candidates = draws.candidates[row]
-    metrics = beam.request.metrics
-    if metrics.first_token_s == 0.0:
-        metrics.first_token_s = time.monotonic() - beam.request.arrival
+    beam.request.note_token()
     # What belongs to the next token is kept with the beam, which hands it down to each of its heirs.
     if hidden is not None:
         beam.hidden.append(hidden)
     if beam.request.params.logprobs is not None:
-        top = zip(draws.top_ids[row], draws.top_logprobs[row], strict=True)
-        beam.top_logprobs.append(list(top))
+        beam.top_logprobs.append(draws.top(row))
     return _advance(beam.request, scheduler)
 
 

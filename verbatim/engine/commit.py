@@ -20,7 +20,6 @@ from verbatim.core import (
     Request,
     Result,
     Sequence,
-    TopLogprobs,
 )
 from verbatim.engine import beams
 from verbatim.engine.draw import drawing
@@ -46,7 +45,7 @@ def commit(
     targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_targets)
     for row in targets if request.params.prompt_logprobs is not None else ():
         request.prompt_logprobs.append(draws.logprobs[row])
-        request.prompt_top_logprobs.append(_top(draws, row))
+        request.prompt_top_logprobs.append(draws.top(row))
     if request.max_tokens == 0 and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
@@ -71,11 +70,10 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
         sequence.logprobs.append(draws.logprobs[row])
         sequence.sampled_logprobs.append(draws.sampled_logprobs[row])
         if request.params.logprobs is not None:
-            sequence.top_logprobs.append(_top(draws, row))
+            sequence.top_logprobs.append(draws.top(row))
         if hidden is not None:
             sequence.hidden.append(hidden)
-        if request.metrics.first_token_s == 0.0:
-            request.metrics.first_token_s = time.monotonic() - request.arrival
+        request.note_token()
         sequence.push(draws.ids[row])
         if sequence.finished:
             break
@@ -160,7 +158,3 @@ def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:
     if not request.params.hidden_states:
         return None
     return torch.stack(rows) if rows else torch.empty(0, 0)
-
-
-def _top(draws: Draws, row: int) -> TopLogprobs:
-    return list(zip(draws.top_ids[row], draws.top_logprobs[row], strict=True))

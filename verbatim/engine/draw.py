@@ -92,10 +92,7 @@ def drawing(chunk: Chunk) -> list[Sequence]:
 
 def _draw_row(sequence: Sequence) -> SampleRow:
     request, params = sequence.request, sequence.request.params
-    made = len(sequence.output_ids)
-    banned: list[int] = []
-    if made < params.min_tokens:
-        banned += banned_until_min_tokens(params, request.eos_ids, made)
+    banned = banned_until_min_tokens(params, request.eos_ids, len(sequence.output_ids))
     if request.bad_word_ids:
         banned += blocked_by_bad_words(
             request.bad_word_ids, request.prompt_ids + sequence.output_ids

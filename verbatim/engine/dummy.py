@@ -6,7 +6,6 @@ import torch
 
 from verbatim.batch import SCRATCH_BLOCK, Batch
 from verbatim.core import Request
-from verbatim.engine.draw import draw
 from verbatim.engine.driver import Driver
 from verbatim.engine.traffic import Mode, Traffic
 from verbatim.errors import VerbatimError
@@ -53,20 +52,17 @@ def peek(driver: Driver) -> list[tuple[Request, int, float]]:
 
 
 def _peek(traffic: Traffic) -> list[tuple[Request, int, float]]:
-    engine = traffic.engine
     traffic.settle()
-    work = None if traffic.mode is Mode.PAUSED else engine.scheduler.schedule()
-    if work is None:
-        return []
     try:
-        forward = engine.runner.forward(work.batch)
-        draws = draw(engine.runner, forward, work.chunks, engine.fail)
+        seen = None if traffic.mode is Mode.PAUSED else traffic.engine.peek()
     finally:
-        engine.scheduler.interrupted(work)
         traffic.settle()
+    if seen is None:
+        return []
+    chunks, draws = seen
     rows = [
         (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
-        for chunk in work.chunks
+        for chunk in chunks
         if chunk.draws and not chunk.sequence.request.finished
     ]
     return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]

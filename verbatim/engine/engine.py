@@ -11,7 +11,7 @@ from verbatim.batch import Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
 from verbatim.engine.commit import commit, delta, finish
 from verbatim.engine.draw import draw
-from verbatim.engine.scheduler import Schedule, Scheduler
+from verbatim.engine.scheduler import Chunk, Schedule, Scheduler
 from verbatim.engine.shield import Shield
 from verbatim.errors import QueueFull, RequestFailed
 from verbatim.placement.runner import Forward, Runner
@@ -92,9 +92,7 @@ class Engine:
             if work is None:
                 return False
             try:
-                with self._shield.down():
-                    forward = self.runner.forward(work.batch)
-                    draws = draw(self.runner, forward, work.chunks, self.fail)
+                forward, draws = self._compute(work)
             except Exception as error:
                 self._fail_all(
                     work, error
@@ -105,6 +103,24 @@ class Engine:
                 raise
             self._commit(work, forward, draws)
             return True
+
+    def peek(self) -> tuple[list[Chunk], Draws] | None:
+        """What the next step would draw, which computes it once more; None when there is nothing to do."""
+        with self._shield.up():
+            work = self.scheduler.schedule()
+            if work is None:
+                return None
+            try:
+                _, draws = self._compute(work)
+            finally:
+                self.scheduler.interrupted(work)
+            return work.chunks, draws
+
+    def _compute(self, work: Schedule) -> tuple[Forward, Draws]:
+        """The middle of a step, where nothing counts yet and Ctrl-C is let through."""
+        with self._shield.down():
+            forward = self.runner.forward(work.batch)
+            return forward, draw(self.runner, forward, work.chunks, self.fail)
 
     def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
         """Let every sequence of the step grow, and hand out what is new."""

@@ -258,15 +258,13 @@ class Scheduler:
         """The next rows of `sequence` within the budget."""
         request = sequence.request
         rows = min(sequence.num_uncomputed, budget.rows)
-        targets = 0
-        if request.reads_prompt_rows and sequence.index == 0:
-            # The row of position p reports on prompt token p + 1. What is known already, before an
-            # eviction, is not asked for again.
-            known = request.num_prompt_rows_read
-            if sequence.num_computed <= known < len(request.prompt_ids) - 1:
-                rows = min(rows, known - sequence.num_computed + budget.prompt_targets)
-                end = min(sequence.num_computed + rows, len(request.prompt_ids) - 1)
-                targets = max(0, end - known)
+        targets, unread = 0, sequence.unread_prompt_row
+        # The row of position p reports on prompt token p + 1. What is known already, before an
+        # eviction, is not asked for again.
+        if unread is not None and sequence.num_computed <= unread:
+            rows = min(rows, unread - sequence.num_computed + budget.prompt_targets)
+            end = min(sequence.num_computed + rows, len(request.prompt_ids) - 1)
+            targets = max(0, end - unread)
         draws = rows == sequence.num_uncomputed and request.max_tokens > 0
         return Chunk(sequence, rows, targets, draws)
 

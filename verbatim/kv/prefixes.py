@@ -87,12 +87,9 @@ class Prefixes:
 
     def _wanted(self, sequence: Sequence) -> list[bytes]:
         """The keys of the blocks that may be found instead of computed."""
-        limit = sequence.num_tokens - 1
-        request = sequence.request
-        if request.reads_prompt_rows and sequence.index == 0:
-            known = request.num_prompt_rows_read
-            if known < len(request.prompt_ids) - 1:
-                limit = min(limit, known)
+        limit, unread = sequence.num_tokens - 1, sequence.unread_prompt_row
+        if unread is not None:
+            limit = min(limit, unread)
         return self._keys(sequence)[: limit // self.block_size]
 
     def _keys(self, sequence: Sequence) -> list[bytes]:

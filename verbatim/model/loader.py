@@ -158,10 +158,8 @@ def load(
     return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
 
 
-def settle_dtype(
-    dtype: str | torch.dtype, config: Any = None, *, option: str = "dtype"
-) -> torch.dtype:
-    """The torch dtype that `dtype` means for a model on a CPU; `option` is its name in messages.
+def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
+    """The torch dtype that `dtype` means for a model on a CPU.
 
     Raises:
         NotSupported: a dtype that is not computed in.
@@ -176,7 +174,7 @@ def settle_dtype(
             )
     found = DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
-        raise NotSupported(f"{option}={dtype!r}: must be 'auto' or one of {sorted(DTYPES)}")
+        raise NotSupported(f"dtype={dtype!r}: must be 'auto' or one of {sorted(DTYPES)}")
     return found
 
 

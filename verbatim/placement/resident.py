@@ -94,7 +94,7 @@ class Resident:
 
     def close(self) -> None:
         self._records = None
-        self.store.layers.clear()
+        self.store.release()
         self.decoder.close()
 
 
