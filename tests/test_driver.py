@@ -194,7 +194,7 @@ def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_go
     llm: LLM,
 ) -> None:
     seen: set[str] = set()
-    llm._opened.decoder.module.register_forward_hook(
+    llm._engine.runner.module.register_forward_hook(
         lambda *_: seen.add(threading.current_thread().name)
     )
     asyncio.run(llm.agenerate(PROMPT, SHORT))
@@ -286,7 +286,7 @@ PROMPT = [5, 6, 7]
 llms = []
 def open_llm():
     llms.append(LLM(make_toy("llama"), kv_memory="16MB", max_length=32))
-    llms[-1]._opened.decoder.module.register_forward_hook(lambda *_: time.sleep(0.01))
+    llms[-1]._engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.01))
     return llms[-1]
 open_stream = lambda: open_llm().stream(PROMPT)
 open_astream = lambda: open_llm().astream(PROMPT)
@@ -335,7 +335,7 @@ def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, hosted: b
         return lambda: llm.generate(PROMPT, params)
 
     expected = ids(llm.generate(PROMPT, LONG))
-    slow = llm._opened.decoder.module.register_forward_hook(lambda *_: time.sleep(0.002))
+    slow = llm._engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.002))
     early = [InThread(call(LONG)) for _ in range(3)]
     until(lambda: llm.stats()["running"] == 3)
     drain = InThread(lambda: llm.pause("drain"))
@@ -477,7 +477,7 @@ def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str)
     make_toy(name, tie_word_embeddings=name != "deepseek_v3").save_pretrained(tmp_path)
     prompts, params = mixed_requests(7)
     with LLM(tmp_path, dtype="bfloat16", **SMALL) as llm:
-        module = llm._opened.decoder.module
+        module = llm._engine.runner.module
         parameters = list(module.parameters())
         bits = [p.detach().clone() for p in parameters]
         expected = all_facts(llm.generate(prompts, params))
@@ -515,7 +515,7 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
     config.write_text(text)
     with LLM(tmp_path, **SMALL) as llm:
         with torch.no_grad():
-            llm._opened.decoder.module.lm_head.weight.mul_(2)
+            llm._engine.runner.module.lm_head.weight.mul_(2)
         with pytest.raises(NotSupported, match="changed since they were read"):
             llm.sleep(weights=True)
         assert not llm.stats()["asleep"]
@@ -529,7 +529,7 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
 def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     with LLM(tmp_path, **SMALL) as llm:
-        head = llm._opened.decoder.module.lm_head
+        head = llm._engine.runner.module.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach() * 2)
         expected = ids(llm.generate(PROMPT, SHORT))
         with pytest.raises(NotSupported, match="changed since they were read"):
@@ -583,7 +583,7 @@ def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> Non
             streams.pop()
             gc.collect()
 
-    hook = llm._opened.decoder.module.register_forward_hook(drop)
+    hook = llm._engine.runner.module.register_forward_hook(drop)
     del stream
     assert ids(llm.generate(PROMPT, LONG)) == expected
     hook.remove()
@@ -631,7 +631,7 @@ def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None
     def explode(*_: Any) -> None:
         raise KeyError("from a hook")
 
-    hook = llm._opened.decoder.module.register_forward_hook(explode)
+    hook = llm._engine.runner.module.register_forward_hook(explode)
 
     async def depth() -> int:
         with pytest.raises(KeyError, match="from a hook") as caught:
@@ -707,7 +707,7 @@ def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
             refused.append(str(caught.value))
         assert llm.stats()["running"] == 1
 
-    llm._opened.decoder.module.register_forward_hook(call_back)
+    llm._engine.runner.module.register_forward_hook(call_back)
     assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 35
 
 

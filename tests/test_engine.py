@@ -195,7 +195,7 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
-    module = llm._opened.decoder.module
+    module = llm._engine.runner.module
     hook = module.register_forward_hook(lambda *_: llm.generate(PROMPT))
     with pytest.raises(VerbatimError, match="from inside its own forward"):
         llm.generate(PROMPT, SamplingParams(max_tokens=2))

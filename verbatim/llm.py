@@ -15,7 +15,7 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
-from verbatim.opening import EngineOptions, open_engine, open_model
+from verbatim.opening import Opened, open_engine, open_model, open_runner
 from verbatim.options import (
     check_device,
     memory_bytes,
@@ -25,6 +25,8 @@ from verbatim.options import (
     total_memory,
 )
 from verbatim.params import SamplingParams
+from verbatim.placement.options import EngineOptions
+from verbatim.placement.runner import Runner
 from verbatim.text.chat import render_chat
 
 
@@ -113,8 +115,39 @@ class LLM:
         )
         max_unread = positive("max_unread", max_unread)
         loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
-        self._opened = opened = open_engine(loaded, options, weak=_weak)
-        self.name = loaded.name
+        self._start(loaded.name, open_engine(loaded, options, weak=_weak), max_unread)
+
+    @classmethod
+    def _over(
+        cls,
+        runner: Runner,
+        options: EngineOptions,
+        *,
+        name: str,
+        tokenizer: Any = None,
+        max_length: tuple[int | None, str] = (None, ""),
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> LLM:
+        """An LLM over a runner that a door has made, for a model that `LLM(...)` doesn't open.
+
+        Args:
+            max_length: in tokens, and where the number comes from; None is what the blocks hold.
+        """
+        llm = cls.__new__(cls)
+        opened = open_runner(
+            runner,
+            options,
+            tokenizer=tokenizer,
+            limit=max_length,
+            eos_ids=eos_ids,
+            forget_when_idle=True,
+        )
+        llm._start(name, opened, 65_536)
+        return llm
+
+    def _start(self, name: str, opened: Opened, max_unread: int) -> None:
+        self._opened = opened
+        self.name = name
         self.tokenizer = opened.admission.tokenizer
         self.max_length = opened.admission.max_length
         self._admission = opened.admission
@@ -291,11 +324,22 @@ class LLM:
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         """New ids for each prompt, all under one seed, row b drawing with sample index b."""
-        requests = [
+        results = self._driver.run(self._admit_rows(prompts, params))
+        return [result.outputs[0].token_ids for result in results]
+
+    def _step_rows(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> Iterator[list[list[int]]]:
+        """`_generate_rows` step by step: the new ids so far, once more with the last. Leaving aborts."""
+        requests = self._admit_rows(prompts, params)
+        for _ in self._driver.steps(requests):
+            yield [list(request.sequences[0].output_ids) for request in requests]
+
+    def _admit_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+        return [
             self._admission.admit(prompt, params, first_sample=row)
             for row, prompt in enumerate(prompts)
         ]
-        return [result.outputs[0].token_ids for result in self._driver.run(requests)]
 
     def _pad_id(self) -> int:
         """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""

@@ -14,20 +14,21 @@ from verbatim import kernels, storyteller
 from verbatim.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.engine.scheduler import Scheduler
-from verbatim.errors import InvalidRequest, NotSupported, OutOfBlocks
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
-from verbatim.kv.quantized import KVDtype, settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import DTYPES, LoadedModel, load
 from verbatim.model.products import probe_report
-from verbatim.options import available_memory, dtype_name
+from verbatim.options import dtype_name
+from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
+from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
+from verbatim.placement.runner import Runner
 from verbatim.text.tokenizer import Tokenizer
 
-_DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
 
 
@@ -37,75 +38,88 @@ class Opened:
 
     admission: Admission
     engine: Engine
-    decoder: Decoder
     config: Any  # the model's own
     generation_config: Any
 
     def info(self) -> dict[str, Any]:
         """What was opened and how it is run, as plain values."""
-        module, anatomy = self.decoder.module, self.decoder.anatomy
         runner, admission = self.engine.runner, self.admission
         placed = runner.info()
-        dtype = dtype_name(anatomy.dtype)
-        parameters = list(module.parameters())
         return {
-            "architecture": type(inner_model(module)).__name__,
-            "parameters": sum(p.numel() for p in parameters),
-            "dtype": dtype,
-            "weight_bytes": sum(p.nbytes for p in parameters),
-            "layers": len(anatomy.layers),
-            "vocab_size": anatomy.vocab_size,
+            **placed,
+            "vocab_size": runner.vocab_size,
             "max_length": admission.max_length,
             "max_length_from": admission.limit_source,
             "eos_ids": sorted(admission.eos_ids),
-            "kv_bytes_per_token": bytes_per_token(
-                anatomy.layers, settle_kv_dtype(placed["kv_dtype"])
-            ),
             "block_size": runner.block_size,
             "num_blocks": runner.num_blocks,
-            **placed,
-            "numerics_key": numerics_key(dtype, placed["kv_dtype"]),
-            "safety_net": sorted(anatomy.needs_safety_net),
+            "numerics_key": numerics_key(placed["dtype"], placed["kv_dtype"]),
             "probe": _probe_findings(),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """`LLM`'s options that shape the engine, checked; its docstring says what they mean."""
-
-    kv_dtype: KVDtype | None  # None: that of the model's keys
-    kv_bytes: int | None  # None: a share of what is available
-    block_size: int
-    max_batch_tokens: int
-    max_sequences: int
-    max_waiting: int | None
-    max_length: int | None
-    prefix_cache: bool
-    num_threads: int | None
 
 
 def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Opened:
     """Build the rooms under `LLM`; `weak` holds the module only weakly."""
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
-    decoder = Decoder(loaded.module, weak=weak)
-    config = inner_model(loaded.module).config
-    limit, source = max_length_of(config)
-    if options.max_length is not None:
-        if limit is not None and options.max_length > limit:
-            raise InvalidRequest(
-                f"max_length={options.max_length}: the model's limit is {limit} ({source})"
-            )
-        limit, source = options.max_length, "max_length"
-    store = _make_store(decoder, options, limit)
-    capacity = (store.num_blocks - 1) * options.block_size
-    if limit is None or capacity < limit:
-        limit, source = capacity, "what kv_memory holds"
-    runner = Resident(decoder, store, options.num_threads)
-    runner.checkpoint = loaded.checkpoint
+    module: Any = loaded.module
+    if speaks_kv_caches(module):
+        config = module.config
+        limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
+        runner: Runner = open_kv_caches(module, options, limit, weak=weak)
+    else:
+        decoder = Decoder(module, weak=weak)
+        config = inner_model(module).config
+        limit, source = settle_length(options, *max_length_of(config))
+        store = _make_store(decoder, options, limit)
+        runner = Resident(decoder, store, options.num_threads)
+        runner.checkpoint = loaded.checkpoint
+    return open_runner(
+        runner,
+        options,
+        tokenizer=loaded.tokenizer,
+        limit=(limit, source),
+        eos_ids=eos_ids_of(loaded.generation_config, config),
+        forget_when_idle=loaded.live,
+        config=config,
+        generation_config=loaded.generation_config,
+    )
+
+
+def settle_length(options: EngineOptions, limit: int | None, source: str) -> tuple[int | None, str]:
+    """The model's own limit or the `max_length` that was asked for, and where the number comes from."""
+    if options.max_length is None:
+        return limit, source
+    if limit is not None and options.max_length > limit:
+        raise InvalidRequest(
+            f"max_length={options.max_length}: the model's limit is {limit} ({source})"
+        )
+    return options.max_length, "max_length"
+
+
+def open_runner(
+    runner: Runner,
+    options: EngineOptions,
+    *,
+    tokenizer: Any,
+    limit: tuple[int | None, str],
+    eos_ids: frozenset[int],
+    forget_when_idle: bool,
+    config: Any = None,
+    generation_config: Any = None,
+) -> Opened:
+    """Build the engine over a runner.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None where ids go in and out.
+        limit: tokens of prompt and completion together, and where the number comes from.
+    """
+    length, source = limit
+    capacity = (runner.num_blocks - 1) * options.block_size
+    if length is None or capacity < length:
+        length, source = capacity, "what kv_memory holds"
     scheduler = Scheduler(
-        BlockPool(store.num_blocks),
+        BlockPool(runner.num_blocks),
         options.block_size,
         options.max_batch_tokens,
         options.max_sequences,
@@ -116,16 +130,11 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
         runner,
         scheduler,
         max_waiting=options.max_waiting,
-        forget_when_idle=loaded.live,
+        forget_when_idle=forget_when_idle,
     )
-    admission = Admission(
-        None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer),
-        runner,
-        limit,
-        source,
-        eos_ids_of(loaded.generation_config, config),
-    )
-    return Opened(admission, engine, decoder, config, loaded.generation_config)
+    text = None if tokenizer is None else Tokenizer(tokenizer)
+    admission = Admission(text, runner, length, source, eos_ids)
+    return Opened(admission, engine, config, generation_config)
 
 
 def _probe_findings() -> list[str]:
@@ -159,7 +168,9 @@ def open_model(
             os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
         ).hf
     if isinstance(model, nn.Module):
-        _check_live(model, dtype)
+        check_live(model, dtype)
+        if speaks_kv_caches(model):
+            return LoadedModel(model, tokenizer, None, type(model).__name__, live=True)
         inner = inner_model(model)
         name = getattr(inner.config, "name_or_path", "") or type(inner).__name__
         generation_config = getattr(inner, "generation_config", None)
@@ -180,7 +191,7 @@ def open_model(
     return loaded
 
 
-def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
+def check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
     """A live module is used as it is: on the CPU, in a dtype we compute in."""
     if dtype != "auto":
         raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
@@ -194,18 +205,8 @@ def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
 
 
 def _make_store(decoder: Decoder, options: EngineOptions, max_length: int | None) -> KVStore:
-    """As many blocks as the memory holds, and no more than can ever be used at once."""
-    anatomy, size = decoder.anatomy, options.block_size
+    anatomy = decoder.anatomy
     dtype = options.kv_dtype or anatomy.dtype
     recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-    block_bytes = size * (bytes_per_token(anatomy.layers, dtype) + recorded)
-    budget = options.kv_bytes or int(available_memory() * _DEFAULT_KV_SHARE)
-    blocks = budget // block_bytes - 1
-    if blocks < 1:
-        raise OutOfBlocks(
-            f"kv_memory of {budget} bytes is too small: one block of {size} tokens and the "
-            f"scratch block take {2 * block_bytes} bytes"
-        )
-    if max_length is not None:
-        blocks = min(blocks, options.max_sequences * -(-max_length // size))
-    return make_store(anatomy.layers, blocks + 1, size, dtype, torch.device("cpu"))
+    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + recorded, max_length)
+    return make_store(anatomy.layers, blocks, options.block_size, dtype, torch.device("cpu"))

@@ -26,7 +26,7 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         raise InvalidRequest(f"model={model!r}: must be an LLM or a transformers module")
     while (kept := _kept(model)) is not None:
         try:
-            kept._opened.decoder.look_again()
+            kept._engine.runner.look_again()
             if not kept._driver.closed:
                 return kept
         except (ModelChanged, EngineClosed):

@@ -82,6 +82,31 @@ class Driver:
         finally:
             self._traffic.abort([request])
 
+    def steps(self, requests: list[Request]) -> Iterator[None]:
+        """Step until all of `requests` have ended, and stop after each step that let one of them grow.
+
+        Leaving the loop aborts them. The last stop is followed by the first one's error, if it had one.
+        """
+        self._traffic.seat.refuse_mine()
+        wake, news = Wake(), deque[Delta]()
+
+        def note(delta: Delta) -> None:
+            news.append(delta)
+            wake.set()
+
+        try:
+            clients = self._traffic.enter(requests, note, wake.set)
+            ended = False
+            while not ended:
+                self._traffic.wait(lambda: bool(news) or all(c.ended for c in clients), wake)
+                ended = all(client.ended for client in clients)
+                news.clear()
+                yield
+            for client in clients:
+                client.result()
+        finally:
+            self._traffic.abort(requests)
+
     async def arun(self, requests: list[Request]) -> list[Result]:
         """`run` for asyncio: the loop thread makes the steps, and cancelling aborts."""
         self._traffic.refuse_inside()

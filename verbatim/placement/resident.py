@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported
-from verbatim.kv.store import KVStore
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.store import KVStore, bytes_per_token
+from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import Checkpoint
 from verbatim.model.routing import RoutingStore
-from verbatim.placement.runner import Forward
+from verbatim.options import dtype_name
+from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
 
 
@@ -47,6 +50,15 @@ class Resident:
         self._records = RoutingStore(routed, store.num_blocks, store.block_size) if routed else None
         self._num_threads = num_threads
 
+    @property
+    def module(self) -> nn.Module:
+        """The module itself; EngineClosed when it was held weakly and is gone."""
+        return self.decoder.module
+
+    def look_again(self) -> None:
+        """Follow a live module that was edited; ModelChanged where that can't be done."""
+        self.decoder.look_again()
+
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
         with threads(self._num_threads):
@@ -69,11 +81,19 @@ class Resident:
             self.decoder.check_replay()
 
     def info(self) -> dict[str, Any]:
+        module, anatomy = self.decoder.module, self.decoder.anatomy
+        kv_dtype = settle_kv_dtype(self.store.dtype_name)
         return {
+            "architecture": type(inner_model(module)).__name__,
             "placement": "resident",
+            **weight_info(module),
+            "dtype": dtype_name(anatomy.dtype),
+            "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
             "kv_bytes": self.store.nbytes,
             "kv_dtype": self.store.dtype_name,
+            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype),
+            "safety_net": sorted(anatomy.needs_safety_net),
         }
 
     def sleep(self, weights: bool) -> None:

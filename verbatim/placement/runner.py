@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 
@@ -63,8 +63,20 @@ class Runner(Protocol):
         """
         ...
 
+    def look_again(self) -> None:
+        """Follow a live module that was edited since it was opened.
+
+        Raises:
+            ModelChanged: it can't be followed; it must be opened again.
+        """
+        ...
+
     def info(self) -> dict[str, Any]:
-        """What a user may want to know of this placement, as plain values."""
+        """What a user may want to know of this placement, as plain values.
+
+        `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`, `kv_bytes`,
+        `kv_dtype` and `kv_bytes_per_token`, and what the placement has besides.
+        """
         ...
 
     def sleep(self, weights: bool) -> None:
@@ -87,3 +99,12 @@ class Runner(Protocol):
     def close(self) -> None:
         """Give back memory, processes and files."""
         ...
+
+
+def weight_info(module: nn.Module) -> dict[str, int]:
+    """What a module's parameters come to, tied ones counted once."""
+    parameters = list(module.parameters())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "weight_bytes": sum(p.nbytes for p in parameters),
+    }

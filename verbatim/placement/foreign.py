@@ -1,0 +1,167 @@
+"""Modules that speak another protocol than transformers'.
+
+Their forward can't be run on flat batches: they take whole rows, or keep K and V in a cache of their own
+kind. What all of them have in common is here: the ids of every sequence, kept in the blocks that the engine
+hands out. So whatever a runner keeps besides may be lost at any time, and is computed again from the ids.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import EngineClosed, NotSupported
+from verbatim.model.borrow import exclusive, threads
+from verbatim.options import dtype_name
+from verbatim.placement.runner import Forward, weight_info
+from verbatim.sampling.sampler import sample_rows
+
+
+@dataclass(slots=True)
+class Piece:
+    """One sequence's part in a forward.
+
+    Attributes:
+        ids: `[L]` int64, everything the sequence holds once this forward is done.
+        start: the first position that is new; logits are wanted for `start` to `L`.
+        slots: `[L]` int64, where in the store each position lives (block times block size plus offset).
+    """
+
+    ids: Tensor
+    start: int
+    slots: Tensor
+
+
+class Foreign:
+    """A Runner over `run`, which a placement overrides.
+
+    Args:
+        module: what computes; a `torch.nn.Module`, or anything that can be called.
+        vocab_size: width of its logits.
+        num_blocks: blocks of ids, scratch included.
+        num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
+        weak: hold the module only weakly.
+    """
+
+    placement = "foreign"
+    has_hidden = False
+    routed_layers = 0
+    experts_per_token = 0
+    num_experts = 0
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        vocab_size: int,
+        block_size: int,
+        num_blocks: int,
+        num_threads: int | None,
+        weak: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_forwards = 0
+        name = type(module).__name__
+        self.hidden_reason: str | None = f"{name} is run through its own forward, which hides them"
+        self.routing_reason: str | None = f"{name} is run through its own forward, which hides it"
+        self._name = name
+        self._module: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
+        self._num_threads = num_threads
+        self._ids = self._no_ids()
+
+    def _no_ids(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(self.num_blocks, self.block_size, dtype=torch.int64)
+
+    @property
+    def module(self) -> Any:
+        """What computes; EngineClosed when it was held weakly and is gone, or the runner was closed."""
+        module = self._module()
+        if module is None:
+            raise EngineClosed("this engine was closed, or the module it was made for is gone")
+        return module
+
+    def run(self, pieces: list[Piece]) -> list[Tensor]:
+        """Logits `[L - start, V]` of each piece, in any floating dtype."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> Forward:
+        self.num_forwards += 1
+        with exclusive, threads(self._num_threads), torch.inference_mode(False), torch.no_grad():
+            for source, target in batch.block_copies:
+                self._ids[target] = self._ids[source]
+            self.copy_blocks(batch.block_copies)
+            self._ids.view(-1)[batch.slots(self.block_size)] = batch.token_ids
+            logits = torch.cat(self.run(self._pieces(batch)))
+            return Forward(logits[batch.logit_rows].detach())
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks `(from, to)` of whatever is stored besides the ids."""
+
+    def _pieces(self, batch: Batch) -> list[Piece]:
+        pieces = []
+        for s, length in enumerate(batch.context_lens.tolist()):
+            rows = int(batch.query_starts[s + 1] - batch.query_starts[s])
+            at = torch.arange(length)
+            blocks = batch.block_tables[s].long()[at // self.block_size]
+            slots = blocks * self.block_size + at % self.block_size
+            pieces.append(Piece(self._ids.view(-1)[slots], length - rows, slots))
+        return pieces
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        with threads(self._num_threads):
+            return sample_rows(forward.logits, plan)
+
+    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
+        return forward.logits[rows].float().cpu()
+
+    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+        raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
+
+    def check_replay(self) -> None:
+        raise NotSupported(f"its routing can't be replayed: {self.routing_reason}")
+
+    def look_again(self) -> None:
+        """There is nothing to follow: its own forward is called each time."""
+
+    def info(self) -> dict[str, Any]:
+        module = self.module
+        weights: dict[str, Any] = {"parameters": 0, "weight_bytes": 0}
+        dtype = torch.float32
+        if isinstance(module, nn.Module):
+            weights = weight_info(module)
+            dtype = next((p.dtype for p in module.parameters()), dtype)
+        return {
+            "architecture": self._name,
+            "placement": self.placement,
+            **weights,
+            "dtype": dtype_name(dtype),
+            "layers": 0,
+            "kv_bytes": self._ids.nbytes,
+            "kv_dtype": "int64",
+            "kv_bytes_per_token": 8,
+        }
+
+    def sleep(self, weights: bool) -> None:
+        if weights:
+            raise NotSupported(
+                "sleep(weights=True): the weights of a live module are their owner's; sleep() "
+                "gives back the KV memory alone"
+            )
+        self._ids = torch.empty(0, dtype=torch.int64)
+
+    def wake(self) -> None:
+        if not self._ids.numel():
+            self._ids = self._no_ids()
+
+    def close(self) -> None:
+        self._module = lambda: None
+        self._ids = torch.empty(0, dtype=torch.int64)
