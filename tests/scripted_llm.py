@@ -105,6 +105,7 @@ class ScriptedLLM:
             finish_reason=reason,
             stop_reason=(5, 6),
             seed=11 if params.seed is None else params.seed,
+            weight_versions=[0] * len(words),
             score=-0.5 if beams else None,
             routing=torch.ones(2, 1, 2, dtype=torch.int16) if params.record_routing else None,
         )

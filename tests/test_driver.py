@@ -824,7 +824,7 @@ def make_request(max_tokens: int = 5, **params: Any) -> Request:
     name = f"r{random.getrandbits(60)}"
     settings = SamplingParams(**params)
     none: frozenset[int] = frozenset()
-    return Request(name, None, [1], settings, 0, max_tokens, none, [], time.monotonic())
+    return Request(name, None, [1], settings, 0, max_tokens, none, [], time.monotonic(), print)
 
 
 def test_nobody_is_forgotten_when_all_happens_at_once() -> None:

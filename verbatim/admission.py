@@ -92,6 +92,7 @@ class Admission:
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             bad_word_ids=self._bad_words(params),
             arrival=time.monotonic(),
+            begin=self._begin,
             first_sample=first_sample,
         )
         if params.min_tokens > request.max_tokens:
@@ -100,7 +101,12 @@ class Admission:
                 f"prompt of {len(ids)} leaves of {self.max_length} ({self.limit_source})"
             )
         self._check_replay(params, len(ids) + request.max_tokens)
-        first = self._sequence(request)
+        self._begin(request)
+        return request
+
+    def _begin(self, request: Request) -> None:
+        """Give a request its first sequences."""
+        params, first = request.params, self._sequence(request)
         if params.num_beams > 1:
             request.sequences = [first]
             request.search = BeamSearch(
@@ -113,7 +119,6 @@ class Admission:
             )
         else:
             request.sequences = [first, *(first.fork(index) for index in range(1, params.n))]
-        return request
 
     def _sequence(self, request: Request) -> Sequence:
         detokenizer = None

@@ -6,6 +6,7 @@ Ids are the truth; text is a view of them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -94,6 +95,8 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: StopReason
     seed: int  # reproduces this completion, together with `sample_index`
+    # Of the weights each token was made with, as `update_weights` counts them; as long as `token_ids`.
+    weight_versions: list[int]
     score: float | None = None  # of a beam: its summed log-probs over its length to the penalty
     hidden_states: Tensor | None = None  # [N, H]: what the head saw when it made each token
     # [P + N - 1, layers, k] int16: the experts each token was sent to. Fewer positions where it was
@@ -125,7 +128,7 @@ class Result:
     outputs: list[Completion]  # in order of `index`
     num_cached_tokens: int  # prompt tokens whose KV was reused instead of computed
     metrics: Metrics
-    weight_version: int
+    weight_version: int  # of the weights at its end
     prompt_hidden_states: Tensor | None = (
         None  # [P - 1, H]: what the head saw before each prompt token
     )
@@ -160,6 +163,7 @@ class Sequence:
     watch: Watch
     grammar: GrammarState | None = None
     output_ids: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)  # one a token
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -224,6 +228,7 @@ class Sequence:
         follow.
         """
         self.output_ids.append(token_id)
+        self.weight_versions.append(self.request.weight_version)
         ended = self.watch.push(token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)
         if ended is None and complete:
@@ -240,6 +245,7 @@ class Sequence:
             self.watch.fork(),
             None if self.grammar is None else self.grammar.fork(),
             output_ids=list(self.output_ids),
+            weight_versions=list(self.weight_versions),
             logprobs=list(self.logprobs),
             top_logprobs=list(self.top_logprobs),
             hidden=list(self.hidden),
@@ -268,6 +274,7 @@ class Request:
     eos_ids: frozenset[int]  # empty with `ignore_eos`
     bad_word_ids: list[tuple[int, ...]]
     arrival: float  # time.monotonic()
+    begin: Callable[[Request], None]  # makes its first sequences, with nothing done yet
     first_sample: int = 0  # sample index of completion 0
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
@@ -277,13 +284,20 @@ class Request:
     metrics: Metrics = field(default_factory=Metrics)
     begun: bool = False  # some of it was scheduled once
     num_closed: int = 0  # sequences whose end was handed out
-    weight_version: int = 0
+    weight_version: int = 0  # of the weights its next token is made with
+    streamed: bool = False  # somebody reads it while it grows, so that what was sent must stand
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended
 
     @property
     def finished(self) -> bool:
         return self.result is not None or self.error is not None
+
+    def begin_again(self) -> None:
+        """As if nothing had been done for it yet; its seed and its place among others stay."""
+        self.prompt_logprobs, self.prompt_top_logprobs, self.prompt_hidden = [], [], []
+        self.metrics, self.begun, self.num_closed = Metrics(), False, 0
+        self.begin(self)
 
     @property
     def rank(self) -> float:

@@ -15,6 +15,7 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_model, open_runner
 from verbatim.options import (
     check_device,
@@ -272,6 +273,56 @@ class LLM:
         """
         self._driver.wake()
 
+    def update_weights(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        restart: bool = False,
+        check_finite: bool = False,
+    ) -> int:
+        """New weights for the model, in place: all of them or, where one is wrong, none.
+
+        Names, shapes and dtypes are checked before the first byte is written. It happens between two
+        steps: K and V of whatever runs, and all cached prefixes, are of the old weights and are dropped.
+
+        Args:
+            weights: a state dict, pairs of a name and a tensor (read to their end first), a folder of
+                safetensors files or one such file, or another module. What wrappers (DDP, torch.compile)
+                add to names makes no difference. Tensors of another float dtype are rounded to the model's.
+            version: what completions report the new weights as, such as the trainer's step; None counts on
+                from the version before, and from 0.
+            restart: what runs begins again with the new weights; only a stream goes on of which something
+                was read. By default everything goes on from the tokens it has, recomputing their K and V.
+            check_finite: refuse weights that are NaN or infinite.
+
+        Returns:
+            The version: `Completion.weight_versions` tells which one made each token.
+
+        Raises:
+            InvalidRequest: a missing or unknown name, another shape, a dtype that doesn't fit, NaN;
+                nothing has changed then.
+            NotSupported: sharded, sparse or quantized tensors. ModelError: a folder that can't be read.
+            VerbatimError: the weights sleep.
+        """
+        version = _as_version(version)
+        runner = self._engine.runner
+        tensors = named_weights(weights)
+        return self._driver.update_weights(
+            lambda: runner.update_weights(tensors, check_finite=check_finite),
+            version=version,
+            restart=restart,
+        )
+
+    def weights_changed(self, *, version: int | None = None, restart: bool = False) -> int:
+        """Tell that the owner of a live module has changed its weights while something ran.
+
+        As `update_weights` with what is there already. Not needed between two calls of `generate`, when
+        nothing runs: a live module's K and V are never kept then.
+        """
+        version = _as_version(version)
+        return self._driver.update_weights(lambda: None, version=version, restart=restart)
+
     def default_params(self) -> SamplingParams:
         """The sampling that the model's generation_config.json suggests; used by the chat command alone.
 
@@ -380,6 +431,12 @@ def _switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name}={value!r}: must be True or False")
     return value
+
+
+def _as_version(version: Any) -> int | None:
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise InvalidRequest(f"version={version!r}: must be an integer or None")
+    return version
 
 
 def _as_params(params: Any, count: int) -> list[SamplingParams]:

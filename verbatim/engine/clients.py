@@ -17,7 +17,7 @@ class Client:
     """One request from its submission to its end.
 
     Attributes:
-        deliver: gets the deltas, in the thread that makes the step.
+        deliver: gets the deltas, in the thread that makes the step; None where nobody reads them.
         on_end: called once it has ended, with a result or an error.
         going: where it puts itself down when it has a problem.
         inside: the engine has it.
@@ -27,7 +27,7 @@ class Client:
     """
 
     request: Request
-    deliver: Callable[[Delta], None]
+    deliver: Callable[[Delta], None] | None
     on_end: Callable[[], None] | None
     going: dict[Client, None]
     inside: bool = False
@@ -38,7 +38,7 @@ class Client:
 
     def take(self, delta: Delta) -> None:
         """Hand a delta on; called by the engine in the middle of a step, which must go on."""
-        if self.problem is None:
+        if self.problem is None and self.deliver is not None:
             try:
                 self.deliver(delta)
             except Exception as error:

@@ -148,6 +148,7 @@ def _completion(sequence: Sequence) -> Completion:
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         seed=request.seed,
+        weight_versions=sequence.weight_versions,
         score=None if request.search is None else sequence.score,
         hidden_states=_stack(request, sequence.hidden),
         routing=sequence.routing,

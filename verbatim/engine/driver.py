@@ -52,7 +52,7 @@ class Driver:
         self._traffic.seat.refuse_mine()
         wake = Wake()
         try:
-            clients = self._traffic.enter(requests, lambda delta: None, wake.set)
+            clients = self._traffic.enter(requests, None, wake.set)
             left = deque(clients)
 
             def done() -> bool:
@@ -112,7 +112,7 @@ class Driver:
         self._traffic.refuse_inside()
         wake = AsyncWake()
         try:
-            clients = self._traffic.enter(requests, lambda delta: None, wake.set, hosted=True)
+            clients = self._traffic.enter(requests, None, wake.set, hosted=True)
             for client in clients:
                 while not client.ended:
                     await wake.wait()
@@ -258,6 +258,18 @@ class Driver:
             self.engine.runner.wake()
             self._asleep = False
             self._traffic.change(Mode.RUNNING)
+
+    def update_weights(
+        self, write: Callable[[], None], *, version: int | None, restart: bool
+    ) -> int:
+        """Between two steps: let `write` change the model's weights; the new version."""
+
+        def update() -> int:
+            self._traffic.settle()
+            self.engine.update_weights(write, version=version, restart=restart)
+            return self.engine.weight_version
+
+        return self._traffic.visit(update)
 
     def stats(self) -> dict[str, Any]:
         """The engine's, between two steps; and whether it is paused or asleep."""

@@ -41,6 +41,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.forget_when_idle = forget_when_idle
         self.num_tokens = 0  # made since it was opened
+        self.weight_version = 0  # raised by each update of the weights
         self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -67,6 +68,7 @@ class Engine:
         if self.forget_when_idle and not self.has_work:
             self.scheduler.pool.forget()
         self._active[request.request_id] = request, deliver
+        request.weight_version = self.weight_version
         if request.max_tokens == 0 and not (
             request.reads_prompt_rows or request.params.record_routing
         ):
@@ -200,6 +202,31 @@ class Engine:
         """Give every block back; whoever runs is recomputed later, and nothing is cached any more."""
         self.scheduler.evict_all()
 
+    def update_weights(
+        self, write: Callable[[], None], *, version: int | None, restart: bool
+    ) -> None:
+        """Let `write` change the model's weights, and compute again what the old ones had to do with.
+
+        Args:
+            version: what the new ones are called; None counts on.
+            restart: whoever runs begins again, unless it is streamed and some of it was read; else
+                everybody goes on from the tokens it has.
+        """
+        with self._shield.up():  # Ctrl-C can't leave half of them
+            write()
+            self.weight_version = self.weight_version + 1 if version is None else version
+            self.evict_all()
+            for request, _ in self._active.values():
+                sent = any(sequence.num_sent for sequence in request.sequences)
+                if restart and not (request.streamed and sent):
+                    for sequence in request.sequences:
+                        self.scheduler.remove(sequence)
+                    request.begin_again()
+                    self.scheduler.add(request.sequences[0])
+                else:
+                    self.scheduler.revise(request)
+                request.weight_version = self.weight_version
+
     def stats(self) -> dict[str, Any]:
         """Counts since it was opened, and what is held now."""
         pool = self.scheduler.pool
@@ -207,6 +234,7 @@ class Engine:
             "forwards": self.runner.num_forwards,
             "tokens": self.num_tokens,
             "preemptions": self.scheduler.num_preemptions,
+            "weight_version": self.weight_version,
             "cached_tokens": self.scheduler.prefixes.num_hits,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),

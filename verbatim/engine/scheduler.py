@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verbatim.batch import SCRATCH_BLOCK, Batch
-from verbatim.core import Sequence
+from verbatim.core import Request, Sequence
 from verbatim.engine.waiting import WaitingRoom
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
@@ -176,6 +176,18 @@ class Scheduler:
         for sequence in list(self._parked):
             self._release(sequence)
         self.pool.forget()
+
+    def revise(self, request: Request) -> None:
+        """After everybody was evicted: forget what the old weights said of what comes next."""
+        if not request.sequences[0].output_ids:  # else the prompt has been reported on
+            request.prompt_logprobs, request.prompt_top_logprobs = [], []
+            request.prompt_hidden = []
+        for beam in request.sequences:
+            if beam.candidates is not None:
+                beam.candidates = None
+                for entries in (beam.top_logprobs, beam.hidden):
+                    del entries[len(beam.output_ids) :]
+                self.waiting.add(beam)
 
     def _continue(self, sequence: Sequence, budget: _Budget) -> None:
         """The next rows of a running sequence, at the cost of those behind it if need be."""

@@ -73,7 +73,7 @@ class Traffic:
     def enter(
         self,
         requests: list[Request],
-        deliver: Callable[[Delta], None],
+        deliver: Callable[[Delta], None] | None,
         on_end: Callable[[], None] | None,
         *,
         hosted: bool = False,
@@ -87,6 +87,8 @@ class Traffic:
                 raise InvalidRequest("a request can't be submitted twice")
             self.engine.check_room(len(self._coming) + len(requests))
             loop = self._running_loop() if hosted else None
+            for request in requests:
+                request.streamed = deliver is not None
             self._clients.update(zip(requests, clients, strict=True))
             self._coming.update(dict.fromkeys(clients))
             if loop is not None:

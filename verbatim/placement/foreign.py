@@ -8,7 +8,7 @@ hands out. So whatever a runner keeps besides may be lost at any time, and is co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
+from verbatim.model.weights import NewWeights
 from verbatim.options import dtype_name
 from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
@@ -149,6 +150,11 @@ class Foreign:
             "kv_dtype": "int64",
             "kv_bytes_per_token": 8,
         }
+
+    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
+        if not isinstance(self.module, nn.Module):
+            raise NotSupported(f"{self._name} is no module, so it has no weights to update")
+        NewWeights(self.module, tensors, check_finite=check_finite).write()
 
     def sleep(self, weights: bool) -> None:
         if weights:

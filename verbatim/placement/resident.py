@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported
+from verbatim.errors import NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token
 from verbatim.model.anatomy import inner_model
@@ -16,6 +17,7 @@ from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import Checkpoint
 from verbatim.model.routing import RoutingStore
+from verbatim.model.weights import NewWeights
 from verbatim.options import dtype_name
 from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
@@ -95,6 +97,11 @@ class Resident:
             "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype),
             "safety_net": sorted(anatomy.needs_safety_net),
         }
+
+    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
+        if self.checkpoint is not None and self.checkpoint.dropped:
+            raise VerbatimError("the weights are asleep; call wake() before they are updated")
+        NewWeights(self.module, tensors, check_finite=check_finite).write()
 
     def sleep(self, weights: bool) -> None:
         if weights:

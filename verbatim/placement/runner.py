@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +77,14 @@ class Runner(Protocol):
 
         `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`, `kv_bytes`,
         `kv_dtype` and `kv_bytes_per_token`, and what the placement has besides.
+        """
+        ...
+
+    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
+        """Write new weights in place: all of them or, where one is wrong, none.
+
+        Raises:
+            InvalidRequest, NotSupported: as `NewWeights`; nothing was written.
         """
         ...
 

@@ -275,6 +275,7 @@ class DynamicInferenceContext:
             finish_reason=FinishReason.ABORT,
             stop_reason=None,
             seed=entry.admitted.seed,
+            weight_versions=entry.admitted.sequences[0].weight_versions[: len(entry.ids)],
         )
 
     def _log_probs(self, rows: Iterable[tuple[InferenceRequest, float]]) -> Tensor | None:

@@ -1,0 +1,188 @@
+"""New weights for a model that is open, in place: all of them or, where one is wrong, none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
+
+# What wrappers put into the names of the parameters they wrap.
+_WRAPPERS = re.compile(
+    r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module\.)+"
+)
+_SHOWN = 3  # names in an error message
+
+
+def named_weights(weights: Weights) -> dict[str, Tensor]:
+    """The tensors that `weights` means, by name; an iterator is read to its end.
+
+    Raises:
+        InvalidRequest: it is none of the kinds that are taken, or names a tensor twice.
+        ModelError: a folder or file that can't be read.
+    """
+    if isinstance(weights, nn.Module):
+        return dict(weights.state_dict())
+    if isinstance(weights, str | os.PathLike):
+        return _read(Path(weights).expanduser())
+    if isinstance(weights, Mapping):
+        return dict(weights)
+    if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
+        raise InvalidRequest(
+            f"weights={type(weights).__name__}: must be a state dict, pairs of a name and a tensor, a "
+            "folder of safetensors files, or a module"
+        )
+    found: dict[str, Tensor] = {}
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidRequest("weights must come as pairs of a name and a tensor")
+        if pair[0] in found:
+            raise InvalidRequest(f"weights name {pair[0]} twice")
+        found[pair[0]] = pair[1]
+    return found
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if (path / "config.json").is_file():
+        # transformers may keep a checkpoint's tensors under other names, or several of them as one.
+        from verbatim.model.loader import load
+
+        return dict(load(path, with_tokenizer=False).module.state_dict())
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
+        raise ModelError(f"{path} is no folder of safetensors files, nor one such file")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} can't be read: {error}") from None
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ModelError(f"{file} holds {twice[0]}, which another file holds as well")
+        found |= tensors
+    return found
+
+
+class NewWeights:
+    """Weights that were checked against a module, down to the last, before any is written.
+
+    Args:
+        module: what will be written to, in place; parameters keep their memory.
+        tensors: one for every entry of its state dict, by the same names; what wrappers such as
+            DistributedDataParallel and torch.compile add to a name makes no difference. Of tied weights one
+            is enough.
+        check_finite: refuse NaN and infinity, also where only the module's dtype has no room for a number.
+
+    Raises:
+        InvalidRequest: a name is missing or unknown, a shape or dtype doesn't fit, tied weights differ, or a
+            number is not finite.
+        NotSupported: tensors that are sharded, quantized, sparse or without data.
+    """
+
+    def __init__(
+        self, module: nn.Module, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> None:
+        targets = {_plain(n): t for n, t in module.state_dict(keep_vars=True).items()}
+        given: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise InvalidRequest(f"weights: {name!r} is not a name")
+            if _plain(name) in given:
+                raise InvalidRequest(f"weights name {_plain(name)} twice")
+            given[_plain(name)] = _plain_tensor(name, tensor)
+        _check_names(given, targets)
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        tied: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+        for name, tensor in given.items():
+            target = targets[name]
+            _check_fit(name, tensor, target, check_finite)
+            first = tied.setdefault(_place(target), (name, tensor))
+            if first[1] is tensor:
+                self._pairs.append((target, tensor))
+            elif not torch.equal(first[1], tensor):
+                raise InvalidRequest(f"weights: {first[0]} and {name} are tied here, and differ")
+        self._untangle()
+
+    def _untangle(self) -> None:
+        """Copy what lies in the module's own memory, which is about to be overwritten."""
+        owned = {target.untyped_storage().data_ptr() for target, _ in self._pairs}
+        self._pairs = [
+            (target, tensor.clone() if _storage(tensor) in owned else tensor)
+            for target, tensor in self._pairs
+            if _place(tensor) != _place(target)
+        ]
+
+    def write(self) -> None:
+        """Write all of them."""
+        for target, tensor in self._pairs:
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                target.copy_(tensor)
+
+
+def _plain(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies; two with one place are one."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _plain_tensor(name: str, tensor: Any) -> Tensor:
+    """A tensor in this machine's memory, whose bits can be copied and nothing can go wrong."""
+    if hasattr(tensor, "full_tensor"):
+        raise NotSupported(f"weights: {name} is sharded; hand over what its full_tensor() returns")
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise InvalidRequest(f"weights: {name} is a {type(tensor).__name__}, not a plain tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise NotSupported(f"weights: {name} is sparse, quantized or without data")
+    plain: Tensor = tensor.detach().cpu()
+    return plain
+
+
+def _check_names(given: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    unknown = sorted(given.keys() - targets.keys())
+    if unknown:
+        raise InvalidRequest(
+            f"weights: {len(unknown)} names are not the model's, such as {_some(unknown)}"
+        )
+    covered = {_place(targets[name]) for name in given}
+    missing = sorted(name for name, target in targets.items() if _place(target) not in covered)
+    if missing:
+        raise InvalidRequest(
+            f"weights: {len(missing)} of {len(targets)} tensors are missing, such as {_some(missing)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) -> None:
+    if tensor.shape != target.shape:
+        raise InvalidRequest(
+            f"weights: {name} has shape {list(tensor.shape)}; the model's has {list(target.shape)}"
+        )
+    both = tensor.is_floating_point() and target.is_floating_point()
+    if not both and tensor.dtype != target.dtype:
+        raise InvalidRequest(
+            f"weights: {name} is {tensor.dtype}; the model's {target.dtype} can't be made of it"
+        )
+    if check_finite and both and not torch.isfinite(tensor.to(target.dtype)).all():
+        raise InvalidRequest(f"weights: {name} holds NaN or infinity")
