@@ -88,7 +88,7 @@ def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -
         (dict(cache_salt=b"x"), InvalidRequest, "cache_salt=b'x'"),
         (dict(record_routing=1), InvalidRequest, "record_routing=1: must be True or False"),
         (dict(replay_routing=torch.zeros(1)), InvalidRequest, "must be integers of shape"),
-        (dict(replay_routing=[[[-1]]]), InvalidRequest, "experts below 0"),
+        (dict(replay_routing=[[[-1, 0]]]), InvalidRequest, "experts below 0"),
         (dict(replay_routing=[[[1, 1]]]), InvalidRequest, "to the same expert twice"),
         (dict(replay_routing=[[[True]]]), InvalidRequest, "must be integers"),
         (dict(timeout_s=float("inf")), InvalidRequest, "timeout_s=inf: must be a finite number"),

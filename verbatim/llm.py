@@ -198,7 +198,7 @@ class LLM:
             For one prompt of P tokens a list of P entries, the first None; for many prompts a list
             of such lists.
         """
-        many, single = _as_prompts(prompts)
+        many, single = as_prompts(prompts)
         results = self.generate(many, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [result.prompt_logprobs for result in results]
         return scores[0] or [] if single else scores
@@ -369,7 +369,7 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
-        many, _ = _as_prompts(prompts)
+        many, _ = as_prompts(prompts)
         each = _as_params(params, len(many))
         return [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
@@ -392,7 +392,13 @@ class LLM:
             for row, prompt in enumerate(prompts)
         ]
 
-    def _pad_id(self) -> int:
+    @property
+    def can_record_routing(self) -> bool:
+        """Has the model experts, whose choice for each token can be recorded?"""
+        return self._engine.runner.routed_layers > 0
+
+    @property
+    def pad_token_id(self) -> int:
         """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
         for config in (self._opened.generation_config, self._opened.config):
             pad = getattr(config, "pad_token_id", None)
@@ -411,7 +417,7 @@ def _is_id(entry: Any) -> bool:
     return isinstance(entry, int | float) or getattr(entry, "ndim", None) == 0
 
 
-def _as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     """The prompts, and whether it was a single one: a string, or numbers that are its ids."""
     if isinstance(prompts, str):
         return [prompts], True

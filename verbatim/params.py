@@ -93,7 +93,7 @@ class SamplingParams:
         draft: let drafts be used for this request where the engine has a proposer.
         record_routing: report the experts that each token was sent to (mixture-of-experts models).
         replay_routing: `[tokens, layers, k]` expert ids that the first positions of prompt and completion
-            are sent to, as recorded before.
+            are sent to, as recorded before; -1 throughout a layer's k leaves that token to the router.
         hidden_states: report what the model's head saw for each token, `[tokens, H]`.
 
     Raises:
@@ -417,9 +417,13 @@ def _routing(value: Any) -> Any:
             f"replay_routing is {routing.dtype} of shape {list(routing.shape)}: must be integers of "
             "shape [tokens, layers, k]"
         )
-    if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < 2**15:
-        raise InvalidRequest("replay_routing names experts below 0 or above 32767")
-    ordered = routing.sort(dim=-1).values
+    free = (routing == -1).all(dim=-1)
+    named = routing[~free]
+    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < 2**15:
+        raise InvalidRequest(
+            "replay_routing names experts below 0 or above 32767; -1 in all k leaves it to the router"
+        )
+    ordered = named.sort(dim=-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise InvalidRequest("replay_routing sends a token to the same expert twice in one layer")
     return routing.detach().cpu().to(torch.int16, copy=True)

@@ -79,7 +79,7 @@ def generate(
     Raises:
         InvalidRequest: wrong shapes, a row that is all padding, a parameter out of range.
     """
-    _check_tensors(input_ids, attention_mask)
+    check_padded(input_ids, attention_mask)
     _check_names(params)
     if pad_token_id is not None and (
         isinstance(pad_token_id, bool) or pad_token_id != int(pad_token_id)
@@ -89,10 +89,10 @@ def generate(
         params["seed"] = int(torch.randint(2**53, ()))
     settings = SamplingParams(max_tokens=max_new_tokens, **params)
     llm = engine_of(model)
-    prompts = [_row(input_ids, attention_mask, b) for b in range(input_ids.shape[0])]
+    prompts = rows_of(input_ids, attention_mask)
     new = llm._generate_rows(prompts, settings)
     width = max(map(len, new), default=0)
-    pad = llm._pad_id() if pad_token_id is None else pad_token_id
+    pad = llm.pad_token_id if pad_token_id is None else pad_token_id
     with torch.inference_mode(False):
         tail = torch.tensor([row + [pad] * (width - len(row)) for row in new], dtype=torch.int64)
         tail = tail.reshape(len(new), width).to(input_ids.device)
@@ -117,7 +117,8 @@ def _check_names(params: dict[str, Any]) -> None:
             )
 
 
-def _check_tensors(input_ids: Any, attention_mask: Any) -> None:
+def check_padded(input_ids: Any, attention_mask: Any) -> None:
+    """Raise InvalidRequest unless these are ids `[batch, length]`, padded at the ends of rows alone."""
     plain = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not plain or input_ids.dtype not in _ID_DTYPES or input_ids.device.type == "meta":
         raise InvalidRequest("input_ids must be an integer tensor of shape [batch, prompt]")
@@ -140,6 +141,15 @@ def _check_tensors(input_ids: Any, attention_mask: Any) -> None:
 
 
 _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def rows_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The ids of each row, without padding.
+
+    Raises:
+        InvalidRequest: a row that is nothing but padding.
+    """
+    return [_row(input_ids, attention_mask, b) for b in range(input_ids.shape[0])]
 
 
 def _row(input_ids: Tensor, attention_mask: Tensor | None, b: int) -> list[int]:

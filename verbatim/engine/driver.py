@@ -143,7 +143,7 @@ class Driver:
     def submit(
         self,
         request: Request,
-        deliver: Callable[[Delta], None],
+        deliver: Callable[[Delta], None] | None = None,
         on_end: Callable[[], None] | None = None,
         *,
         hosted: bool = False,
@@ -152,6 +152,7 @@ class Driver:
 
         Args:
             deliver: gets its deltas, in the thread that makes the step; what it raises ends the request.
+                None where nobody reads them.
             on_end: called when it has ended: `request.result` or `request.error` is there.
             hosted: let the loop thread make the steps; else they are made by `step`, or by whoever waits.
 

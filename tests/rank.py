@@ -1,0 +1,89 @@
+"""One rank of a process group, started by test_lockstep.py: `python rank.py RANK WORLD STORE`.
+
+Prints what it got as JSON. Its model talks to the other ranks in every forward, so it would hang if any
+rank made one forward less.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from toys import make_toy, random_ids
+
+from verbatim import LLM, InvalidRequest, RequestFailed, SamplingParams, rl
+
+
+def main() -> None:
+    rank, world = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(sys.argv[3], world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
+    module = make_toy("llama")
+    met = torch.zeros(1)
+
+    def meet(*_: object) -> None:
+        dist.all_reduce(met.add_(1), group=group)
+
+    module.model.layers[1].register_forward_hook(meet)
+    told = {}
+    with LLM(module, max_batch_tokens=8) as llm:
+        # Rank 0 has none, the others 1, 2, ... prompts of very different lengths.
+        prompts = [random_ids(5 + 9 * rank + 2 * b, seed=b) for b in range(rank)]
+        params = SamplingParams(max_tokens=3 + 5 * rank, ignore_eos=True)
+        found = rl.rollout(llm, prompts, params, group_size=2, seed=5, process_group=group)
+        told["shape"] = list(found.sequences.shape)
+        told["rows"] = found.responses.tolist()
+        told["seeds"] = found.seeds.tolist()
+        told["forwards"] = llm.stats()["forwards"]
+        # Once more: everybody is where everybody else is.
+        again = rl.rollout(llm, prompts, params, group_size=2, seed=5, process_group=group)
+        told["again"] = torch.equal(again.sequences, found.sequences)
+        # One rank's prompts are refused: nobody waits for it.
+        bad = [[10**6]] if rank == world - 1 else prompts
+        try:
+            rl.rollout(llm, bad, params, process_group=group)
+        except (InvalidRequest, RequestFailed) as error:
+            told["refused"] = f"{type(error).__name__}: {error}"
+        # A request fails on one rank: its own affair. Somebody presses Ctrl-C there: everybody's.
+        for name, error in (
+            ("failed", OSError("the disk is gone")),
+            ("stopped", KeyboardInterrupt()),
+        ):
+            hook = None
+            if rank == 1:
+                hook = module.lm_head.register_forward_hook(_raising(error, after=4))
+            try:
+                params = SamplingParams(max_tokens=10, ignore_eos=True)
+                found = rl.rollout(llm, [[5, 6, 7]], params, process_group=group)
+                told[name] = f"{int(found.response_lengths)} tokens"
+            except (Exception, KeyboardInterrupt) as raised:
+                told[name] = f"{type(raised).__name__}: {raised}"
+            if hook is not None:
+                hook.remove()
+        told["blocks"] = llm.stats()["blocks_used"]
+    print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+
+
+def _raising(error: BaseException, *, after: int):
+    count = iter(range(100))
+
+    def hook(*_: object) -> None:
+        if next(count) == after:
+            raise error
+
+    return hook
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Data-parallel ranks of unequal work: nobody hangs, and nobody's words change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toys import make_toy, random_ids
+
+from verbatim import InvalidRequest, SamplingParams, rl
+
+TESTS = Path(__file__).parent
+
+
+def run_ranks(world: int, store: Path) -> list[dict]:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(TESTS / "rank.py"), str(rank), str(world), str(store)],
+            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    found = []
+    try:
+        for process in ranks:
+            out, err = process.communicate(timeout=200)
+            assert process.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in ranks:
+            process.kill()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
+    told = run_ranks(world, tmp_path / "store")
+    module = make_toy("llama")
+    seeds: set[int] = set()
+    for rank, ours in enumerate(told):
+        assert ours["again"]
+        assert ours["blocks"] == 0
+        if rank == 0:
+            assert ours["shape"] == [0, 2, 0]
+            continue
+        seeds |= {row[0] for row in ours["seeds"]}
+        for b, (group, seed) in enumerate(zip(ours["rows"], ours["seeds"], strict=True)):
+            ids = random_ids(5 + 9 * rank + 2 * b, seed=b)
+            params = SamplingParams(max_tokens=3 + 5 * rank, ignore_eos=True, n=2, seed=seed[0])
+            assert group == [row[: 3 + 5 * rank] for row in alone(module, ids, params)]
+    assert len(seeds) == world * (world - 1) // 2  # no two prompts share their noise, on any rank
+    assert len({ours["forwards"] for ours in told}) == 1
+
+    *others, last = [ours["refused"] for ours in told]
+    assert last.startswith("InvalidRequest: prompt: id 1000000 is outside")
+    assert set(others) == {
+        f"RequestFailed: rank {world - 1} of the process group could not go on, so no rank does"
+    }
+    failed, stopped = ([ours[name] for ours in told] for name in ("failed", "stopped"))
+    assert failed.pop(1) == "OSError: the disk is gone"
+    assert set(failed) == {"10 tokens"}
+    assert stopped.pop(1) == "KeyboardInterrupt: "
+    assert all("rank 1 of the process group" in error for error in stopped)
+
+
+def alone(module, ids: list[int], params: SamplingParams) -> list[list[int]]:
+    from verbatim import LLM
+
+    with LLM(module) as llm:
+        return [c.token_ids for c in llm.generate(ids, params)[0].outputs]
+
+
+def test_a_group_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
+        rl.rollout(make_toy("llama"), [[5, 6]], process_group=object())

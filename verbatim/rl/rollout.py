@@ -1,0 +1,254 @@
+"""Rollouts: prompts in, ordinary tensors out, with everything that a policy-gradient loss needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.core import Completion, FinishReason, Request, Result
+from verbatim.engine.driver import Driver
+from verbatim.engine.lockstep import rank_of, run_together
+from verbatim.errors import InvalidRequest
+from verbatim.llm import LLM, as_prompts
+from verbatim.params import SamplingParams
+from verbatim.rl.layout import PADDING_SIDES, Layout
+from verbatim.tensors import check_padded, engine_of, rows_of
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """G completions of each of B prompts, as ordinary tensors on the CPU.
+
+    P is the longest prompt, N the longest completion. Everything of shape `[B, G, N]` is indexed by the
+    completion's own tokens: entry j belongs to its j-th token, wherever padding has put that in `sequences`.
+
+    Attributes:
+        sequences: `[B, G, P + N]` int64: prompt and completion. Left-padded: padding before the prompt, the
+            completion from column P on, padding after it. Right-padded: prompt and completion together, then
+            padding.
+        attention_mask: `[B, G, P + N]` int64: 1 on prompt and completion, 0 on padding.
+        action_mask: `[B, G, N]` bool: True through the token that ended the completion (an end of
+            sequence, the last one of a stop, the last one that fitted), False on padding.
+        logprobs: `[B, G, N]` float32, of the raw model at temperature 1; 0.0 on padding. `score` gives the
+            same bits under the same weights.
+        sampled_logprobs: `[B, G, N]` float32, of the distribution that was drawn from.
+        prompt_lengths: `[B]` int64.
+        response_lengths: `[B, G]` int64.
+        finish_reasons: B lists of G.
+        truncated: `[B, G]` bool: it did not end by itself.
+        seeds: `[B, G]` int64. A group has one seed, and completion g is its sample g: a `SamplingParams` with
+            this seed and `n=G` gives the group again.
+        weight_versions: `[B, G, N]` int64, of the weights each token was made with; -1 on padding.
+        routing: `[B, G, P + N, layers, k]` int16, the experts that each token was sent to; -1 on padding
+            and for the last token, which was not sent anywhere. None for models without experts.
+        pad_token_id: what `sequences` and `responses` are filled with.
+        results: B results, with G outputs each: texts, stop reasons, times.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    logprobs: Tensor
+    sampled_logprobs: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    finish_reasons: list[list[FinishReason]]
+    truncated: Tensor
+    seeds: Tensor
+    weight_versions: Tensor
+    routing: Tensor | None
+    pad_token_id: int
+    results: list[Result]
+    _columns: Tensor  # [B, G, N] where each token of a completion stands; any place for padding
+
+    @property
+    def responses(self) -> Tensor:
+        """The completions alone: `[B, G, N]` int64, padded at the end."""
+        return self.of_responses(self.sequences).masked_fill(~self.action_mask, self.pad_token_id)
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """What `values` `[B, G, P + N]`, such as log-probs, holds for the completions.
+
+        Returns:
+            `[B, G, N]`, 0 on padding.
+
+        Raises:
+            InvalidRequest: another shape.
+        """
+        if values.shape != self.sequences.shape:
+            raise InvalidRequest(
+                f"values has shape {list(values.shape)}; sequences has {list(self.sequences.shape)}"
+            )
+        return values.gather(-1, self._columns).masked_fill(~self.action_mask, 0)
+
+
+def rollout(
+    model: LLM | nn.Module,
+    prompts: Any,
+    params: SamplingParams | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    group_size: int = 1,
+    seed: int | None = None,
+    padding_side: str = "left",
+    pad_token_id: int | None = None,
+    record_routing: bool | None = None,
+    process_group: Any = None,
+) -> Rollout:
+    """Draw `group_size` completions of each prompt; a prompt is computed once for its whole group.
+
+    Args:
+        model: an open LLM, or a live module, which is used as it is and keeps one engine for all calls.
+        prompts: a string, a list of ids, a list of those, or an integer tensor `[B, P]`.
+        params: for all of them. What a rollout settles itself is refused: `n`, `seed`, `num_beams`.
+        attention_mask: `[B, P]` for prompts in a tensor; 0 marks padding. None means there is none.
+        group_size: G.
+        seed: makes the rollout repeatable. Each prompt's noise is its own, also of equal prompts, and on
+            each rank. None draws one number from torch's default generator: `torch.manual_seed` repeats
+            a whole run, and every rollout in it differs.
+        padding_side: of `sequences`: "left" or "right".
+        pad_token_id: None takes the model's, else its end-of-sequence id, else 0. No mask depends on it.
+        record_routing: which experts each token was sent to. None means yes, where the model has experts
+            whose choice can be recorded.
+        process_group: of torch.distributed: its ranks make equally many forwards, whatever prompts each
+            has, so that a model whose forward talks to other ranks doesn't hang. A rank may have none.
+            Needed for nothing else.
+
+    Raises:
+        InvalidRequest, NotSupported: before any forward runs, on every rank.
+        RequestFailed: nothing can be drawn for a request; or another rank could not go on.
+    """
+    rank = rank_of(process_group)
+
+    def begin() -> tuple[Driver, list[Request]]:
+        settled = _settle(params, group_size, padding_side, pad_token_id)
+        llm = engine_of(model)
+        if record_routing or (record_routing is None and llm.can_record_routing):
+            settled = dataclasses.replace(settled, record_routing=True)
+        rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
+        first = _first_seed(seed)
+        return llm._driver, [
+            llm._admission.admit(row, dataclasses.replace(settled, seed=_mixed(first, rank, b)))
+            for b, row in enumerate(rows)
+        ]
+
+    if process_group is not None:
+        results = run_together(begin, process_group)
+    else:
+        driver, requests = begin()
+        results = driver.run(requests)
+    pad = engine_of(model).pad_token_id if pad_token_id is None else pad_token_id
+    return _tensors(results, group_size, padding_side == "left", pad)
+
+
+def _settle(
+    params: SamplingParams | None, group_size: Any, padding_side: Any, pad_token_id: Any
+) -> SamplingParams:
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
+    for name, off, instead in (
+        ("n", 1, "group_size is how many completions each prompt gets"),
+        ("seed", None, "a rollout's seed is its own argument: every prompt has noise of its own"),
+        ("num_beams", 1, "beams are not drawn, so they have no log-probs to learn from"),
+    ):
+        if getattr(params, name) != off:
+            raise InvalidRequest(f"params.{name}={getattr(params, name)}: {instead}")
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise InvalidRequest(f"group_size={group_size!r}: must be an integer, 1 or more")
+    if padding_side not in PADDING_SIDES:
+        raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
+    if pad_token_id is not None and (
+        isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)
+    ):
+        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
+    return dataclasses.replace(params, n=group_size)
+
+
+def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: bool) -> list[Any]:
+    if isinstance(prompts, Tensor) and prompts.ndim == 2:
+        check_padded(prompts, attention_mask)
+        rows: list[Any] = rows_of(prompts, attention_mask)
+    elif attention_mask is not None:
+        raise InvalidRequest("attention_mask goes with prompts as a tensor of shape [B, P] alone")
+    elif isinstance(prompts, list | tuple) and not prompts:
+        rows = []
+    else:
+        rows, _ = as_prompts(prompts)
+    if not rows and not may_be_empty:
+        raise InvalidRequest("no prompts: a rank may have none in a process_group only")
+    return rows
+
+
+def _first_seed(seed: Any) -> int:
+    if seed is None:
+        return int(torch.randint(2**53, ()))
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise InvalidRequest(f"seed={seed!r}: must be an integer from 0 to {2**64 - 1}, or None")
+    return seed
+
+
+def _mixed(seed: int, rank: int, prompt: int) -> int:
+    """A seed of 53 bits for each prompt: neighbours in any argument have nothing in common.
+
+    The finaliser of SplitMix64 (Steele, Lea and Flood 2014), once over each argument.
+    """
+    state = 0
+    for value in (seed, rank, prompt):
+        state = (state + value + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 11
+
+
+def _tensors(results: list[Result], group_size: int, left: bool, pad: int) -> Rollout:
+    """Lay the rows out; outside of the caller's inference mode, so that a loss may use them."""
+    groups = [result.outputs for result in results]
+    layout = Layout.of(
+        [len(result.prompt_token_ids) for result in results],
+        [[len(c.token_ids) for c in group] for group in groups],
+        group_size,
+        left=left,
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        rows = [
+            [result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results
+        ]
+        return Rollout(
+            sequences=layout.sequences(rows, pad, torch.int64),
+            attention_mask=layout.attention_mask(),
+            action_mask=layout.action_mask(),
+            logprobs=_of_tokens(layout, groups, "logprobs"),
+            sampled_logprobs=_of_tokens(layout, groups, "sampled_logprobs"),
+            prompt_lengths=layout.prompt_lengths,
+            response_lengths=layout.response_lengths,
+            finish_reasons=[[c.finish_reason for c in group] for group in groups],
+            truncated=layout.per_row(
+                [[c.finish_reason is not FinishReason.STOP for c in g] for g in groups], torch.bool
+            ),
+            seeds=layout.per_row([[c.seed for c in group] for group in groups], torch.int64),
+            weight_versions=layout.responses(
+                [[c.weight_versions for c in group] for group in groups], -1, torch.int64
+            ),
+            routing=_routing(layout, groups),
+            pad_token_id=pad,
+            results=results,
+            _columns=layout.columns(),
+        )
+
+
+def _of_tokens(layout: Layout, groups: list[list[Completion]], name: str) -> Tensor:
+    return layout.responses([[getattr(c, name) for c in g] for g in groups], 0.0, torch.float32)
+
+
+def _routing(layout: Layout, groups: list[list[Completion]]) -> Tensor | None:
+    records = [c.routing for group in groups for c in group]
+    known = next((record for record in records if record is not None), None)
+    if known is None:
+        return None
+    return layout.records([[c.routing for c in group] for group in groups], known.shape[1:])
