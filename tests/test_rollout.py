@@ -101,6 +101,21 @@ class TestTensors:
         scores = rl.score(module, found.sequences, found.attention_mask)
         assert (live - scores).abs().max() < 1e-5
 
+    def test_the_exact_path_has_the_same_bits_and_the_gradient(
+        self, found: rl.Rollout, module
+    ) -> None:
+        gradients = []
+        for exact in (False, True):
+            module.zero_grad()
+            live = rl.logprobs(module, found.sequences, found.attention_mask, exact=exact)
+            if exact:
+                assert torch.equal(found.of_responses(live), found.logprobs)
+            live.square().sum().backward()
+            gradients.append(module.lm_head.weight.grad.clone())
+        module.zero_grad()
+        assert torch.allclose(*gradients, atol=1e-3, rtol=1e-4)
+        assert gradients[0].abs().max() > 1
+
     def test_ordinary_tensors_that_a_loss_may_use(self, found: rl.Rollout, module) -> None:
         with torch.inference_mode():
             inside = rl.rollout(module, PROMPTS, PARAMS, group_size=2)
@@ -335,7 +350,11 @@ class TestScoring:
             with pytest.raises(InvalidRequest):
                 function(module, **arguments)
         ids = torch.ones(1, 3).long()
-        for wrong in (dict(temperature=0), dict(micro_batch_size=0), dict(temperature=-1)):
+        for wrong in (
+            dict(temperature=0),
+            dict(micro_batch_size=0),
+            dict(temperature=2, exact=True),
+        ):
             with pytest.raises(InvalidRequest):
                 rl.logprobs(module, ids, **wrong)
         with pytest.raises(InvalidRequest):

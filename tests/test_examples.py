@@ -1,0 +1,45 @@
+"""The examples run as their first lines say, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_grpo_starts_at_a_ratio_of_one_and_earns_more() -> None:
+    out = run(str(ROOT / "examples" / "grpo.py"), "--steps", "12", "--word", "fire")
+    assert "\n  score: 0\n  with gradients, exact: 0\n" in out
+    assert (own := re.search(r"own forward: (\S+)", out)) is not None
+    assert float(own[1]) < 5e-5
+    earned = re.search(r"reward: (\S+) over the first 2 steps, (\S+) over the last 2", out)
+    assert earned is not None
+    assert float(earned[2]) > float(earned[1]) + 0.1
+
+
+def test_the_evaluation_is_the_same_at_any_batch_size() -> None:
+    out = run(str(ROOT / "examples" / "eval.py"), "--batch-sizes", "1", "5", "32")
+    lines = [line.split() for line in out.splitlines() if line.startswith("verbatim")]
+    assert len(lines) == 3
+    assert len({tuple(line[5:]) for line in lines}) == 1
+    assert "the same bits at every batch size" in out
