@@ -36,7 +36,8 @@ class LLM:
 
     Args:
         model: None for the small model inside the package; a folder in Hugging Face's format or a hub
-            id; or a live transformers module, which is used in place: never copied, moved or repacked.
+            id; a DCP folder, or the one whose `latest` leads to it; or a live transformers module,
+            which is used in place: never copied, moved or repacked.
         tokenizer: a transformers tokenizer, or a folder or hub id of one; None takes the model's own.
             A live module has none of its own: without one, ids go in and out.
         device: "auto" or "cpu".
@@ -58,7 +59,10 @@ class LLM:
         trust_remote_code: let a checkpoint's own Python code run.
         prefix_cache: reuse the K and V of prompts that begin alike. Of a live module, whose weights may
             change at any time, only while something runs.
-        placement, draft, num_draft_tokens, quantization, fused, config: not built yet; refused by name.
+        config: what a folder of torch.distributed.checkpoint (DCP) is a checkpoint of, which needs one:
+            KempnerForge's TOML (a path that ends in .toml), a transformers config, or the folder,
+            config.json or hub id of one. None for everything else.
+        placement, draft, num_draft_tokens, quantization, fused: not built yet; refused by name.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -100,7 +104,6 @@ class LLM:
             num_draft_tokens=num_draft_tokens,
             quantization=quantization,
             fused=fused,
-            config=config,
         )
         check_device(device, deterministic)
         options = EngineOptions(
@@ -115,7 +118,7 @@ class LLM:
             num_threads=thread_count(num_threads),
         )
         max_unread = positive("max_unread", max_unread)
-        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code)
+        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code, config)
         self._start(loaded.name, open_engine(loaded, options, weak=_weak), max_unread)
 
     @classmethod

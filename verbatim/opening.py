@@ -18,12 +18,13 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
+from verbatim.model.dcp.folder import find_dcp
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import DTYPES, LoadedModel, load
 from verbatim.model.products import probe_report
 from verbatim.options import dtype_name
-from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
+from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches, unwrapped
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 from verbatim.placement.runner import Runner
@@ -64,7 +65,7 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     module: Any = loaded.module
     if speaks_kv_caches(module):
-        config = module.config
+        config = unwrapped(module).config
         limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
         runner: Runner = open_kv_caches(module, options, limit, weak=weak)
     else:
@@ -161,12 +162,30 @@ def open_model(
     dtype: str | torch.dtype,
     revision: str | None,
     trust_remote_code: bool,
+    config: Any = None,
 ) -> LoadedModel:
     """The module and tokenizer that `LLM`'s first arguments mean."""
+    dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
+    if config is not None and dcp is None:
+        raise InvalidRequest(
+            f"config={config!r}: only a torch.distributed.checkpoint needs one, and model={model!r} is "
+            "none; leave it at None"
+        )
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(
             os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
         ).hf
+    if dcp is not None:
+        from verbatim.model.dcp.load import load_dcp
+
+        return load_dcp(
+            dcp,
+            config,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
     if isinstance(model, nn.Module):
         check_live(model, dtype)
         if speaks_kv_caches(model):

@@ -21,7 +21,6 @@ _NOT_BUILT: dict[str, Any] = {
     "num_draft_tokens": None,
     "quantization": None,
     "fused": False,
-    "config": None,
 }
 
 

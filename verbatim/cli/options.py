@@ -180,6 +180,12 @@ MODEL = (
     Option(
         "model", str, _MODEL, "A folder or a hub id; the small model in the package if left out."
     ),
+    Option(
+        "config",
+        str,
+        _MODEL,
+        "Of a torch.distributed.checkpoint folder: a KempnerForge .toml, or where a config.json is.",
+    ),
     Option("revision", str, _MODEL, "Branch, tag or commit on the hub."),
     Option("trust_remote_code", bool, _MODEL, "Run Python code that comes with the model."),
     Option("dtype", str, _MODEL, "auto (the checkpoint's), float32 or bfloat16."),

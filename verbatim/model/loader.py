@@ -10,7 +10,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +47,23 @@ class Checkpoint:
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, trust_remote_code: bool, module: nn.Module
+        self,
+        folder: Path,
+        module: nn.Module,
+        *,
+        read: Callable[[], nn.Module],
+        fingerprints: Callable[[Path], dict[str, tuple[int, int]]],
     ) -> None:
+        """Args:
+        module: as it was just read from `folder`.
+        read: reads it once more.
+        fingerprints: size and time of the files that decide what the weights are.
+        """
         self.folder = folder
         self.dropped = False
-        self._dtype = dtype
-        self._where = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        self._files = _fingerprints(folder)
+        self._read = read
+        self._fingerprints = fingerprints
+        self._files = fingerprints(folder)
         self._state = _state(module)
 
     def drop(self, module: nn.Module) -> None:
@@ -90,16 +100,15 @@ class Checkpoint:
         if not self.dropped:
             return
         self._check_files()
-        source = str(self.folder)
         with torch.inference_mode(False):
-            again = _module(source, _config(source, self._where), self._dtype, self._where)
+            again = self._read()
         weights = dict(again.named_parameters())
         for name, parameter in module.named_parameters():  # tied ones come once
             parameter.data = weights[name].data
         self.dropped = False
 
     def _check_files(self) -> None:
-        now = _fingerprints(self.folder)
+        now = self._fingerprints(self.folder)
         changed = sorted(n for n in now | self._files if now.get(n) != self._files.get(n))
         if changed:
             raise ModelChanged(f"{self.folder / changed[0]} changed since the model was opened")
@@ -150,10 +159,17 @@ def load(
         raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
     else:
         where["revision"] = revision
-    config = _config(source, where)
+    config = read_config(source, where)
     settled = settle_dtype(dtype, config)
     module = _module(source, config, settled, where)
-    checkpoint = Checkpoint(_folder(source, where), settled, trust_remote_code, module)
+    folder = _folder(source, where)
+
+    def read() -> nn.Module:
+        here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        again: nn.Module = _module(str(folder), read_config(str(folder), here), settled, here)
+        return again
+
+    checkpoint = Checkpoint(folder, module, read=read, fingerprints=_fingerprints)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
     return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
 
@@ -217,7 +233,17 @@ def _check_shard(path: Path) -> None:
         raise ModelError(f"{path} ({size}) is damaged or cut short: {error}") from None
 
 
-def _config(source: str, where: dict[str, Any]) -> Any:
+def read_config(source: str, where: dict[str, Any]) -> Any:
+    """The transformers config of a causal language model.
+
+    Args:
+        source: a folder, a config.json or a hub id.
+        where: what transformers' `from_pretrained` takes beside it.
+
+    Raises:
+        ModelError: it can't be read.
+        UnsupportedModel: of something else.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

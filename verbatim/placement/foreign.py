@@ -32,11 +32,14 @@ class Piece:
         ids: `[L]` int64, everything the sequence holds once this forward is done.
         start: the first position that is new; logits are wanted for `start` to `L`.
         slots: `[L]` int64, where in the store each position lives (block times block size plus offset).
+        wanted: int64, ascending: the positions whose logits somebody needs; often the last alone, and
+            none where a prompt is cut in the middle.
     """
 
     ids: Tensor
     start: int
     slots: Tensor
+    wanted: Tensor
 
 
 class Foreign:
@@ -94,6 +97,14 @@ class Foreign:
         """Logits `[L - start, V]` of each piece, in any floating dtype."""
         raise NotImplementedError
 
+    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+        """Logits `[len(wanted), V]` of each piece.
+
+        For whoever need not keep the others', which may be large: override it in place of `run`.
+        """
+        found = self.run(pieces)
+        return [rows[piece.wanted - piece.start] for rows, piece in zip(found, pieces, strict=True)]
+
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
         with exclusive, threads(self._num_threads), torch.inference_mode(False), torch.no_grad():
@@ -101,20 +112,23 @@ class Foreign:
                 self._ids[target] = self._ids[source]
             self.copy_blocks(batch.block_copies)
             self._ids.view(-1)[batch.slots(self.block_size)] = batch.token_ids
-            logits = torch.cat(self.run(self._pieces(batch)))
-            return Forward(logits[batch.logit_rows].detach())
+            return Forward(torch.cat(self.run_wanted(self._pieces(batch))).detach())
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks `(from, to)` of whatever is stored besides the ids."""
 
     def _pieces(self, batch: Batch) -> list[Piece]:
         pieces = []
+        bounds = batch.query_starts.tolist()
         for s, length in enumerate(batch.context_lens.tolist()):
-            rows = int(batch.query_starts[s + 1] - batch.query_starts[s])
+            first, end = bounds[s], bounds[s + 1]
+            start = length - (end - first)
             at = torch.arange(length)
             blocks = batch.block_tables[s].long()[at // self.block_size]
             slots = blocks * self.block_size + at % self.block_size
-            pieces.append(Piece(self._ids.view(-1)[slots], length - rows, slots))
+            rows = batch.logit_rows
+            wanted = rows[(rows >= first) & (rows < end)] - first + start
+            pieces.append(Piece(self._ids.view(-1)[slots], start, slots, wanted))
         return pieces
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:

@@ -1,29 +1,193 @@
-"""Modules that are called as `model(tokens, kv_caches=[...])`, KempnerForge's protocol."""
+"""The runner for modules that are called as `model(tokens, kv_caches=[...])`.
+
+Their K and V live in the engine's own blocks, so prefix reuse, eviction, forks and beams work as they do
+for any model.
+
+A module whose every step is known to treat rows one by one (`model/rowwise.py`) runs on as many rows at
+once as are alike, in any cut. Every other one is run one token of one sequence at a time, on one
+thread: slow, and the same bits in every schedule, because nothing is ever beside a row.
+"""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from verbatim.errors import UnsupportedModel
-from verbatim.placement.foreign import Foreign
+from verbatim.errors import ModelChanged, NotSupported
+from verbatim.kv.quantized import Packing
+from verbatim.kv.store import bytes_per_token
+from verbatim.model.borrow import exclusive, has_hooks, structure, threads
+from verbatim.model.rowwise import NotRowwise, Rowwise
+from verbatim.options import dtype_name
+from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.kv_protocol import (
+    CacheShape,
+    call,
+    run_alone,
+    speaks_kv_caches,
+    taken,
+    unwrapped,
+)
+from verbatim.placement.kv_trial import try_out
 from verbatim.placement.options import EngineOptions
 
-_FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
+__all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches", "unwrapped"]
+
+_ID_BYTES = 8  # of each token, kept beside its K and V
 
 
-def speaks_kv_caches(module: nn.Module) -> bool:
-    """Does `module` take `kv_caches`, and does its config tell what they must hold?"""
-    config: Any = getattr(module, "config", None)
-    if not all(hasattr(config, field) for field in _FIELDS):
-        return False
-    return "kv_caches" in inspect.signature(module.forward).parameters
+class KVCachesRunner(Foreign):
+    """Runs a `kv_caches` module on the engine's blocks.
+
+    Args:
+        rowwise_reason: why rows can't run together; None: they can.
+    """
+
+    placement = "kv_caches"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: CacheShape,
+        *,
+        vocab_size: int,
+        block_size: int,
+        num_blocks: int,
+        num_threads: int | None,
+        rowwise_reason: str | None,
+        weak: bool,
+    ) -> None:
+        super().__init__(
+            module,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+            weak=weak,
+        )
+        self.store = shape.store(num_blocks, block_size)
+        self.rowwise_reason = rowwise_reason
+        self._shape = shape
+        self._structure = structure(module)
+
+    def look_again(self) -> None:
+        """Follow a module that was edited since it was last looked at.
+
+        Raises:
+            ModelChanged: its layers, or what they store, are others.
+        """
+        with exclusive, threads(self._num_threads):
+            module = self.module
+            if CacheShape.of(module) != self._shape:
+                raise ModelChanged("the model's layers changed since it was opened; open it again")
+            if (now := structure(module)) != self._structure:
+                found = try_out(module, self._shape)
+                self._check_width(found.vocab_size)
+                self._structure, self.rowwise_reason = now, found.rowwise_reason
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        self.store.copy_blocks(copies)
+
+    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+        self.look_again()
+        with taken(self.module, hooks=True):
+            if self.rowwise_reason is None:
+                try:
+                    return self._run_together(pieces)
+                except NotRowwise as step:  # what it wrote is written over, with the same bits
+                    if not has_hooks(self.module):  # a hook may go again
+                        self.rowwise_reason = str(step)
+            logits = [run_alone(self.module, self._shape, self.store, piece) for piece in pieces]
+            self._check_width(logits[0].shape[-1])
+            return logits
+
+    def _run_together(self, pieces: list[Piece]) -> list[Tensor]:
+        """Those that are alike in length and start are one batch."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for i, piece in enumerate(pieces):
+            alike.setdefault((len(piece.ids), piece.start), []).append(i)
+        logits: dict[int, Tensor] = {}
+        for (_, start), members in alike.items():
+            ids = torch.stack([pieces[i].ids[start:] for i in members])
+            slots = torch.stack([pieces[i].slots for i in members])
+            with Rowwise(strict=True):
+                rows = call(self.module, self._shape, self.store, ids, slots, start)
+            self._check_width(rows.shape[-1])
+            for i, mine in zip(members, rows, strict=True):
+                logits[i] = mine[pieces[i].wanted - start]
+        return [logits[i] for i in range(len(pieces))]
+
+    def _check_width(self, width: int) -> None:
+        if width != self.vocab_size:
+            raise ModelChanged(
+                f"the model's vocabulary changed from {self.vocab_size} to {width} since it was "
+                "opened; open it again"
+            )
+
+    def info(self) -> dict[str, Any]:
+        together = self.rowwise_reason is None
+        return {
+            **super().info(),
+            "architecture": type(unwrapped(self.module)).__name__,
+            "layers": self._shape.layers,
+            "kv_bytes": self.store.nbytes,
+            "kv_dtype": self.store.dtype_name,
+            "kv_bytes_per_token": bytes_per_token(self._shape.layer_shapes(), self._shape.dtype),
+            "id_bytes": self._ids.nbytes,
+            "rows": "together" if together else f"one at a time: {self.rowwise_reason}",
+        }
+
+    def sleep(self, weights: bool) -> None:
+        super().sleep(weights)
+        self.store.release()
+
+    def wake(self) -> None:
+        super().wake()
+        self.store.allocate()
+
+    def close(self) -> None:
+        super().close()
+        self.store.release()
 
 
 def open_kv_caches(
     module: nn.Module, options: EngineOptions, max_length: int | None, *, weak: bool
-) -> Foreign:
-    """A runner for `module`, held weakly on request."""
-    raise UnsupportedModel("kv_caches modules: being built")
+) -> KVCachesRunner:
+    """A runner for `module`, held weakly on request.
+
+    Args:
+        max_length: prompt and completion together, in tokens.
+
+    Raises:
+        UnsupportedModel: it does not keep to the protocol, or its logits look ahead or are random.
+        NotSupported: a `kv_dtype` that is not the module's own.
+        OutOfBlocks: the memory does not hold one block.
+    """
+    shape = CacheShape.of(module)
+    _check_kv_dtype(options.kv_dtype, shape.dtype)
+    per_token = bytes_per_token(shape.layer_shapes(), shape.dtype) + _ID_BYTES
+    num_blocks = options.num_blocks(per_token, max_length)
+    with threads(options.num_threads):
+        found = try_out(module, shape)
+    return KVCachesRunner(
+        module,
+        shape,
+        vocab_size=found.vocab_size,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        num_threads=options.num_threads,
+        rowwise_reason=found.rowwise_reason,
+        weak=weak,
+    )
+
+
+def _check_kv_dtype(wanted: Any, own: torch.dtype) -> None:
+    if wanted is None or wanted == own:
+        return
+    name = wanted.name if isinstance(wanted, Packing) else dtype_name(wanted)
+    raise NotSupported(
+        f"kv_dtype={name!r}: this module attends by itself, to K and V in its own dtype; leave it at "
+        f"'auto', which is {dtype_name(own)}"
+    )

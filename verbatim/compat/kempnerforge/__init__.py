@@ -1,0 +1,30 @@
+"""KempnerForge's `generate`, `sample` and `KVCache`, on Verbatim's engine.
+
+`docs/coming-from/kempnerforge.md` says what differs. The command is `python -m verbatim.compat.kempnerforge`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verbatim.compat.kempnerforge.cache import KVCache
+    from verbatim.compat.kempnerforge.generation import generate, sample
+
+__all__ = ["KVCache", "generate", "sample"]
+
+# Imported when first asked for, so that the command's --help does not wait for torch.
+_HOMES = {"KVCache": "cache", "generate": "generation", "sample": "generation"}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

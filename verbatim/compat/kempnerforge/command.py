@@ -1,0 +1,136 @@
+"""What `scripts/generate.py` does: one prompt, or a prompt after the other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from verbatim.cli.options import MODEL, open_llm, seeded
+from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
+from verbatim.compat.kempnerforge.config import parse
+from verbatim.errors import EngineClosed, InvalidRequest, ModelError, NotSupported, VerbatimError
+from verbatim.model.kempner.config import KempnerConfig
+from verbatim.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.llm import LLM
+
+_KEEPS_ONE_ID = 1e-30  # what the house takes for a top_p of 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit status; errors are one line on stderr."""
+    try:
+        command(_run)(arguments)
+    except typer.Exit as end:
+        return end.exit_code
+    return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    flags, overrides = parse(arguments)
+    config = KempnerConfig.read(flags.config, overrides)
+    params = _params(flags, config)
+    _check(flags, config)
+    from verbatim.model.dcp.folder import find_dcp
+
+    assert config.load_path is not None
+    if find_dcp(config.load_path) is None:
+        raise ModelError(
+            f"{config.load_path} holds no checkpoint: neither .metadata nor pp0, nor a link latest"
+        )
+    values = dict.fromkeys(option.name for option in MODEL)
+    settings = {"model": config.load_path, "config": config}
+    settings |= {"dtype": flags.dtype, "device": flags.device}
+    with open_llm(values | settings) as llm:
+        _print(f"Loaded checkpoint: {config.load_path}")
+        size = llm.info()["parameters"] / 1e6
+        _print(f"Model: {size:.0f}M params on cpu ({flags.dtype})")
+        if flags.prompt:
+            _answer(llm, flags.prompt, params)
+        if flags.interactive:
+            _converse(llm, params)
+
+
+def _params(flags: argparse.Namespace, config: KempnerConfig) -> SamplingParams:
+    """The flags as the house takes them, in its ranges."""
+    return SamplingParams(
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_k=min(flags.top_k, config.model.vocab_size),
+        top_p=flags.top_p if flags.top_p != 0 else _KEEPS_ONE_ID,
+        seed=flags.seed,
+    )
+
+
+def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
+    """Refuse what can't work before anything is opened."""
+    if flags.dtype not in ("bfloat16", "float32"):
+        raise NotSupported(f"--dtype {flags.dtype}: a CPU computes in bfloat16 and float32")
+    if flags.device not in ("auto", "cpu"):
+        raise NotSupported(f"--device {flags.device} is not built yet; auto and cpu are")
+    if not flags.prompt and not flags.interactive:
+        raise InvalidRequest("there is no prompt: give --prompt or --interactive")
+    if config.load_path is None:
+        raise InvalidRequest(
+            "there is no checkpoint: give --checkpoint.load_path (random weights have nothing to say)"
+        )
+    if not os.path.exists(os.path.expanduser(config.load_path)):
+        raise ModelError(f"checkpoint path does not exist: {config.load_path}")
+    if config.tokenizer_path is None:
+        raise InvalidRequest(
+            "there is no tokenizer: give --data.tokenizer_path, a folder or hub id"
+        )
+
+
+def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Continue a prompt, and print both. Ctrl-C ends it early and keeps what there is."""
+    params = seeded(params)
+    text, count = "", 0
+    with interruptible() as interrupt, ending(llm.stream(prompt, params)) as deltas:
+        for delta in deltas:
+            text += delta.text
+            count += len(delta.token_ids)
+            if interrupt.pressed:
+                break
+    _print(f"\n--- Prompt ---\n{prompt}")
+    _print(f"\n--- Generated ({count} tokens) ---\n{text}\n")
+    note(f"(seed {params.seed})")
+
+
+def _converse(llm: LLM, params: SamplingParams) -> None:
+    """Prompts from stdin, one a line; its end or Ctrl-C is the end. One that is refused costs a line."""
+    if sys.stdin is None:
+        raise WrongUsage("stdin is closed: there are no prompts to read")
+    if sys.stdin.isatty():
+        try:
+            import readline  # noqa: F401  (gives `input` history and editing)
+        except ImportError:
+            pass
+    _print("Interactive mode: type a prompt and press Enter. Ctrl-C to exit.\n")
+    while True:
+        try:
+            prompt = input(">>> ")
+        except (EOFError, KeyboardInterrupt):
+            _print("\nExiting.")
+            return
+        except UnicodeDecodeError:
+            raise InvalidRequest("stdin is not UTF-8 text") from None
+        if not prompt.strip():
+            continue
+        try:
+            _answer(llm, prompt, params)
+        except EngineClosed:
+            raise
+        except VerbatimError as error:
+            note(one_line(error))
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

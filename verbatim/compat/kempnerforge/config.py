@@ -1,0 +1,108 @@
+"""The command's arguments: flags in any order, and overrides of the TOML among them."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from verbatim.cli.terminal import WrongUsage
+
+# Taken as they are written: a folder may be called "5".
+_PATHS = {("data", "tokenizer_path"), ("checkpoint", "load_path")}
+_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+_PROG = "python -m verbatim.compat.kempnerforge"
+
+Overrides = dict[str, dict[str, Any]]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise WrongUsage(f"{message} (--help lists what there is)")
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Overrides]:
+    """The flags, and the overrides by section and field.
+
+    Raises:
+        WrongUsage: a flag that is none, a value that is missing or none, an override without a part in
+            generation.
+    """
+    parser = _parser()
+    # Of flags that take a value, it is never an override, whatever it looks like.
+    valued = {flag for a in parser._actions if a.nargs is None for flag in a.option_strings}
+    rest: list[str] = []
+    overrides: Overrides = {}
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        if argument in valued and queue:
+            # Joined, so that a prompt may begin with a dash.
+            rest.append(f"{argument}={queue.pop(0)}")
+        elif argument.startswith("--") and "." in argument.partition("=")[0]:
+            name, equals, value = argument[2:].partition("=")
+            if not equals and queue and not _is_next(queue[0], rest):
+                equals, value = "=", queue.pop(0)
+            _override(overrides, name, value if equals else None)
+        else:
+            rest.append(argument)
+    return parser.parse_args(rest), overrides
+
+
+def _is_next(argument: str, rest: list[str]) -> bool:
+    """Does an argument stand for itself, and is no value of the override before it?
+
+    The config may come last: after a flag that is true by itself, what ends in .toml is the config.
+    """
+    has_config = any(not a.startswith("-") for a in rest)
+    return argument.startswith("--") or (argument.endswith(".toml") and not has_config)
+
+
+def _override(overrides: Overrides, name: str, text: str | None) -> None:
+    section, _, field = name.partition(".")
+    if section != "model" and (section, field) not in _PATHS:
+        raise WrongUsage(
+            f"--{name} has no part in generation; --model.*, --data.tokenizer_path and "
+            "--checkpoint.load_path have"
+        )
+    if (section, field) in _PATHS:
+        if not text:
+            raise WrongUsage(f"--{name} needs a value")
+        value: Any = text
+    else:
+        value = True if text is None else _value(text)
+    overrides.setdefault(section, {})[field] = value
+
+
+def _value(text: str) -> Any:
+    """A number, true, false, None, or else the text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_PROG,
+        allow_abbrev=False,
+        description="Generate text from a KempnerForge checkpoint.",
+        epilog="--section.field=VALUE or --section.field VALUE goes before what the config says: "
+        "--checkpoint.load_path (a step_N, or the folder with its link latest), "
+        "--data.tokenizer_path, and --model.*; a boolean field alone is true.",
+    )
+    add = parser.add_argument
+    add("config", help="the TOML the model was trained with")
+    add("--prompt", default="", metavar="TEXT", help="the text to continue")
+    add("--max_tokens", type=int, default=128, metavar="N", help="new tokens; default: 128")
+    add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0; 0 is greedy")
+    add("--top_k", type=int, default=0, metavar="K", help="default: 0, which keeps all")
+    add("--top_p", type=float, default=1.0, metavar="P", help="default: 1.0, which keeps all")
+    add("--seed", type=int, default=None, metavar="N", help="a fresh one if left out")
+    add("--interactive", action="store_true", help="ask for prompts, one a line")
+    add("--device", default="auto", metavar="D", help="auto or cpu")
+    add("--dtype", default="bfloat16", metavar="D", help="bfloat16 (the default) or float32")
+    return parser

@@ -1,0 +1,129 @@
+"""`generate` and `sample` with KempnerForge's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+import verbatim
+from verbatim.errors import InvalidRequest, PromptTooLong
+from verbatim.llm import LLM
+from verbatim.tensors import engine_of
+
+_KEEPS_ONE_ID = 1e-30  # a top_p that the likeliest id alone reaches
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    *,
+    seed: int | None = None,
+    position: int | Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Draw one id from each row of logits: `[B, V]` to `[B]` int64.
+
+    Temperature 0 takes the largest logit, the lowest id where several are, and no filter runs. Else the
+    order is temperature, top-k, top-p. Row b draws with sample index b.
+
+    Args:
+        top_k: 0 keeps all; more than V keeps all.
+        top_p: 1.0 keeps all; 0 keeps one id.
+        seed, position: of `verbatim.sample`: with `generate`'s seed, and at each step the length of the
+            rows so far, a loop draws `generate`'s tokens. Without, one number is drawn from torch's
+            default generator.
+
+    Raises:
+        InvalidRequest: a value out of its range, a row from which nothing can be drawn, or one of seed
+            and position without the other.
+    """
+    width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
+    if seed is None and position is None and _is_greedy(temperature):
+        seed, position = 0, 0  # nothing is drawn, from torch's generator neither
+    return verbatim.sample(
+        logits, **_filters(temperature, top_k, top_p, width), seed=seed, position=position
+    )
+
+
+def generate(
+    model: LLM | nn.Module,
+    prompt_tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Continue each row of `prompt_tokens` by up to `max_new_tokens` tokens.
+
+    Args:
+        model: a module called as `model(tokens, kv_caches=[...])`, a transformers module, or an open
+            `LLM`. For a module one engine is kept, and goes with it.
+        prompt_tokens: `[B, P]` or `[P]`, integers.
+        temperature, top_k, top_p: as in `sample`.
+        eos_token_id: ends a row, and fills it from there on. None: nothing ends a row but its length;
+            the model's own end-of-sequence ids do not.
+        seed: of all rows; row b has sample index b. None draws one number from torch's default generator.
+
+    Returns:
+        `[B, P + N]` int64, or `[P + N]` for a single prompt, on the device of `prompt_tokens`: an
+        ordinary tensor without gradients. N is what the longest row got.
+
+    Raises:
+        InvalidRequest: a value out of its range, or an empty prompt.
+        PromptTooLong: (a ValueError) P + max_new_tokens is over the model's limit.
+    """
+    if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() not in (1, 2):
+        shape = getattr(prompt_tokens, "shape", type(prompt_tokens).__name__)
+        raise InvalidRequest(f"prompt_tokens is {shape}; it must be a tensor [B, P] or [P]")
+    rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens[None]
+    llm = engine_of(model)
+    filters = _filters(temperature, top_k, top_p, llm._admission.vocab_size)
+    _check_length(llm, rows.shape[1], max_new_tokens)
+    if seed is None and _is_greedy(temperature):
+        seed = 0
+    tokens = verbatim.generate(
+        model,
+        rows,
+        None,
+        max_new_tokens,
+        pad_token_id=eos_token_id,
+        stop_token_ids=() if eos_token_id is None else (eos_token_id,),
+        ignore_eos=True,
+        seed=seed,
+        **filters,
+    )
+    return tokens if prompt_tokens.dim() == 2 else tokens[0]
+
+
+def _check_length(llm: LLM, prompt_length: int, max_new_tokens: Any) -> None:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise InvalidRequest(f"max_new_tokens={max_new_tokens!r}: must be an integer, 0 or more")
+    total = prompt_length + max_new_tokens
+    if total > llm.max_length:
+        source = llm._admission.limit_source
+        where = "" if source == "max_seq_len" else f" (here: {source})"
+        raise PromptTooLong(
+            f"{prompt_length} tokens of prompt and max_new_tokens={max_new_tokens} make {total}, which "
+            f"exceeds model max_seq_len={llm.max_length}{where}"
+        )
+
+
+def _is_greedy(temperature: Any) -> bool:
+    return not isinstance(temperature, bool) and bool(temperature == 0)
+
+
+def _filters(temperature: float, top_k: int, top_p: float, vocab_size: int) -> dict[str, Any]:
+    """The house's names and ranges; what is out of range is refused there."""
+    plain = isinstance(top_k, int) and not isinstance(top_k, bool)
+    nothing = isinstance(top_p, int | float) and not isinstance(top_p, bool) and top_p == 0
+    return {
+        "temperature": temperature,
+        "top_k": min(top_k, vocab_size) if plain else top_k,
+        "top_p": _KEEPS_ONE_ID if nothing else top_p,
+    }

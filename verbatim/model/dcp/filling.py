@@ -1,0 +1,171 @@
+"""Which tensor of a checkpoint goes where in a module, and putting it there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import ModelError
+from verbatim.model.dcp.folder import DcpCheckpoint
+
+# What FSDP, DDP, activation checkpointing and torch.compile put into names.
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+_OPTIMIZERS = ("optimizer.", "optim.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a checkpoint and its place.
+
+    Attributes:
+        key: its name, without the prefix under which the model was saved.
+        into: a view of a parameter or buffer, of the size that is stored.
+        arrange: changes the order of what is stored, where `into` has another one.
+        spare: `into` is shared, and filled by another piece: this one may be missing, else must be
+            equal.
+    """
+
+    key: str
+    into: Tensor
+    arrange: Callable[[Tensor], Tensor] | None = None
+    spare: bool = False
+
+
+def pieces_by_name(module: nn.Module) -> list[Piece]:
+    """The pieces of a checkpoint whose names are those of the module's own state dict."""
+    return [Piece(name, tensor) for name, tensor in tensors_of(module).items()]
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a shared one comes under each of its names."""
+    return {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+
+
+def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()) -> None:
+    """Read every piece into its place.
+
+    Args:
+        ignored: patterns of names that may be left over.
+
+    Raises:
+        ModelError: tensors that are missing, left over, of another size, or damaged.
+    """
+    names = _names(checkpoint, [piece.key for piece in pieces])
+    with torch.no_grad():
+        wanted = _settle(checkpoint, names, pieces)
+        _check_left_over(checkpoint.folder, names, {piece.key for piece in pieces}, ignored)
+        checkpoint.check(names[piece.key] for piece in wanted)
+        for piece in wanted:
+            _read(checkpoint, names[piece.key], piece)
+
+
+def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dtype:
+    """The floating dtype that most of the weights are stored in; float32 where there is none."""
+    names = _names(checkpoint, [piece.key for piece in pieces])
+    amount: dict[torch.dtype, int] = {}
+    for piece in pieces:
+        if piece.key in names and checkpoint.dtype(names[piece.key]).is_floating_point:
+            dtype = checkpoint.dtype(names[piece.key])
+            amount[dtype] = amount.get(dtype, 0) + piece.into.numel()
+    return max(amount, key=lambda dtype: amount[dtype], default=torch.float32)
+
+
+def _names(checkpoint: DcpCheckpoint, keys: Sequence[str]) -> dict[str, str]:
+    """From a plain name to that in the checkpoint, for all that was saved under the model's prefix."""
+    plain: dict[str, str] = {}
+    for name in checkpoint.keys:
+        short = _WRAPPERS.sub("", name)
+        if short in plain:
+            raise ModelError(f"{checkpoint.folder}: {plain[short]} and {name} are one name")
+        plain[short] = name
+    prefix = _prefix(checkpoint.folder, plain, keys)
+    return {
+        short[len(prefix) :]: name
+        for short, name in plain.items()
+        if short.startswith(prefix) and (prefix or not short.startswith(_OPTIMIZERS))
+    }
+
+
+def _prefix(folder: Path, plain: dict[str, str], keys: Sequence[str]) -> str:
+    """What stands before the model's own names: "model." of {"model": state_dict}, or nothing."""
+    for key in keys:
+        found = {n[: -len(key)] for n in plain if n == key or n.endswith("." + key)}
+        for usual in ("model.", ""):
+            if usual in found:
+                return usual
+        if len(found) > 1:
+            raise ModelError(f"{folder}: {key} is there more than once, under {sorted(found)}")
+        if found:
+            return found.pop()
+    raise ModelError(
+        f"{folder} holds none of the model's tensors: it wants {', '.join(keys[:2])}, ..., and there "
+        f"are {', '.join(sorted(plain)[:3]) or 'none'}; is it another architecture than the config's?"
+    )
+
+
+def _settle(
+    checkpoint: DcpCheckpoint, names: dict[str, str], pieces: Sequence[Piece]
+) -> list[Piece]:
+    """The pieces that are there, in order; of a shared tensor the first one that is there fills it."""
+    filled: set[tuple[int, ...]] = set()
+    wanted, missing = [], []
+    for piece in sorted(pieces, key=lambda piece: piece.key not in names):
+        place = (piece.into.data_ptr(), piece.into.numel(), *piece.into.stride())
+        if piece.key in names:
+            size = checkpoint.size(names[piece.key])
+            if size != tuple(piece.into.shape):
+                raise ModelError(
+                    f"{checkpoint.folder}: {names[piece.key]} is {list(size)}, and by the config it is "
+                    f"{list(piece.into.shape)}"
+                )
+            spare = place in filled and piece.into.numel() > 0
+            wanted.append(Piece(piece.key, piece.into, piece.arrange, spare))
+            filled.add(place)
+        elif place not in filled:
+            missing.append(piece.key)
+    if missing:
+        raise ModelError(
+            f"{checkpoint.folder} lacks {len(missing)} of {len(pieces)} tensors, such as "
+            f"{', '.join(sorted(missing)[:3])}"
+        )
+    return wanted
+
+
+def _check_left_over(
+    folder: Path, names: dict[str, str], known: set[str], ignored: Iterable[str]
+) -> None:
+    patterns = [re.compile(pattern) for pattern in ignored]
+    left = [
+        name
+        for short, name in names.items()
+        if short not in known and not any(pattern.search(short) for pattern in patterns)
+    ]
+    if left:
+        raise ModelError(
+            f"{folder} has {len(left)} tensors that the model by the config has not, such as "
+            f"{', '.join(sorted(left)[:3])}"
+        )
+
+
+def _read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
+    if piece.arrange is None and not piece.spare:
+        checkpoint.read(name, piece.into)
+        return
+    stored = torch.empty(piece.into.shape, dtype=piece.into.dtype)
+    checkpoint.read(name, stored)
+    if piece.arrange is not None:
+        stored = piece.arrange(stored)
+    if not piece.spare:
+        piece.into.copy_(stored)
+    elif not torch.equal(stored, piece.into):
+        raise ModelError(
+            f"{checkpoint.folder}: by the config {name} is shared with another tensor of the model, "
+            "and the two are not equal"
+        )

@@ -1,0 +1,207 @@
+"""A DCP checkpoint on disk: one folder, or one for each stage of a pipeline."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.model.dcp.metadata import Metadata, StoredTensor
+
+_FILE = ".metadata"
+_LATEST = "latest"
+_STAGE = re.compile(r"^pp(\d+)$")
+
+
+def find_dcp(source: str | os.PathLike[str]) -> Path | None:
+    """The DCP checkpoint that a path means, with every link followed; None where it means none.
+
+    It is the folder itself, or the one that `latest` in it leads to.
+
+    Raises:
+        ModelError: `latest` leads nowhere or to no checkpoint.
+    """
+    folder = Path(os.path.expanduser(source))
+    if _is_dcp(folder):
+        return folder.resolve()
+    if (folder / "config.json").exists():  # in Hugging Face's format
+        return None
+    latest = folder if folder.name == _LATEST else folder / _LATEST
+    if not os.path.lexists(latest):
+        return None
+    if not latest.exists():
+        raise ModelError(f"{latest} leads to {os.readlink(latest)!r}, and that is not there")
+    if not _is_dcp(latest):
+        raise ModelError(f"{latest} leads to {latest.resolve()}, which holds no {_FILE}")
+    return latest.resolve()
+
+
+def _is_dcp(folder: Path) -> bool:
+    return (folder / _FILE).is_file() or bool(_stages(folder))
+
+
+def _stages(folder: Path) -> list[Path]:
+    """`pp0`, `pp1`, ... in their order."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.match(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+class DcpCheckpoint:
+    """The tensors of a checkpoint, by name. Bytes that were saved beside them are never read.
+
+    Args:
+        folder: as `find_dcp` gives it.
+
+    Raises:
+        ModelError: a stage is missing, or a `.metadata` can't be read or is refused.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = [folder] if (folder / _FILE).is_file() else _stages(folder)
+        for number, path in enumerate(paths):
+            if path is not folder and path.name != f"pp{number}":
+                raise ModelError(f"{folder} has a stage {path.name} and no pp{number}")
+            if not (path / _FILE).is_file():
+                raise ModelError(f"{path} holds no {_FILE}: it was not saved to its end")
+        self._stages = [_Stage(path) for path in paths]
+        self._home: dict[str, _Stage] = {}
+        self._twice: dict[str, _Stage] = {}
+        for stage in self._stages:
+            for key in stage.metadata.keys:
+                (self._twice if key in self._home else self._home)[key] = stage
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._home)
+
+    def size(self, key: str) -> tuple[int, ...]:
+        return self._home[key].metadata.size(key)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._home[key].metadata.dtype(key)
+
+    def check(self, keys: Iterable[str]) -> None:
+        """Find damage before anything is read: chunks that don't fit, files missing or cut short.
+
+        Raises:
+            ModelError: with the file at fault.
+        """
+        for key in keys:
+            if key in self._twice:
+                first, second = self._home[key].folder.name, self._twice[key].folder.name
+                raise ModelError(f"{self.folder}: both {first} and {second} hold {key}")
+            self._home[key].take(key)
+
+    def read(self, key: str, into: Tensor) -> None:
+        """Copy a tensor that was checked into `into`, of its size and any dtype, chunk by chunk.
+
+        Raises:
+            ModelError: its bytes can't be read.
+        """
+        self._home[key].read(key, into)
+
+    def fingerprints(self) -> dict[str, tuple[int, int]]:
+        """Size and time of the files that decide what the weights are."""
+        return fingerprints(self.folder)
+
+
+def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of a checkpoint's files, by their path in `folder`."""
+    found = {}
+    for stage in (folder, *_stages(folder)):
+        for path in (stage / _FILE, *stage.glob("*.distcp")):
+            if path.is_file():
+                stat = path.stat()
+                found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+class _Stage:
+    """One folder with a `.metadata`, read by torch's own reader."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metadata = Metadata(folder / _FILE)
+        self._taken: dict[str, StoredTensor] = {}
+
+    def take(self, key: str) -> None:
+        """Check the places of a tensor."""
+        stored = self.metadata.tensor(key)
+        for chunk in stored.chunks:
+            if chunk.place is not None:
+                place = chunk.place
+                path, size = self._file(place.relative_path)
+                if place.offset + place.length > size:
+                    raise ModelError(
+                        f"{path} is cut short: it has {size} bytes, and {key} ends at "
+                        f"{place.offset + place.length}"
+                    )
+        self._taken[key] = stored
+
+    def _file(self, relative_path: str) -> tuple[Path, int]:
+        """A file of this folder and its bytes; whatever leads out of the folder is refused."""
+        path = self.folder / relative_path
+        try:
+            outside = not path.resolve().is_relative_to(self.folder.resolve())
+            if outside or "\0" in relative_path:
+                raise ModelError(
+                    f"{self.folder / _FILE} is refused: it leads to {relative_path!r}, out of its folder"
+                )
+            if not path.is_file():
+                raise ModelError(f"{path} is missing")
+            return path, path.stat().st_size
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{self.folder}: {relative_path!r} can't be read: {error}") from None
+
+    @cached_property
+    def _reader(self) -> Any:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(self.folder)
+
+    def read(self, key: str, into: Tensor) -> None:
+        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        stored = self._taken[key]
+        # What torch's reader and planner would have unpickled, made of what was checked.
+        chunks = [c for c in stored.chunks if c.place is not None]
+        described = dcp.Metadata(
+            {
+                key: dcp.TensorStorageMetadata(
+                    dcp.TensorProperties(stored.dtype),
+                    torch.Size(stored.size),
+                    [
+                        dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                        for c in chunks
+                    ],
+                )
+            },
+            storage_data={dcp.MetadataIndex(key, c.offsets): c.place for c in chunks},
+        )
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            self._reader.set_up_storage_reader(described, True)
+            planner.set_up_planner({key: into.detach()}, described, True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        except Exception as error:  # damaged bytes fail in any way they like
+            names = sorted({c.place.relative_path for c in chunks if c.place is not None})
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, UnpicklingError):  # torch's words advise to trust the file
+                what = "there is something else in its place"
+            raise ModelError(
+                f"{self.folder / names[0]}: {key} is no tensor as torch.save writes it: {what}"
+            ) from None

@@ -1,0 +1,174 @@
+"""From a DCP folder and a config to a module: built, then filled tensor by tensor.
+
+A DCP folder holds tensors and no config, so `config=` says what they are: KempnerForge's TOML or a
+transformers config. Beside the module itself, no more than one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, stored_dtype
+from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
+from verbatim.model.kempner.config import KempnerConfig
+from verbatim.model.loader import Checkpoint, LoadedModel, read_config, settle_dtype
+
+ALLOWED = (
+    "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
+    "config.json or hub id of one"
+)
+
+
+def load_dcp(
+    folder: Path,
+    config: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a DCP checkpoint.
+
+    Args:
+        folder: as `find_dcp` gives it.
+        config: what the checkpoint is of.
+        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if it names one.
+        dtype: "auto" is the dtype in which most of the weights are stored (float16: bfloat16).
+        revision: of the config, where it is a hub id.
+        trust_remote_code: let the model's own Python code run; off unless asked for.
+
+    Raises:
+        InvalidRequest: no config, or something that is none.
+        ModelError: the checkpoint is damaged, or does not fit the config.
+        UnsupportedModel: the config's architecture is not run.
+    """
+    where = {"trust_remote_code": trust_remote_code, "revision": revision}
+    plan = _Plan.of(folder, config, where)
+    if plan.kempner is not None and tokenizer is None and plan.kempner.tokenizer_path:
+        from verbatim.text.tokenizer import Tokenizer
+
+        path = plan.kempner.tokenizer_path
+        tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
+    checkpoint = DcpCheckpoint(folder)
+    settled = settle_dtype(dtype, SimpleNamespace(dtype=plan.dtype(checkpoint)))
+    module: Any = plan.module(checkpoint, settled)
+    if plan.kempner is not None and tokenizer is not None:
+        module.generation_config.eos_token_id = tokenizer.eos_token_id
+    again = Checkpoint(
+        folder,
+        module,
+        read=lambda: plan.module(DcpCheckpoint(folder), settled),
+        fingerprints=fingerprints,
+    )
+    return LoadedModel(module, tokenizer, module.generation_config, str(folder), checkpoint=again)
+
+
+class _Plan:
+    """How to build the module of a config, and where a checkpoint's tensors go in it."""
+
+    def __init__(
+        self, config: Any, kempner: KempnerConfig | None, trust: bool, generation: Any = None
+    ) -> None:
+        self.config = config
+        self.kempner = kempner
+        self._trust = trust
+        self._generation = generation
+
+    @classmethod
+    def of(cls, folder: Path, config: Any, where: dict[str, Any]) -> _Plan:
+        from transformers import PretrainedConfig
+
+        trust = bool(where["trust_remote_code"])
+        if config is None:
+            raise InvalidRequest(
+                f"{folder} is a torch.distributed.checkpoint, which holds no config: config= must be "
+                f"{ALLOWED}"
+            )
+        if isinstance(config, str | os.PathLike):
+            source = os.path.expanduser(os.fspath(config))
+            if source.endswith(".toml"):
+                config = KempnerConfig.read(source)
+            else:
+                if os.path.exists(source):
+                    where = {"trust_remote_code": trust, "local_files_only": True}
+                return cls(read_config(source, where), None, trust, _generation(source, where))
+        if isinstance(config, KempnerConfig):
+            from verbatim.model.kempner.layout import transformers_config
+
+            return cls(transformers_config(config.model), config, trust)
+        if isinstance(config, PretrainedConfig):
+            return cls(copy.deepcopy(config), None, trust)  # the weights may be read again
+        raise InvalidRequest(f"config={config!r}: must be {ALLOWED}")
+
+    def dtype(self, checkpoint: DcpCheckpoint) -> torch.dtype:
+        """That in which most of the model's weights are stored."""
+        with torch.device("meta"):
+            module = self._built(torch.float32)
+        return stored_dtype(checkpoint, self._pieces(module))
+
+    def module(self, checkpoint: DcpCheckpoint, dtype: torch.dtype) -> nn.Module:
+        """A module with the checkpoint's weights, each in `dtype` unless its class fixes another."""
+        with torch.inference_mode(False):
+            module: Any = self._built(dtype)
+            if self.kempner is not None:
+                from verbatim.model.kempner.layout import LEFT_OVER
+
+                ignored = LEFT_OVER
+            else:
+                ignored = tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+            fill(checkpoint, self._pieces(module), ignored)
+        if self._generation is not None:
+            module.generation_config = copy.deepcopy(self._generation)
+        filled: nn.Module = module
+        return filled
+
+    def _built(self, dtype: torch.dtype) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        config = copy.deepcopy(self.config)  # building writes to it
+        if getattr(config, "quantization_config", None) is not None:
+            raise NotSupported("a config with a quantization_config: quantized DCP is not read")
+        try:
+            # Each weight is read anyway; only the memory is wanted.
+            with no_init_weights():
+                module: Any = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, trust_remote_code=self._trust
+                )
+            module.tie_weights()
+        except Exception as error:  # a config is taken apart by its own class, in its own ways
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"no model can be built by the config: {what}") from error
+        if self.kempner is not None:
+            from verbatim.model.kempner.layout import adjust
+
+            adjust(module, self.kempner.model)
+        return module.eval()
+
+    def _pieces(self, module: Any) -> list[Piece]:
+        if self.kempner is None:
+            return pieces_by_name(module)
+        from verbatim.model.kempner.layout import pieces
+
+        return pieces(module, self.kempner.model)
+
+
+def _generation(source: str, where: dict[str, Any]) -> Any:
+    """The generation config beside a config, or None."""
+    from transformers import GenerationConfig
+
+    if os.path.isfile(source):
+        source = os.path.dirname(source) or "."
+    try:
+        return GenerationConfig.from_pretrained(source, **where)
+    except (OSError, ValueError, TypeError):  # most have none
+        return None

@@ -1,0 +1,1 @@
+"""Checkpoints that KempnerForge trained: its config, and its models as transformers architectures."""

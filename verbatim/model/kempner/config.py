@@ -1,0 +1,236 @@
+"""KempnerForge's TOML: what of it decides what a model computes, checked.
+
+Nothing here needs torch, so that a command can refuse a config at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import ModelError, UnsupportedModel
+
+# Fields of [model] that shape the training, or choose among kernels that compute the same.
+_TRAINING = frozenset(
+    {
+        "init_std",
+        "sdpa_backend",
+        "moe_aux_loss_weight",
+        "moe_sequence_aux_loss_weight",
+        "moe_gradient_scale",
+        "moe_bias_schedule",
+        "moe_router_z_loss_weight",
+    }
+)
+# Sections that make it another kind of model.
+_OTHER_MODELS = ("vlm", "vision_encoder", "adapter", "video")
+_CHOICES = {
+    "norm_type": ("rmsnorm", "layernorm"),
+    "activation": ("silu", "gelu", "relu"),
+    "model_type": ("transformer",),
+    "moe_router": ("softmax_topk", "sigmoid_topk"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The fields of `[model]` that decide what is computed, with KempnerForge's names and defaults.
+
+    Raises:
+        ModelError: a value out of range; the message names it.
+        UnsupportedModel: a kind of model that is not built.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None  # None: as many as n_heads
+    vocab_size: int = 32000
+    ffn_dim_multiplier: float = 1.0
+    ffn_hidden_dim: int | None = None  # None: follows from dim
+    norm_type: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: str = "silu"
+    max_seq_len: int = 2048
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    model_type: str = "transformer"
+    num_experts: int = 0  # 0: dense
+    moe_top_k: int = 2
+    moe_frequency: int = 1  # every how many layers the experts come
+    moe_router: str = "softmax_topk"
+    moe_shared_experts: int = 0  # any number above 0 is one shared expert
+    moe_capacity_factor: float = 0.0
+    moe_packed_experts: bool = False
+    moe_expert_ffn_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = _typed(field.name, str(field.type), getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UnsupportedModel(
+                    f"[model] {name}={getattr(self, name)!r}: must be one of {list(allowed)}"
+                )
+        if self.n_kv_heads is None:
+            object.__setattr__(self, "n_kv_heads", self.n_heads)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        positive = ["dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len"]
+        positive += ["ffn_dim_multiplier", "rope_theta", "norm_eps"]
+        positive += ["ffn_hidden_dim"] if self.ffn_hidden_dim is not None else []
+        if self.num_experts > 0:
+            positive += ["moe_top_k", "moe_frequency", "moe_expert_ffn_multiplier"]
+        for name in positive:
+            if not 0 < getattr(self, name) < 2**40:
+                raise ModelError(f"[model] {name}={getattr(self, name)!r}: must be above 0")
+        for name in ("num_experts", "moe_shared_experts", "moe_capacity_factor"):
+            if not 0 <= getattr(self, name) < 2**40:
+                raise ModelError(f"[model] {name}={getattr(self, name)!r}: must be 0 or more")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ModelError(
+                f"[model] dim={self.dim}: must be n_heads={self.n_heads} times an even number"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ModelError(
+                f"[model] n_heads={self.n_heads}: must be a multiple of n_kv_heads={self.kv_heads}"
+            )
+        if self.num_experts and self.moe_top_k > self.num_experts:
+            raise ModelError(
+                f"[model] moe_top_k={self.moe_top_k}: at most num_experts={self.num_experts}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Of a dense layer: two thirds of 4 * dim, times the multiplier, up to a multiple of 256."""
+        if self.ffn_hidden_dim is not None:
+            return self.ffn_hidden_dim
+        return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
+
+    @property
+    def expert_width(self) -> int:
+        """Of one expert, to the nearest multiple of 16."""
+        return max(16, 16 * round(int(self.ffn_width * self.moe_expert_ffn_multiplier) / 16))
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and (layer + 1) % self.moe_frequency == 0
+
+    @property
+    def is_moe(self) -> bool:
+        """Has any layer experts? With a frequency above the number of layers none has."""
+        return self.num_experts > 0 and self.n_layers >= self.moe_frequency
+
+
+@dataclass(frozen=True, slots=True)
+class KempnerConfig:
+    """What a KempnerForge TOML, with its overrides, says about a model.
+
+    Attributes:
+        model: its architecture.
+        tokenizer_path: `[data] tokenizer_path`, a folder or a hub id; None where there is none.
+        load_path: `[checkpoint] load_path`; None where there is none.
+    """
+
+    model: ModelConfig
+    tokenizer_path: str | None = None
+    load_path: str | None = None
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], overrides: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> KempnerConfig:
+        """Read a TOML file.
+
+        Args:
+            overrides: by section and field; they go before what the file says.
+
+        Raises:
+            ModelError: it can't be read, has an unknown field under `[model]`, or a value out of range.
+            UnsupportedModel: it describes a kind of model that is not built.
+        """
+        file = Path(os.path.expanduser(path))
+        try:
+            tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ModelError(f"{file} can't be read: {error.strerror or error}") from None
+        except ValueError as error:  # no TOML, or no UTF-8
+            raise ModelError(f"{file} is not TOML: {error}") from None
+        try:
+            return cls._of(tables, overrides or {})
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{file}: {error}") from None
+        except ModelError as error:
+            raise ModelError(f"{file}: {error}") from None
+
+    @classmethod
+    def _of(
+        cls, tables: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]]
+    ) -> KempnerConfig:
+        for section in _OTHER_MODELS:
+            if section in tables or section in overrides:
+                raise UnsupportedModel(
+                    f"[{section}] makes it a model of images or video; only text models are run"
+                )
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        if "model" not in tables and tables.keys() & known:
+            # The files of configs/model/ have no section: all of it is the model's.
+            tables = {"model": tables}
+        model = _merged(tables, overrides, "model")
+        unknown = sorted(model.keys() - known - _TRAINING)
+        if unknown:
+            raise ModelError(
+                f"[model] has no {unknown[0]!r}; there are {sorted(known | _TRAINING)}"
+            )
+        paths = []
+        for section, name in (("data", "tokenizer_path"), ("checkpoint", "load_path")):
+            value = _merged(tables, overrides, section).get(name)
+            if value is not None and not isinstance(value, str):
+                raise ModelError(f"[{section}] {name}={value!r}: must be a string")
+            paths.append(value or None)
+        return cls(
+            ModelConfig(**{k: v for k, v in model.items() if k in known}), paths[0], paths[1]
+        )
+
+
+def _merged(
+    tables: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]], section: str
+) -> dict[str, Any]:
+    table = tables.get(section, {})
+    if not isinstance(table, dict):
+        raise ModelError(f"{section}={table!r}: must be a section")
+    return {**table, **overrides.get(section, {})}
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    """`value` as `kind`, an annotation of `ModelConfig`."""
+    if value is None and kind.endswith("| None"):
+        return None
+    kind = kind.removesuffix(" | None")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "float" and is_number and math.isfinite(value):
+        return float(value)
+    if kind == "int" and is_number and math.isfinite(value) and int(value) == value:
+        return int(value)
+    if {"bool": bool, "str": str}.get(kind) is type(value):
+        return value
+    raise ModelError(f"[model] {name}={value!r}: must be {_A[kind]}")
+
+
+_A = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}

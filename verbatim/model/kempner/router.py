@@ -1,0 +1,37 @@
+"""The router that no transformers architecture has."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SigmoidRouter(nn.Module):
+    """KempnerForge's `sigmoid_topk`: the bias of an expert counts in its weight, not only in the choice.
+
+    In the place of the gate of a mixture-of-experts layer, whose contract it keeps.
+    """
+
+    def __init__(self, num_experts: int, dim: int, top_k: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.zeros(num_experts, dim, dtype=dtype))
+        self.expert_bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose `k` experts for each token.
+
+        Args:
+            hidden_states: `[..., H]`, T tokens.
+
+        Returns:
+            The gate's logits `[T, E]`, the weights of the chosen `[T, k]`, which sum to 1, and their
+            numbers `[T, k]`.
+        """
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = F.linear(hidden, self.weight)
+        scores = torch.sigmoid(logits.float() + self.expert_bias.float())
+        weights, experts = torch.topk(scores, self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts

@@ -1,0 +1,207 @@
+"""Running somebody's own forward so that its rows can't see each other.
+
+A module that is called on whole rows `[B, T]` computes what it likes. `Rowwise` stands between it and torch:
+functions that change bits with the rows beside them are swapped (`invariant.py`), attention goes to our
+kernel, and whatever is not known to treat each row by itself is reported. What passes gives a row the
+same bits in any batch, however its sequence was cut.
+
+Known are (measured, and held by a test at odd widths, layouts and thread counts): elementwise functions,
+whatever only moves elements, products with a matrix of weights, and sums over the last dimension of
+contiguous rows. A softmax is not: over keys, its bits change with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from verbatim.errors import UnsupportedModel
+from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.model.invariant import replacement
+
+_MAX_WIDTH = 32_768  # torch splits longer sums over its threads when there is a single row
+
+
+class NotRowwise(Exception):
+    """A module called something that is not known to treat each row by itself."""
+
+
+def _functions(names: str) -> set[Any]:
+    """Everything of these names in torch, its functional module and its tensors."""
+    found = [vars(space).get(name) for name in names.split() for space in (torch, F)]
+    found += [getattr(Tensor, name, None) for name in names.split()]
+    return {function for function in found if callable(function)}
+
+
+_MOVES = _functions(
+    """view view_as reshape reshape_as transpose permute movedim swapaxes contiguous unsqueeze squeeze
+    expand expand_as broadcast_to flatten unflatten chunk split tensor_split unbind narrow select t
+    __getitem__ __setitem__ index_select gather repeat_interleave repeat tile cat concat stack clone
+    detach to type type_as float double bfloat16 half copy_ fill_ zero_ roll flip tril triu embedding
+    arange zeros ones empty full tensor as_tensor zeros_like ones_like empty_like full_like new_zeros
+    new_ones new_empty new_full size dim numel nelement stride is_contiguous is_floating_point
+    element_size get_device"""
+)
+_ELEMENTWISE = _functions(
+    """add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__ rsub mul mul_ __mul__ __rmul__
+    __imul__ multiply subtract div div_ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__
+    true_divide divide neg __neg__ negative abs __abs__ square sqrt rsqrt reciprocal pow __pow__ exp expm1
+    log1p tanh erf cos sin relu relu_ clamp clamp_min clamp_max clip where masked_fill masked_fill_ maximum
+    minimum eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not
+    bitwise_and bitwise_or bitwise_not __and__ __or__ __invert__ leaky_relu"""
+)
+_OVER_LAST = _functions("mean sum amax amin")  # of which dimension must be looked at
+_NORMS = _functions("layer_norm rms_norm")
+_WHERE = _functions("where")
+_SWITCHES = {torch._C._set_grad_enabled}  # entering and leaving torch.no_grad()
+_PRODUCTS = _functions("mm bmm matmul __matmul__ addmm")
+_ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
+_REFUSED_ON_FLAT_BATCHES = _functions("einsum conv1d")
+_RANDOM = _functions(
+    """rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ multinomial
+    normal normal_ uniform_ exponential_ random_ poisson"""
+)
+_DROPOUTS = _functions("dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d")
+
+
+class Rowwise(TorchFunctionMode):
+    """Swaps what can be swapped, and refuses what is not known.
+
+    Args:
+        strict: raise NotRowwise at the first function that is not known. Without, it is called as it is:
+            for a single row of a single sequence on one thread, which has nothing beside it.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        super().__init__()
+        self._strict = strict
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM or (func in _DROPOUTS and _drops(args, kwargs)):
+            raise UnsupportedModel(f"it draws random numbers while it generates ({_name(func)})")
+        if func is _ATTENTION:
+            return self._attention(func, args, kwargs)
+        found = None if func in _REFUSED_ON_FLAT_BATCHES else replacement(func, args)
+        if self._strict and not (
+            _known(func, args, kwargs) if found is None else _fits(func, args)
+        ):
+            raise NotRowwise(_name(func))
+        if args and (func in _OVER_LAST or func in _NORMS):
+            args = (args[0].contiguous(), *args[1:])  # the bits of a sum depend on the strides
+        return (found or func)(*args, **kwargs)
+
+    def _attention(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        try:
+            return causal_attention(*args, **kwargs)
+        except NotRowwise:
+            if self._strict:
+                raise
+            return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    return str(resolve_name(func) or getattr(func, "__name__", func))
+
+
+def _known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does `func`, which is torch's own, treat each row of its last dimension by itself?"""
+    if func in _OVER_LAST:
+        x = args[0] if args else None
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if isinstance(dim, tuple | list) and len(dim) == 1:
+            dim = dim[0]
+        return isinstance(x, Tensor) and dim in (-1, x.dim() - 1) and _short(x)
+    if func in _NORMS:
+        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        return len(shape) == 1 and len(args) > 0 and _short(args[0])
+    if func in _DROPOUTS:
+        return True  # it is off
+    if func in _WHERE and len(args) + len(kwargs) == 1:
+        return False  # a search, whose answer has as many rows as it finds
+    return (
+        func in _MOVES
+        or func in _ELEMENTWISE
+        or func in _SWITCHES
+        or getattr(func, "__name__", "") == "__get__"  # a property of a tensor
+    )
+
+
+def _fits(func: Any, args: tuple[Any, ...]) -> bool:
+    """Is what we have in place of `func` good for rows of any sequence?
+
+    A product of two activations may be attention by hand, which sums over as many keys as there are.
+    """
+    return func not in _PRODUCTS or (len(args) > 1 and args[-1].dim() == 2)
+
+
+def _short(x: Tensor) -> bool:
+    return x.dim() > 0 and x.shape[-1] < _MAX_WIDTH
+
+
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and p > 0
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of the last T of L positions, by the kernel that never differs.
+
+    Where T is less than L, `is_causal` means what a module with a cache means by it: the last query sees
+    all keys. (torch lets the first query see the first key.)
+
+    Args:
+        query: `[B, H, T, Dk]`. key, value: `[B, Hkv, L, Dk]` and `[B, Hkv, L, Dv]`.
+
+    Returns:
+        `[B, H, T, Dv]`.
+
+    Raises:
+        NotRowwise: a mask, queries that see later keys, or shapes and dtypes that the kernel does not take.
+        UnsupportedModel: attention weights are dropped out; or a single query is told to be causal, which
+            in torch hides all keys from it but the first.
+    """
+    if dropout_p > 0:
+        raise UnsupportedModel(f"it generates with dropout_p={dropout_p} in its attention")
+    tensors = (query, key, value)
+    if attn_mask is not None or any(x.dim() != 4 or x.dtype != query.dtype for x in tensors):
+        raise NotRowwise("scaled_dot_product_attention with a mask, or of unusual shapes")
+    (batch, heads, rows, key_size), length = query.shape, key.shape[2]
+    if key.shape[:3] != value.shape[:3] or heads % key.shape[1] or key.shape[3] != key_size:
+        raise NotRowwise("scaled_dot_product_attention of shapes that do not fit")
+    if (heads != key.shape[1] and not enable_gqa) or batch != key.shape[0] or rows > length:
+        raise NotRowwise("scaled_dot_product_attention of shapes that do not fit")
+    if rows == 1 and is_causal and length > 1:
+        raise UnsupportedModel(
+            f"it calls scaled_dot_product_attention with is_causal=True for one query and {length} "
+            "keys, of which torch lets it see the first alone"
+        )
+    if rows > 1 and not is_causal:
+        raise NotRowwise("scaled_dot_product_attention in which queries see later keys")
+    out = paged_attention(
+        query.transpose(1, 2).reshape(batch * rows, heads, key_size),
+        key.contiguous(),  # a store of one block a sequence
+        value.contiguous(),
+        torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32),
+        torch.full((batch,), length, dtype=torch.int32),
+        torch.arange(batch, dtype=torch.int32)[:, None].contiguous(),
+        AttentionOptions(scale=key_size**-0.5 if scale is None else float(scale)),
+    )
+    return out.view(batch, rows, heads, value.shape[3]).transpose(1, 2)

@@ -1,0 +1,177 @@
+"""KempnerForge's protocol: `model(tokens, kv_caches=[...])`, and caches that are windows on a `KVStore`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import UnsupportedModel
+from verbatim.kv.store import KVStore, LayerShape
+from verbatim.model.borrow import borrow, threads
+from verbatim.model.rowwise import Rowwise
+from verbatim.placement.foreign import Piece
+
+_FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
+
+
+def unwrapped(module: nn.Module) -> Any:
+    """The module inside of DistributedDataParallel's and torch.compile's wrappers."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def speaks_kv_caches(module: nn.Module) -> bool:
+    """Does `module` take `kv_caches`, and does its config tell what they must hold?"""
+    inner = unwrapped(module)
+    config: Any = getattr(inner, "config", None)
+    if not all(hasattr(config, field) for field in _FIELDS):
+        return False
+    return "kv_caches" in inspect.signature(inner.forward).parameters
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a module's caches hold."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(module: nn.Module) -> CacheShape:
+        """As `module.config` tells it; the dtype is that of its first parameter.
+
+        Raises:
+            UnsupportedModel: a field is no number above 0, or the module is sharded.
+        """
+        inner = unwrapped(module)
+        name = type(inner).__name__
+        for field in _FIELDS:
+            value = getattr(inner.config, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UnsupportedModel(f"{name}: config.{field}={value!r} must be 1 or more")
+        for key, parameter in inner.named_parameters():
+            if hasattr(parameter, "device_mesh"):
+                raise UnsupportedModel(f"{name} is sharded ({key} is a DTensor); gather it first")
+        floating = (p.dtype for p in inner.parameters() if p.is_floating_point())
+        config = inner.config
+        return CacheShape(
+            config.n_layers, config.n_kv_heads, config.head_dim, next(floating, torch.float32)
+        )
+
+    def store(self, num_blocks: int, block_size: int) -> KVStore:
+        """Memory for that many blocks."""
+        return KVStore(self.layer_shapes(), num_blocks, block_size, self.dtype, torch.device("cpu"))
+
+    def layer_shapes(self) -> list[LayerShape]:
+        """One for each layer."""
+        return [LayerShape(self.kv_heads, self.head_size, self.head_size)] * self.layers
+
+
+class BlockCache:
+    """One layer's cache as a module sees it; what it holds lives in a `KVStore`.
+
+    Args:
+        layer: of the store.
+        slots: `[B, L]` int64, where each position of each row lives.
+        seq_len: positions that are there already.
+    """
+
+    def __init__(self, store: KVStore, layer: int, slots: Tensor, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self._store = store
+        self._layer = layer
+        self._slots = slots
+
+    def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `[B, Hkv, T, D]` each; everything that is there now, `[B, Hkv, seq_len, D]` each.
+
+        Raises:
+            UnsupportedModel: shapes that the module's config does not tell of.
+        """
+        with torch._C.DisableTorchFunction():
+            rows, length = self._slots.shape
+            room = length - self.seq_len
+            head = self._store.layers[self._layer][0]
+            expected = (rows, head.shape[1], room, head.shape[3])
+            if tuple(k_new.shape) != expected or tuple(v_new.shape) != expected:
+                raise UnsupportedModel(
+                    f"layer {self._layer} puts K {list(k_new.shape)} and V {list(v_new.shape)} into "
+                    f"its cache, whose next rows are {list(expected)}"
+                )
+            k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in (k_new, v_new))
+            slots = self._slots[:, self.seq_len :].flatten().contiguous()
+            self._store.write(self._layer, k, v, slots)
+            self.seq_len = length
+        return self.k, self.v
+
+    @property
+    def k(self) -> Tensor:
+        """Keys so far, `[B, Hkv, seq_len, D]`; a copy."""
+        return self._gather(0)
+
+    @property
+    def v(self) -> Tensor:
+        """Values so far, `[B, Hkv, seq_len, D]`; a copy."""
+        return self._gather(1)
+
+    def _gather(self, which: int) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            held = self._store.layers[self._layer][which]
+            slots, size = self._slots[:, : self.seq_len], self._store.block_size
+            return held[slots // size, :, slots % size].transpose(1, 2)
+
+
+def call(
+    module: nn.Module, shape: CacheShape, store: KVStore, ids: Tensor, slots: Tensor, start: int
+) -> Tensor:
+    """One forward of `module` itself, in whatever mode is active: logits `[B, T, V]`.
+
+    Args:
+        ids: `[B, T]`. slots: `[B, start + T]`.
+
+    Raises:
+        UnsupportedModel: it does not keep to the protocol.
+    """
+    caches = [BlockCache(store, layer, slots, start) for layer in range(shape.layers)]
+    logits = unwrapped(module)(ids, kv_caches=caches)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
+        found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UnsupportedModel(
+            f"it returns {found} for tokens {list(ids.shape)}; logits [B, T, V] are needed"
+        )
+    for layer, cache in enumerate(caches):
+        if cache.seq_len != slots.shape[1]:
+            raise UnsupportedModel(f"it leaves the cache of layer {layer} without its new rows")
+    return logits.detach()
+
+
+@contextmanager
+def taken(module: nn.Module, *, hooks: bool) -> Iterator[None]:
+    """Run the block with `module` in eval mode, eager and without gradients; then it is as it was."""
+    with borrow(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def run_alone(module: nn.Module, shape: CacheShape, store: KVStore, piece: Piece) -> Tensor:
+    """One sequence, one token at a time, on one thread: logits `[len(wanted), V]`."""
+    ids, slots = piece.ids[None], piece.slots[None]
+    wanted = set(piece.wanted.tolist())
+    rows: list[Tensor] = []
+    with threads(1), Rowwise(strict=False):
+        for p in range(piece.start, len(piece.ids)):
+            row = call(module, shape, store, ids[:, p : p + 1], slots[:, : p + 1], p)[0]
+            rows += [row] if p in wanted else [row[:0]]
+    return torch.cat(rows)
