@@ -1,0 +1,219 @@
+"""What one call asks for, checked before anything runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
+from verbatim.params import SamplingParams
+from verbatim.tensors import check_padded, rows_of
+
+_OURS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One call of `generate` or `generate_streaming`.
+
+    Attributes:
+        input_ids: `[B, P]` int64.
+        attention_mask: `[B, P]`, 0 on padding; as it was given, or made of the leading pads.
+        prompts: the rows without padding.
+        new_tokens: a row gets at most.
+        to_the_end: all rows are filled up to `new_tokens`.
+        stops: ids, or sequences of ids, that end a row; the end of sequence is not among them.
+        eos_id, pad_id: None where nobody names one.
+        interval: tokens from one piece of a stream to the next.
+        sampling: the fields of `SamplingParams` that say how tokens are chosen.
+        model_kwargs: all that is meant for the model or the hooks.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompts: list[list[int]]
+    new_tokens: int
+    to_the_end: bool
+    stops: tuple[tuple[int, ...], ...]
+    eos_id: int | None
+    pad_id: int | None
+    interval: int
+    seed: int | None
+    sampling: Mapping[str, Any]
+    model_kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Any,
+        tokenizer: Any,
+        max_length: Any,
+        num_beams: Any,
+        do_sample: Any,
+        early_stopping: Any,
+        top_k: Any,
+        top_p: Any,
+        temperature: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Ask:
+        """Check the arguments of a call.
+
+        Raises:
+            InvalidRequest, NotSupported: the message names the argument.
+            PromptTooLong: `input_ids` is wider than `max_length`.
+        """
+        side = getattr(tokenizer, "padding_side", None)
+        if side != "left":
+            raise InvalidRequest(
+                f"tokenizer.padding_side is {side!r}: must be 'left', or prompts do not end where "
+                "generation begins"
+            )
+        for name, value in (("do_sample", do_sample), ("early_stopping", early_stopping)):
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name}={value!r}: must be True or False")
+        kwargs = dict(model_kwargs)
+        given = {name: kwargs.pop(name, None) for name in _OURS}
+        eos_id = _id("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
+        pad_id = _id("tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None))
+        if (chosen := _id("pad_token_id", kwargs.pop("pad_token_id", None))) is not None:
+            pad_id = chosen
+        mask = given["attention_mask"]
+        check_padded(input_ids, mask)
+        mask = _leading_pads(input_ids, pad_id) if mask is None else _check_side(mask)
+        interval = given["stream_interval"]
+        seed = given["seed"]
+        sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
+        SamplingParams(seed=seed, **sampling)  # which checks them
+        return cls(
+            input_ids=input_ids.long(),
+            attention_mask=mask,
+            prompts=rows_of(input_ids, mask),
+            new_tokens=_new_tokens(input_ids.shape[1], max_length, given["max_new_tokens"]),
+            to_the_end=not early_stopping,
+            stops=_stops(given["stop_token_ids"]),
+            eos_id=eos_id,
+            pad_id=eos_id if pad_id is None else pad_id,
+            interval=2 if interval is None else _integer("stream_interval", interval, 1),
+            seed=seed,
+            sampling=sampling,
+            model_kwargs=kwargs,
+        )
+
+    @property
+    def num_beams(self) -> int:
+        return int(self.sampling["num_beams"])
+
+    def params(self, vocab_size: int) -> SamplingParams:
+        """For the engine; without a seed, one number is drawn from torch's default generator.
+
+        Args:
+            vocab_size: an end of sequence beyond it, which can't be drawn, is left out.
+        """
+        ends = () if self.eos_id is None or self.eos_id >= vocab_size else ((self.eos_id,),)
+        seed = self.seed
+        if seed is None and self.sampling["temperature"] > 0:
+            seed = int(torch.randint(2**53, ()))
+        return SamplingParams(
+            max_tokens=self.new_tokens,
+            stop_token_ids=(*ends, *self.stops),
+            ignore_eos=True,  # the tokenizer's is among the stops, and the model's doesn't count
+            seed=seed,
+            **self.sampling,
+        )
+
+    def joined(self, rows: list[list[int]], width: int, pad: int) -> Tensor:
+        """`[B, P + width]` int64: the input, then the first `width` new ids of each row, then pads.
+
+        An ordinary tensor on the input's device.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            tail = torch.full((len(rows), width), pad, dtype=torch.int64)
+            for b, row in enumerate(rows):
+                ids = torch.tensor(row[:width], dtype=torch.int64)
+                tail[b, : len(ids)] = ids
+            return torch.cat([self.input_ids, tail.to(self.input_ids.device)], dim=1)
+
+
+def _sampling(
+    num_beams: Any, do_sample: bool, top_k: Any, top_p: Any, temperature: Any
+) -> dict[str, Any]:
+    """The fields of `SamplingParams`; None is off."""
+    beams = _integer("num_beams", num_beams, 1)
+    if beams > 1 and do_sample:
+        raise NotSupported(
+            f"num_beams={beams} with do_sample=True: beams search and do not sample; set do_sample=False"
+        )
+    fields: dict[str, Any] = {
+        "num_beams": beams,
+        "top_k": 0 if top_k is None else top_k,
+        "top_p": 1.0 if top_p is None else top_p,
+        "temperature": 1.0 if temperature is None else temperature,
+    }
+    if SamplingParams(**fields).temperature == 0:
+        raise InvalidRequest(
+            f"temperature={temperature!r}: must be above 0; the likeliest token is do_sample=False"
+        )
+    if not do_sample and beams == 1:
+        fields["temperature"] = 0.0  # the likeliest token is in every filter
+    return fields
+
+
+def _new_tokens(num_given: int, max_length: Any, max_new_tokens: Any) -> int:
+    length = _integer("max_length", max_length, 0)
+    if num_given > length:
+        raise PromptTooLong(f"input_ids is {num_given} tokens wide, and max_length={length}")
+    if max_new_tokens is None:
+        return length - num_given
+    return min(_integer("max_new_tokens", max_new_tokens, 0), length - num_given)
+
+
+def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
+    if value is None:
+        return ()
+    value = value.tolist() if hasattr(value, "tolist") else value
+    many = list(value) if isinstance(value, list | tuple) else [value]
+    nested = [hasattr(entry, "__len__") for entry in many]
+    if any(nested) and not all(nested):
+        raise InvalidRequest(
+            f"stop_token_ids={value!r}: must be sequences of ids ([[20, 21], [10]]), or a single one "
+            "([20, 21]), but not both"
+        )
+    if not any(nested):
+        many = [many] if many else []
+    return SamplingParams(stop_token_ids=many).stop_token_ids  # type: ignore[return-value]
+
+
+def _leading_pads(input_ids: Tensor, pad_id: int | None) -> Tensor:
+    """A mask of the pads before each row's first other id; pads behind it are tokens."""
+    if pad_id is None:
+        return torch.ones_like(input_ids, dtype=torch.int64)
+    return (input_ids != pad_id).long().cummax(dim=1).values if input_ids.numel() else input_ids
+
+
+def _check_side(mask: Tensor) -> Tensor:
+    if mask.numel() and not mask[:, -1].bool().all():
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        raise InvalidRequest(
+            f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
+        )
+    return mask
+
+
+def _id(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 0)
+
+
+def _integer(name: str, value: Any, low: int) -> int:
+    try:
+        found = low - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = low - 1
+    if found < low:
+        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low} or more")
+    return found

@@ -1,0 +1,234 @@
+"""Actors: whatever is called as `model(input_ids=..., attention_mask=...)` and returns logits.
+
+Nothing is known of such a model but its forward, so each row is handed to it whole and alone, at every
+step: no padding and no mask can go wrong, nothing it keeps can grow stale, and a row's bits can't depend
+on other rows. They are its own forward's bits for that row. The price is a step that costs as much as a
+prefill; who wants the model's own cache brings hooks (`hooked.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
+from verbatim.model.borrow import exclusive
+from verbatim.model.limits import max_length_of
+from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.wrapped import modules_of
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """The arguments of a model's forward.
+
+    Attributes:
+        names: those it names.
+        others: it takes any other as well (`**kwargs`).
+    """
+
+    names: frozenset[str]
+    others: bool
+
+    @classmethod
+    def of(cls, model: Any) -> Takes:
+        """Of a module's forward, or of anything else that can be called."""
+        forward = model.forward if isinstance(model, nn.Module) else model
+        try:
+            parameters = inspect.signature(forward).parameters
+        except (TypeError, ValueError):  # written in C, or anything but a function
+            return cls(frozenset({"input_ids", "attention_mask"}), others=False)
+        kinds = [p.kind for p in parameters.values()]
+        return cls(frozenset(parameters), inspect.Parameter.VAR_KEYWORD in kinds)
+
+    def __contains__(self, name: str) -> bool:
+        return self.others or name in self.names
+
+
+class Actor(Foreign):
+    """Runs an actor, row by row.
+
+    Args:
+        model: what is called, with `input_ids` [1, L] int64, `attention_mask` of ones if its forward takes
+            one, and `constants`. Returns an object or a dict with `logits` [1, T, V]; the last of the T stand
+            for the last of the L.
+        constants: further arguments, the same at each call.
+
+    Raises:
+        UnsupportedModel: its forward takes no `input_ids`, or its vocabulary can't be found out.
+        InvalidRequest: its forward takes no argument of this name.
+        NotSupported: a tensor among `constants`, of which nobody knows whose row it belongs to.
+    """
+
+    placement = "actor"
+
+    def __init__(
+        self,
+        model: Any,
+        constants: Mapping[str, Any],
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_threads: int | None = None,
+    ) -> None:
+        self.takes = check_takes_ids(model)
+        for name, value in constants.items():
+            if name not in self.takes:
+                raise InvalidRequest(
+                    f"{name}: the forward of {type(model).__name__} takes no such argument; it takes "
+                    f"{', '.join(sorted(self.takes.names))}"
+                )
+            if isinstance(value, Tensor):
+                raise NotSupported(
+                    f"{name} is a tensor of shape {list(value.shape)}, and rows are run one by one: pass a "
+                    "prepare_inputs_fn, which is handed all rows together"
+                )
+        self._constants = dict(constants)
+        if "use_cache" in self.takes.names:  # what it would keep is thrown away
+            self._constants.setdefault("use_cache", False)
+        self._masked = "attention_mask" in self.takes
+        super().__init__(
+            model,
+            vocab_size=vocabulary_of(model, self.takes, self._constants),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+        )
+
+    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+        with lent(self.module):
+            return [self._rows(piece) for piece in pieces]
+
+    def _rows(self, piece: Piece) -> Tensor:
+        if not len(piece.wanted):
+            return torch.empty(0, self.vocab_size)
+        inputs = {**self._constants, "input_ids": piece.ids[None]}
+        if self._masked:
+            inputs["attention_mask"] = torch.ones_like(piece.ids)[None]
+        back = piece.wanted - len(piece.ids)  # counted from the end
+        logits = logits_of(self.module, inputs, rows=1, tokens=-int(back[0]), width=self.vocab_size)
+        return logits[0, back]
+
+
+def check_takes_ids(model: Any) -> Takes:
+    """What the model's forward takes.
+
+    Raises:
+        UnsupportedModel: it can't be called, or takes no `input_ids`.
+    """
+    name = type(model).__name__
+    if not callable(model):
+        raise UnsupportedModel(f"{name} can't be called; an actor is called with input_ids")
+    takes = Takes.of(model)
+    if "input_ids" not in takes:
+        raise UnsupportedModel(
+            f"the forward of {name} takes {', '.join(sorted(takes.names)) or 'nothing'} and no input_ids"
+        )
+    return takes
+
+
+@contextmanager
+def lent(model: Any) -> Iterator[None]:
+    """Run the block in eval mode and without autocast; every layer's own mode comes back."""
+    layers = [layer for module in modules_of(model) for layer in module.modules() if layer.training]
+    try:
+        for layer in layers:
+            layer.training = False
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+def logits_of(
+    model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
+) -> Tensor:
+    """What `answer` finds in one call of the model."""
+    return answer(model, model(**inputs), rows=rows, tokens=tokens, width=width)
+
+
+def answer(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
+    """The logits `[rows, T, V]` in what a forward returned.
+
+    Args:
+        tokens: T is at least this.
+        width: V; None takes any.
+
+    Raises:
+        UnsupportedModel: there are none, or they have another shape.
+    """
+    name = type(model).__name__
+    found = field_of(outputs, "logits")
+    if not isinstance(found, Tensor):
+        raise UnsupportedModel(
+            f"{name} returned {type(outputs).__name__}; an object or a dict with logits [B, T, V] is needed"
+        )
+    fits = found.dim() == 3 and found.shape[0] == rows and found.shape[1] >= tokens
+    if not fits or width not in (None, found.shape[2]) or not found.is_floating_point():
+        wanted = f"[{rows}, {tokens} or more, {'V' if width is None else width}]"
+        raise UnsupportedModel(
+            f"{name} returned logits of shape {list(found.shape)} in {found.dtype}; they must be numbers of "
+            f"shape {wanted}"
+        )
+    return found
+
+
+def field_of(outputs: Any, name: str) -> Any:
+    """An entry of a dict or an attribute of an object; None where there is none."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
+    """How many ids its logits tell apart: from its config, else from a forward of one token.
+
+    Args:
+        inputs: what this forward is handed besides.
+
+    Raises:
+        UnsupportedModel: neither says it.
+    """
+    config = _text_config(model)
+    size = getattr(config, "vocab_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    inputs = {**inputs, "input_ids": ids}
+    if "attention_mask" in takes:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    try:
+        with exclusive, torch.inference_mode(False), torch.no_grad(), lent(model):
+            return logits_of(model, inputs, rows=1, tokens=1, width=None).shape[2]
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no config.vocab_size, and a forward of one token, which would "
+            f"tell, raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def limit_of(model: Any) -> tuple[int | None, str]:
+    """The longest sequence for the transformers model that it is or holds, and where that is said.
+
+    None where it holds none, or where its config says nothing.
+    """
+    from transformers import PreTrainedModel
+
+    for module in modules_of(model):
+        for layer in module.modules():
+            if isinstance(layer, PreTrainedModel):
+                return max_length_of(layer.config)
+    return None, "no limit in the config"
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    nested = getattr(config, "get_text_config", None)
+    return nested(decoder=True) if callable(nested) else config

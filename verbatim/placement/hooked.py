@@ -1,0 +1,265 @@
+"""Models that are called through the caller's own hooks, all rows together.
+
+`prepare_inputs_fn` makes the model's inputs of what was generated so far, `update_model_kwargs_fn` says what
+is carried to the next step. They belong to loops that keep one padded batch, so that is what they see
+here: `[B, L]` ids, padded on the left, whose rows go on with pads once they have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Draws, SamplePlan
+from verbatim.errors import InvalidRequest, RequestFailed
+from verbatim.placement.actor import (
+    Takes,
+    answer,
+    check_takes_ids,
+    field_of,
+    lent,
+    vocabulary_of,
+)
+from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.runner import Forward
+from verbatim.placement.wrapped import modules_of
+
+# Without a prepare_inputs_fn each forward is over all ids, and whatever was kept would be counted twice.
+_CACHES = frozenset({"past", "past_key_values", "mems", "cache_params", "cache_position"})
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The caller's functions.
+
+    Attributes:
+        prepare: `f(input_ids, past=past, **model_kwargs)` to the model's inputs; `past` is None at first,
+            then `outputs.past_key_values`, or `outputs.mems`. None hands the model all ids at each step,
+            with those of `model_kwargs` that its forward names.
+        update: `f(outputs, model_kwargs)` to the next `model_kwargs`; None leaves them alone.
+    """
+
+    prepare: Callable[..., Any] | None
+    update: Callable[..., Any] | None
+
+
+class Hooked(Foreign):
+    """Runs one batch of rows, from its prompts to its end; the engine must run no other.
+
+    `model_kwargs` always has an `attention_mask` as wide as the ids: one that `update` left out, or did not
+    let grow, is grown here.
+
+    Args:
+        input_ids: `[B, P]` int64, padded on the left.
+        attention_mask: `[B, P]`, 0 on padding.
+        model_kwargs: what the hooks are handed besides.
+        pad_token_id: what a row goes on with after its end.
+        num_blocks: enough for all rows at their longest, or rows are computed anew.
+
+    Raises:
+        InvalidRequest: `model_kwargs` has a name that the hooks are called with, or a pad is no id that the
+            model knows.
+        UnsupportedModel: as for an `Actor`; with a `prepare` of the caller's, `input_ids` are his business.
+    """
+
+    placement = "hooked"
+
+    def __init__(
+        self,
+        model: Any,
+        hooks: Hooks,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        model_kwargs: Mapping[str, Any],
+        pad_token_id: int,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_threads: int | None = None,
+    ) -> None:
+        for name in ("input_ids", "past"):
+            if name in model_kwargs:
+                raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
+        self.takes = check_takes_ids(model) if hooks.prepare is None else Takes.of(model)
+        self._hooks = hooks
+        self._prompts, self._prompt_mask = input_ids, attention_mask
+        self._given = dict(model_kwargs)
+        self._pad = pad_token_id
+        self._takes_positions = _takes_positions(model, self.takes)
+        # The row of each sequence that runs, by its first slot, which no other has meanwhile; and the column
+        # in which it begins.
+        self._rows: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        # The rows of the last forward's logits, and what was drawn from each: the engine brings back the
+        # tokens of those rows alone that go on.
+        self._drawing: list[int] = []
+        self._drawn: dict[int, int] = {}
+        self._seen = [row[mask.bool()] for row, mask in zip(input_ids, attention_mask, strict=True)]
+        self._tokens, self._mask = self._prompts, self._prompt_mask
+        self._past: Any = None
+        self._kwargs: dict[str, Any] = {}
+        super().__init__(
+            model,
+            vocab_size=vocabulary_of(model, self.takes, {}),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+        )
+        # Padding is masked, but its ids are looked up all the same.
+        fed = [
+            input_ids.flatten(),
+            torch.tensor([pad_token_id] * (len(input_ids) > 1), dtype=torch.int64),
+        ]
+        for token in torch.cat(fed).unique().tolist():
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequest(
+                    f"id {token} is outside 0 to {self.vocab_size - 1}, and hooks hand the model padding as "
+                    "well; give pads an id of the vocabulary (pad_token_id=)"
+                )
+
+    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+        drawn = [piece for piece in pieces if len(piece.wanted)]
+        if not drawn:
+            return [torch.empty(0, self.vocab_size) for _ in pieces]
+        if self._go_on(drawn):
+            rows = [self._rows[int(piece.slots[0])] for piece in drawn]
+        else:
+            rows = self._begin(drawn)
+        for row, piece in zip(rows, drawn, strict=True):
+            self._seen[row] = piece.ids
+        self._drawing, self._drawn = rows, {}
+        with lent(self.module):
+            logits = self._step()
+        found = iter(rows)
+        return [logits[next(found), None] if len(p.wanted) else logits[:0] for p in pieces]
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        draws = super().sample(forward, plan)
+        places = range(len(plan.rows)) if plan.logits_rows is None else plan.logits_rows
+        self._drawn = {self._drawing[at]: i for at, i in zip(places, draws.ids, strict=True)}
+        return draws
+
+    def _go_on(self, pieces: list[Piece]) -> bool:
+        """Add a column, if every piece is a known row with one token more, which belongs there."""
+        column = torch.full((len(self._seen), 1), self._pad)
+        for ended, token in self._drawn.items():
+            column[ended] = max(token, 0)  # -1: nothing could be drawn
+        for piece in pieces:
+            row = self._rows.get(int(piece.slots[0]))
+            if row is None or not torch.equal(piece.ids[:-1], self._seen[row]):
+                return False
+            if self._starts[row] + len(piece.ids) - 1 != self._tokens.shape[1]:
+                return False  # it missed a step
+            column[row] = piece.ids[-1]
+        self._tokens = torch.cat([self._tokens, column], dim=1)
+        self._mask = _grown(self._mask)
+        return True
+
+    def _begin(self, pieces: list[Piece]) -> list[int]:
+        """Start from the ids, at first or when rows were recomputed; their rows in the batch."""
+        rows = self._match(pieces)
+        padding = (self._prompt_mask == 0).sum(dim=1).tolist()
+        width = max(padding[row] + len(p.ids) for row, p in zip(rows, pieces, strict=True))
+        self._tokens, self._mask = self._prompts.clone(), self._prompt_mask.clone()
+        if width > self._prompts.shape[1] or len(pieces) < len(self._seen):
+            self._tokens = torch.full((len(self._seen), width), self._pad)
+            self._mask = torch.zeros(len(self._seen), width, dtype=self._prompt_mask.dtype)
+            self._mask[:, -1] = 1  # rows that have ended attend to something, too
+            for row, piece in zip(rows, pieces, strict=True):
+                self._tokens[row, -len(piece.ids) :] = piece.ids
+                self._mask[row, -len(piece.ids) :] = 1
+        self._past = None
+        self._kwargs = {**self._given, "attention_mask": self._mask}
+        self._rows = {int(p.slots[0]): row for row, p in zip(rows, pieces, strict=True)}
+        self._starts = {row: width - len(p.ids) for row, p in zip(rows, pieces, strict=True)}
+        return rows
+
+    def _match(self, pieces: list[Piece]) -> list[int]:
+        """The row of each piece: the first of those left that was seen with its ids, or all but the last."""
+        rows: list[int] = []
+        left = list(range(len(self._seen)))
+        for piece in pieces:
+            seen = (piece.ids.tolist(), piece.ids[:-1].tolist())
+            left.remove(found := next(row for row in left if self._seen[row].tolist() in seen))
+            rows.append(found)
+        return rows
+
+    def _step(self) -> Tensor:
+        """One step as those loops make it; logits `[B, V]` of the last column."""
+        if self._kwargs.get("attention_mask") is None:
+            self._kwargs = {**self._kwargs, "attention_mask": self._mask}
+        inputs = self._with_positions(self._inputs())
+        outputs = self.module(**inputs)
+        rows, width = len(self._seen), self.vocab_size
+        logits = answer(self.module, outputs, rows=rows, tokens=1, width=width)[:, -1].clone()
+        for name in ("past_key_values", "mems"):
+            if (past := field_of(outputs, name)) is not None:
+                self._past = past
+                break
+        self._kwargs = self._updated(outputs)
+        return logits
+
+    def _inputs(self) -> dict[str, Any]:
+        ids, kwargs = self._tokens.clone(), self._kwargs
+        if self._hooks.prepare is None:
+            named = {k: v for k, v in kwargs.items() if k in self.takes.names - _CACHES}
+            if "attention_mask" in self.takes:
+                named["attention_mask"] = kwargs["attention_mask"]
+            return {**named, "input_ids": ids}
+        inputs = self._hooks.prepare(ids, past=self._past, **kwargs)
+        return _as_dict("prepare_inputs_fn", inputs)
+
+    def _updated(self, outputs: Any) -> dict[str, Any]:
+        kwargs = self._kwargs
+        if self._hooks.update is not None:
+            kwargs = _as_dict("update_model_kwargs_fn", self._hooks.update(outputs, kwargs))
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == self._tokens.shape:
+            kwargs = {**kwargs, "attention_mask": _grown(mask)}
+        return kwargs
+
+    def _with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """With the positions that the mask tells, or the pads before a row would count as its tokens."""
+        mask = inputs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != self._tokens.shape:
+            return inputs
+        ids, given = inputs.get("input_ids"), inputs.get("position_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return inputs
+        positions = positions_of(mask)[:, mask.shape[1] - ids.shape[1] :]
+        if self._takes_positions:
+            return {**inputs, "position_ids": positions if given is None else given}
+        if isinstance(given, Tensor) and torch.equal(given, positions):
+            # They say what the mask says, to a model that takes the mask alone.
+            return {name: value for name, value in inputs.items() if name != "position_ids"}
+        return inputs
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Each token's place in its own row, `[B, L]` int64; 0 on the padding before it."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _grown(mask: Tensor) -> Tensor:
+    return torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+
+
+def _as_dict(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise RequestFailed(f"{name} returned {type(value).__name__}; it must return a dict")
+    return dict(value)
+
+
+def _takes_positions(model: Any, takes: Takes) -> bool:
+    """Does `position_ids` reach the transformers model, by name or through `**kwargs`?"""
+    from transformers import PreTrainedModel
+
+    if "position_ids" in takes.names or not takes.others:
+        return "position_ids" in takes.names
+    layers = (layer for module in modules_of(model) for layer in module.modules())
+    inner = next((layer for layer in layers if isinstance(layer, PreTrainedModel)), None)
+    return inner is not None and "position_ids" in Takes.of(inner).names

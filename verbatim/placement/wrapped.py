@@ -1,0 +1,82 @@
+"""What stands around a model: wrappers that change nothing, and shards that can't be run.
+
+All of it is told by the names of classes, so that nothing is imported that the caller has not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from verbatim.errors import NotSupported
+from verbatim.options import dtype_name
+
+# What each of these hands every call on to, as it is. Their own forwards talk to other ranks (the
+# buffers of DistributedDataParallel are broadcast) or compile, neither of which generation wants.
+_INSIDE = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DTensor")
+_PEFT = frozenset({"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"})
+
+
+def unwrap(model: Any) -> Any:
+    """What runs: the model inside of DistributedDataParallel, DataParallel and torch.compile."""
+    while (inside := next((_INSIDE[n] for n in _names(model) if n in _INSIDE), None)) is not None:
+        model = getattr(model, inside)
+    return model
+
+
+def is_transformers(model: Any) -> bool:
+    """Is it a transformers model itself, with PEFT's adapters or without, and no module that holds one?"""
+    from transformers import PreTrainedModel
+
+    while not _PEFT.isdisjoint(_names(model)):
+        model = model.get_base_model()
+    return isinstance(model, PreTrainedModel)
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The model itself or, of an object that is no module, the modules among its attributes.
+
+    A bound method stands for the object it belongs to.
+    """
+    model = getattr(model, "__self__", model)
+    if isinstance(model, nn.Module):
+        return [model]
+    held = getattr(model, "__dict__", {}).values()
+    return [value for value in held if isinstance(value, nn.Module)]
+
+
+def check_runnable(model: Any) -> None:
+    """Is all of it here, in this process and on the CPU?
+
+    Raises:
+        NotSupported: it is sharded over ranks, or a parameter is somewhere else.
+    """
+    for module in modules_of(model):
+        for layer in module.modules():
+            _refuse_sharded(layer, type(layer).__name__)
+        for name, parameter in module.named_parameters():
+            _refuse_sharded(parameter, name)
+            if parameter.device.type != "cpu":
+                raise NotSupported(f"{name} is on {parameter.device}; only the CPU is built")
+            if parameter.is_complex():
+                raise NotSupported(f"{name} is {dtype_name(parameter.dtype)}: complex weights")
+
+
+def _refuse_sharded(part: Any, name: str) -> None:
+    for cls in type(part).__mro__:
+        if cls.__name__ in _SHARDED and cls.__module__.startswith("torch.distributed"):
+            raise NotSupported(
+                f"{name} is sharded over ranks ({cls.__name__}): its forward gathers weights from all of "
+                "them, and ranks make different numbers of forwards. Gather the weights into a module of "
+                "their own (or use DistributedDataParallel, whose module is whole on every rank)"
+            )
+
+
+def _names(value: Any) -> set[str]:
+    return {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}
