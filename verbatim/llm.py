@@ -36,8 +36,8 @@ class LLM:
 
     Args:
         model: None for the small model inside the package; a folder in Hugging Face's format or a hub
-            id; a DCP folder, or the one whose `latest` leads to it; or a live transformers module,
-            which is used in place: never copied, moved or repacked.
+            id; a DCP folder, or the one whose `latest` leads to it; or a live module, transformers'
+            or one with `kv_caches`, which is used in place: never copied, moved or repacked.
         tokenizer: a transformers tokenizer, or a folder or hub id of one; None takes the model's own.
             A live module has none of its own: without one, ids go in and out.
         device: "auto" or "cpu".
@@ -380,14 +380,6 @@ class LLM:
         """New ids for each prompt, all under one seed, row b drawing with sample index b."""
         results = self._driver.run(self._admit_rows(prompts, params))
         return [result.outputs[0].token_ids for result in results]
-
-    def _step_rows(
-        self, prompts: list[list[int]], params: SamplingParams
-    ) -> Iterator[list[list[int]]]:
-        """`_generate_rows` step by step: the new ids so far, once more with the last. Leaving aborts."""
-        requests = self._admit_rows(prompts, params)
-        for _ in self._driver.steps(requests):
-            yield [list(request.sequences[0].output_ids) for request in requests]
 
     def _admit_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
         return [

@@ -24,10 +24,11 @@ from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import DTYPES, LoadedModel, load
 from verbatim.model.products import probe_report
 from verbatim.options import dtype_name
-from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches, unwrapped
+from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
 from verbatim.placement.runner import Runner
+from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
@@ -65,7 +66,7 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     module: Any = loaded.module
     if speaks_kv_caches(module):
-        config = unwrapped(module).config
+        config = module.config
         limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
         runner: Runner = open_kv_caches(module, options, limit, weak=weak)
     else:
@@ -187,7 +188,9 @@ def open_model(
             trust_remote_code=trust_remote_code,
         )
     if isinstance(model, nn.Module):
-        check_live(model, dtype)
+        check_runnable(model)
+        model = unwrap(model)
+        _check_live(model, dtype)
         if speaks_kv_caches(model):
             return LoadedModel(model, tokenizer, None, type(model).__name__, live=True)
         inner = inner_model(model)
@@ -210,13 +213,11 @@ def open_model(
     return loaded
 
 
-def check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
-    """A live module is used as it is: on the CPU, in a dtype we compute in."""
+def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
+    """A live module is used as it is, in a dtype we compute in."""
     if dtype != "auto":
         raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
     for name, parameter in module.named_parameters():
-        if parameter.device.type != "cpu":
-            raise NotSupported(f"{name} is on {parameter.device}; only the CPU is built")
         if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
             raise NotSupported(
                 f"{name} is {dtype_name(parameter.dtype)}; a live module must be one of {sorted(DTYPES)}"

@@ -23,7 +23,9 @@ def engine_of(model: LLM | nn.Module) -> LLM:
     if isinstance(model, LLM):
         return model
     if not isinstance(model, nn.Module):
-        raise InvalidRequest(f"model={model!r}: must be an LLM or a transformers module")
+        raise InvalidRequest(
+            f"model={model!r}: must be an LLM, or a module of transformers or with kv_caches"
+        )
     while (kept := _kept(model)) is not None:
         try:
             kept._engine.runner.look_again()
@@ -60,7 +62,7 @@ def generate(
     """Continue each row of `input_ids`.
 
     Args:
-        model: a live transformers module, or an open `LLM`.
+        model: a live module, transformers' or one with `kv_caches`; or an open `LLM`.
         input_ids: `[B, P]` int64.
         attention_mask: `[B, P]` of 0 and 1, or bool; 0 marks padding, before or after a row's tokens.
             None means there is none. Padding is no part of the prompt: a padded row gets the tokens

@@ -28,12 +28,11 @@ from verbatim.placement.kv_protocol import (
     run_alone,
     speaks_kv_caches,
     taken,
-    unwrapped,
 )
 from verbatim.placement.kv_trial import try_out
 from verbatim.placement.options import EngineOptions
 
-__all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches", "unwrapped"]
+__all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]
 
 _ID_BYTES = 8  # of each token, kept beside its K and V
 
@@ -130,7 +129,7 @@ class KVCachesRunner(Foreign):
         together = self.rowwise_reason is None
         return {
             **super().info(),
-            "architecture": type(unwrapped(self.module)).__name__,
+            "architecture": self._name,
             "layers": self._shape.layers,
             "kv_bytes": self.store.nbytes,
             "kv_dtype": self.store.dtype_name,

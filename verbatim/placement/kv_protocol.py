@@ -20,24 +20,12 @@ from verbatim.placement.foreign import Piece
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 
 
-def unwrapped(module: nn.Module) -> Any:
-    """The module inside of DistributedDataParallel's and torch.compile's wrappers."""
-    while True:
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-            module = inner
-        else:
-            return module
-
-
 def speaks_kv_caches(module: nn.Module) -> bool:
     """Does `module` take `kv_caches`, and does its config tell what they must hold?"""
-    inner = unwrapped(module)
-    config: Any = getattr(inner, "config", None)
+    config: Any = getattr(module, "config", None)
     if not all(hasattr(config, field) for field in _FIELDS):
         return False
-    return "kv_caches" in inspect.signature(inner.forward).parameters
+    return "kv_caches" in inspect.signature(module.forward).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +42,16 @@ class CacheShape:
         """As `module.config` tells it; the dtype is that of its first parameter.
 
         Raises:
-            UnsupportedModel: a field is no number above 0, or the module is sharded.
+            UnsupportedModel: a field is no number above 0.
         """
-        inner = unwrapped(module)
-        name = type(inner).__name__
+        config: Any = module.config
         for field in _FIELDS:
-            value = getattr(inner.config, field)
+            value = getattr(config, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UnsupportedModel(f"{name}: config.{field}={value!r} must be 1 or more")
-        for key, parameter in inner.named_parameters():
-            if hasattr(parameter, "device_mesh"):
-                raise UnsupportedModel(f"{name} is sharded ({key} is a DTensor); gather it first")
-        floating = (p.dtype for p in inner.parameters() if p.is_floating_point())
-        config = inner.config
+                raise UnsupportedModel(
+                    f"{type(module).__name__}: config.{field}={value!r} must be 1 or more"
+                )
+        floating = (p.dtype for p in module.parameters() if p.is_floating_point())
         return CacheShape(
             config.n_layers, config.n_kv_heads, config.head_dim, next(floating, torch.float32)
         )
@@ -146,7 +131,7 @@ def call(
         UnsupportedModel: it does not keep to the protocol.
     """
     caches = [BlockCache(store, layer, slots, start) for layer in range(shape.layers)]
-    logits = unwrapped(module)(ids, kv_caches=caches)
+    logits = module(ids, kv_caches=caches)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != ids.shape:
         found = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UnsupportedModel(

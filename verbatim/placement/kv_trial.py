@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from verbatim.errors import UnsupportedModel
 from verbatim.model.rowwise import NotRowwise, Rowwise
 from verbatim.placement.foreign import Piece
-from verbatim.placement.kv_protocol import CacheShape, call, run_alone, taken, unwrapped
+from verbatim.placement.kv_protocol import CacheShape, call, run_alone, taken
 
 _LENGTH = 5
 _CUT = 2
@@ -38,7 +39,7 @@ def try_out(module: nn.Module, shape: CacheShape) -> Findings:
     Raises:
         UnsupportedModel: its logits look ahead, are other ones each time, or are no `[B, T, V]`.
     """
-    name = type(unwrapped(module)).__name__
+    name = type(module).__name__
     try:
         with taken(module, hooks=False), torch.random.fork_rng(devices=[]):
             trial = _Trial(module, shape)
@@ -53,7 +54,7 @@ class _Trial:
     """Both sequences, and memory for their K and V."""
 
     def __init__(self, module: nn.Module, shape: CacheShape) -> None:
-        config = unwrapped(module).config
+        config: Any = module.config
         size = getattr(config, "vocab_size", None)
         size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
         self._length = length = min(_LENGTH, config.max_seq_len)
