@@ -22,12 +22,14 @@ from verbatim.options import (
     memory_bytes,
     positive,
     refuse_unbuilt,
+    switch,
     thread_count,
     total_memory,
 )
 from verbatim.params import SamplingParams
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.runner import Runner
+from verbatim.prompts import as_params, as_prompts
 from verbatim.text.chat import render_chat
 
 
@@ -114,7 +116,7 @@ class LLM:
             max_sequences=positive("max_sequences", max_sequences),
             max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
             max_length=None if max_length is None else positive("max_length", max_length),
-            prefix_cache=_switch("prefix_cache", prefix_cache),
+            prefix_cache=switch("prefix_cache", prefix_cache),
             num_threads=thread_count(num_threads),
         )
         max_unread = positive("max_unread", max_unread)
@@ -373,7 +375,7 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
         many, _ = as_prompts(prompts)
-        each = _as_params(params, len(many))
+        each = as_params(params, len(many))
         return [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -407,46 +409,10 @@ class LLM:
         return render_chat(self.tokenizer, list(messages))
 
 
-def _is_id(entry: Any) -> bool:
-    """Is this entry of a list a number, and not a prompt? Arrays count by their dimensions."""
-    return isinstance(entry, int | float) or getattr(entry, "ndim", None) == 0
-
-
-def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether it was a single one: a string, or numbers that are its ids."""
-    if isinstance(prompts, str):
-        return [prompts], True
-    if getattr(prompts, "ndim", 1) > 1:
-        return list(prompts), False
-    if not isinstance(prompts, SequenceOf) and not hasattr(prompts, "ndim"):
-        raise InvalidRequest(
-            f"prompts={prompts!r}: must be a string, a list of ids, or a list of those"
-        )
-    entries = [] if getattr(prompts, "ndim", 1) == 0 else list(prompts)
-    if not entries:
-        raise InvalidRequest("the prompt is empty: at least one token is needed")
-    return ([prompts], True) if _is_id(entries[0]) else (entries, False)
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name}={value!r}: must be True or False")
-    return value
-
-
 def _as_version(version: Any) -> int | None:
     if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
         raise InvalidRequest(f"version={version!r}: must be an integer or None")
     return version
-
-
-def _as_params(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params) if isinstance(params, SequenceOf) else [params]
-    if len(each) != count:
-        raise InvalidRequest(f"{len(each)} params for {count} prompts: one for all, or one each")
-    return each
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:

@@ -49,6 +49,13 @@ def positive(name: str, value: Any) -> int:
     return value
 
 
+def switch(name: str, value: Any) -> bool:
+    """`value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name}={value!r}: must be True or False")
+    return value
+
+
 def thread_count(value: Any) -> int | None:
     """`num_threads`: None, or 1 to four times the processors (64 at least)."""
     most = max(64, 4 * (os.cpu_count() or 1))

@@ -13,8 +13,9 @@ from verbatim.core import Completion, FinishReason, Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.engine.lockstep import rank_of, run_together
 from verbatim.errors import InvalidRequest
-from verbatim.llm import LLM, as_prompts
+from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.prompts import as_prompts
 from verbatim.rl.layout import PADDING_SIDES, Layout
 from verbatim.tensors import check_padded, engine_of, rows_of
 
