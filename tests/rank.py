@@ -48,6 +48,19 @@ def main() -> None:
         # Once more: everybody is where everybody else is.
         again = rl.rollout(llm, prompts, params, group_size=2, seed=5, process_group=group)
         told["again"] = torch.equal(again.sequences, found.sequences)
+        # Coati's call, on a module that is wrapped for training: rows of other lengths on each rank.
+        from types import SimpleNamespace
+
+        from torch.nn.parallel import DistributedDataParallel
+
+        from verbatim.compat.coati import generate
+
+        tokenizer = SimpleNamespace(padding_side="left", eos_token_id=2, pad_token_id=0)
+        wrapped = DistributedDataParallel(module)
+        rows = torch.tensor([random_ids(4 + rank, seed=9), random_ids(4 + rank, seed=10)])
+        length = 12 + 6 * rank
+        out = generate(wrapped, rows, tokenizer, length, seed=3, process_group=group)
+        told["coati"] = out.tolist()
         # One rank's prompts are refused: nobody waits for it.
         bad = [[10**6]] if rank == world - 1 else prompts
         try:

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from toys import make_toy, random_ids
 
-from verbatim import InvalidRequest, SamplingParams, rl
+from verbatim import InvalidRequest, NotSupported, SamplingParams, rl
+from verbatim.compat.coati import generate, generate_streaming
 
 TESTS = Path(__file__).parent
 
@@ -37,6 +40,7 @@ def run_ranks(world: int, store: Path) -> list[dict]:
     finally:
         for process in ranks:
             process.kill()
+            process.communicate()
     return found
 
 
@@ -58,6 +62,11 @@ def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
             assert group == [row[: 3 + 5 * rank] for row in alone(module, ids, params)]
     assert len(seeds) == world * (world - 1) // 2  # no two prompts share their noise, on any rank
     assert len({ours["forwards"] for ours in told}) == 1
+
+    tokenizer = SimpleNamespace(padding_side="left", eos_token_id=2, pad_token_id=0)
+    for rank, ours in enumerate(told):
+        rows = torch.tensor([random_ids(4 + rank, seed=9), random_ids(4 + rank, seed=10)])
+        assert ours["coati"] == generate(module, rows, tokenizer, 12 + 6 * rank, seed=3).tolist()
 
     *others, last = [ours["refused"] for ours in told]
     assert last.startswith("InvalidRequest: prompt: id 1000000 is outside")
@@ -81,3 +90,11 @@ def alone(module, ids: list[int], params: SamplingParams) -> list[list[int]]:
 def test_a_group_that_is_none_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
         rl.rollout(make_toy("llama"), [[5, 6]], process_group=object())
+
+
+def test_a_stream_cannot_keep_step_with_other_ranks() -> None:
+    tokenizer = SimpleNamespace(padding_side="left", eos_token_id=2, pad_token_id=0)
+    with pytest.raises(NotSupported, match="process_group in a stream"):
+        generate_streaming(
+            make_toy("llama"), torch.tensor([[5, 6]]), tokenizer, 9, process_group=object()
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, cast
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from verbatim.compat.coati.arguments import Ask
 from verbatim.compat.coati.engines import engine_for, pad_of
-from verbatim.core import FinishReason, Request
+from verbatim.core import FinishReason, Request, Result
+from verbatim.engine.driver import Driver
+from verbatim.engine.lockstep import rank_of, run_together
 from verbatim.errors import RequestFailed
 from verbatim.placement.hooked import Hooks
 from verbatim.placement.wrapped import unwrap
@@ -19,7 +21,7 @@ from verbatim.placement.wrapped import unwrap
 class Call:
     """The rows of one `generate`, admitted: what can be refused is refused here.
 
-    Either `whole` or `pieces` may be called, once.
+    One of `whole`, `together` and `pieces` may be called, once.
     """
 
     def __init__(self, model: Any, ask: Ask, hooks: Hooks | None) -> None:
@@ -35,10 +37,31 @@ class Call:
             self._end()
             raise
 
+    @classmethod
+    def together(cls, begin: Callable[[], Call], group: Any) -> Tensor:
+        """All of what `begin` makes, with as many forwards as every other rank of `group` makes."""
+        rank_of(group)
+        call: Call | None = None
+
+        def start() -> tuple[Driver, list[Request]]:
+            nonlocal call
+            call = begin()
+            return call._llm._driver, call._requests
+
+        try:
+            results = run_together(start, group)
+        finally:
+            if call is not None:
+                call._end()
+        assert call is not None
+        return call._made(results)
+
     def whole(self) -> Tensor:
         """All of it."""
         with self._open():
-            results = self._llm._driver.run(self._requests)
+            return self._made(self._llm._driver.run(self._requests))
+
+    def _made(self, results: list[Result]) -> Tensor:
         for row, result in enumerate(results):
             _check_whole(row, result.outputs[0].finish_reason)
         rows = [result.outputs[0].token_ids for result in results]

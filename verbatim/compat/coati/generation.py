@@ -47,8 +47,9 @@ def generate(
         model_kwargs: `max_new_tokens`; `stop_token_ids`: sequences of ids that end a row, `[[20, 21], [10]]`,
             or a single one, `[20, 21]` or `20`; `attention_mask` `[B, P]`, without which leading pads are
             masked; `seed`: without one, a number is drawn from torch's default generator; `pad_token_id`;
-            `stream_interval`, which is for `generate_streaming`. Others are the model's own, for hooks and
-            actors.
+            `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
+            whose ranks then make equally many forwards, for a model whose forward talks to other ranks.
+            Others are the model's own, for hooks and actors.
 
     Returns:
         `[B, P + N]` int64 on the device of `input_ids`, an ordinary tensor.
@@ -59,19 +60,24 @@ def generate(
 
     What the model or a hook raises comes through as it is.
     """
-    ask = Ask.of(
-        input_ids,
-        tokenizer,
-        max_length,
-        num_beams,
-        do_sample,
-        early_stopping,
-        top_k,
-        top_p,
-        temperature,
-        model_kwargs,
-    )
-    return Call(model, ask, _hooks(prepare_inputs_fn, update_model_kwargs_fn)).whole()
+    group = model_kwargs.pop("process_group", None)
+
+    def begin() -> Call:
+        ask = Ask.of(
+            input_ids,
+            tokenizer,
+            max_length,
+            num_beams,
+            do_sample,
+            early_stopping,
+            top_k,
+            top_p,
+            temperature,
+            model_kwargs,
+        )
+        return Call(model, ask, _hooks(prepare_inputs_fn, update_model_kwargs_fn))
+
+    return begin().whole() if group is None else Call.together(begin, group)
 
 
 def generate_streaming(
@@ -98,6 +104,11 @@ def generate_streaming(
     Raises:
         NotSupported: `num_beams` above 1: which beam is the best is known in the end alone.
     """
+    if model_kwargs.pop("process_group", None) is not None:
+        raise NotSupported(
+            "process_group in a stream: its reader decides when the next forward is made, and ranks must "
+            "make theirs together; use generate"
+        )
     ask = Ask.of(
         input_ids,
         tokenizer,
