@@ -8,8 +8,8 @@ by itself.
 
 The stories come from the very module that is being trained: no copy of the weights, no second model, and
 log-probs that are the trainer's. Before the first update the ratio of the trainer's probabilities to the
-rollout's is printed: by `score` it is 1, exactly, and so it is by the path with gradients when told
-`exact=True`; by the module's own forward it is off by the rounding of float32.
+rollout's is printed: by `score` it is 1, exactly, and so it is by the path with gradients that is given
+these scores; by the module's own forward alone it is off by the rounding of float32.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def main() -> None:
             rewards = torch.tensor([judge(result, options.word) for result in stories.results])
             middle = time.perf_counter()
             if number == 0:
-                print_ratios(module, stories)
-            update(module, optimizer, stories, advantages(rewards), options.epochs)
+                print_ratios(llm, module, stories)
+            update(llm, module, optimizer, stories, advantages(rewards), options.epochs)
             step = Step(
                 reward=rewards.mean().item(),
                 mentioned=share(stories, lambda text: mentions(text, options.word)),
@@ -127,18 +127,20 @@ def share(stories: rl.Rollout, holds: Callable[[str], bool]) -> float:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Against the rest of the group: `[B, G]`; 0 where all did equally well."""
-    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return (rewards - rewards.mean(1, keepdim=True)) / (
+        rewards.std(1, keepdim=True, correction=0) + 1e-4
+    )
 
 
-def print_ratios(module: nn.Module, stories: rl.Rollout) -> None:
+def print_ratios(llm: LLM, module: nn.Module, stories: rl.Rollout) -> None:
     """How far the trainer's probabilities are from the rollout's, before any update."""
     rows = stories.sequences, stories.attention_mask
-    with torch.no_grad():
-        found = {
-            "score": rl.score(module, *rows),
-            "with gradients, exact": rl.logprobs(module, *rows, exact=True),
-            "with gradients, the module's own forward": rl.logprobs(module, *rows),
-        }
+    scores = rl.score(llm, *rows)
+    found = {
+        "score": scores,
+        "with gradients, given the scores": rl.logprobs(module, *rows, scores=scores).detach(),
+        "with gradients, by the module's own forward": rl.logprobs(module, *rows).detach(),
+    }
     print("largest |ratio - 1| of trainer to rollout, before the first update:")
     for name, values in found.items():
         ratio = (stories.of_responses(values) - stories.logprobs).exp()
@@ -146,6 +148,7 @@ def print_ratios(module: nn.Module, stories: rl.Rollout) -> None:
 
 
 def update(
+    llm: LLM,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     stories: rl.Rollout,
@@ -155,9 +158,9 @@ def update(
     """Some steps of the clipped policy gradient; every token counts alike."""
     if not advantage.any():  # nobody did better than anybody else
         return
-    gain = advantage[..., None]
+    rows, gain = (stories.sequences, stories.attention_mask), advantage[..., None]
     for _ in range(epochs):
-        live = rl.logprobs(module, stories.sequences, stories.attention_mask, exact=True)
+        live = rl.logprobs(module, *rows, scores=rl.score(llm, *rows))
         ratio = (stories.of_responses(live) - stories.logprobs).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         loss = -torch.minimum(ratio * gain, clipped * gain)[stories.action_mask].mean()

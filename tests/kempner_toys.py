@@ -69,7 +69,9 @@ class Attention(nn.Module):
         )
         q = rotated(self.q_norm(q).transpose(1, 2), cos, sin)
         k = rotated(self.k_norm(k).transpose(1, 2), cos, sin)
-        k, v = cache.update(k, v.transpose(1, 2))
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v)
         k, v = (x.repeat_interleave(c.n_heads // c.n_kv_heads, dim=1) for x in (k, v))
         if c.by_hand:
             scores = q @ k.transpose(-1, -2) / math.sqrt(c.head_dim)
@@ -145,9 +147,10 @@ class Toy(nn.Module):
         angles = torch.outer(torch.arange(config.max_seq_len), config.rope_theta**-half)
         self.cos, self.sin = angles.cos(), angles.sin()
 
-    def forward(self, tokens, *, kv_caches):
+    def forward(self, tokens, *, kv_caches=None):
         self.calls.append(tuple(tokens.shape))
-        start, rows = kv_caches[0].seq_len, tokens.shape[1]
+        start, rows = 0 if kv_caches is None else kv_caches[0].seq_len, tokens.shape[1]
+        kv_caches = [None] * len(self.layers) if kv_caches is None else kv_caches
         cos, sin = (table[start : start + rows] for table in (self.cos, self.sin))
         x = self.embedding(tokens)
         for layer, cache in zip(self.layers.values(), kv_caches, strict=True):

@@ -7,6 +7,8 @@ rank made one forward less.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -20,6 +22,7 @@ from verbatim import LLM, InvalidRequest, RequestFailed, SamplingParams, rl
 def main() -> None:
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(sys.argv[3], world),
@@ -67,14 +70,15 @@ def main() -> None:
             rl.rollout(llm, bad, params, process_group=group)
         except (InvalidRequest, RequestFailed) as error:
             told["refused"] = f"{type(error).__name__}: {error}"
-        # A request fails on one rank: its own affair. Somebody presses Ctrl-C there: everybody's.
-        for name, error in (
-            ("failed", OSError("the disk is gone")),
-            ("stopped", KeyboardInterrupt()),
+        # A request fails on one rank: its own affair. Ctrl-C there, before or after the model
+        # has talked to the others: everybody's.
+        first, last = module.model.embed_tokens, module.lm_head
+        for name, layer, act in (
+            ("failed", last, _raises(OSError("the disk is gone"))),
+            ("stopped", last, _raises(KeyboardInterrupt())),
+            ("pressed", first, lambda: os.kill(os.getpid(), signal.SIGINT)),
         ):
-            hook = None
-            if rank == 1:
-                hook = module.lm_head.register_forward_hook(_raising(error, after=4))
+            hook = layer.register_forward_hook(_once(act, after=4)) if rank == 1 else None
             try:
                 params = SamplingParams(max_tokens=10, ignore_eos=True)
                 found = rl.rollout(llm, [[5, 6, 7]], params, process_group=group)
@@ -83,17 +87,38 @@ def main() -> None:
                 told[name] = f"{type(raised).__name__}: {raised}"
             if hook is not None:
                 hook.remove()
+            rest = torch.ones(3)
+            dist.all_reduce(rest, group=group)  # everybody is where everybody else is
+            assert rest.tolist() == [world] * 3
+        # A rank whose engine sleeps is found out before any forward.
+        if rank == 1:
+            llm.sleep()
+        try:
+            rl.rollout(llm, [[5, 6, 7]], params, process_group=group)
+        except Exception as raised:
+            told["asleep"] = f"{type(raised).__name__}: {raised}"
+        llm.wake()
+        # Scoring keeps step as well.
+        rows = torch.full((2, 2, 5 + rank), 7)[:rank]
+        told["scored"] = list(rl.score(llm, rows, process_group=group).shape)
         told["blocks"] = llm.stats()["blocks_used"]
     print(json.dumps(told), flush=True)
     dist.destroy_process_group()
 
 
-def _raising(error: BaseException, *, after: int):
+def _raises(error: BaseException):
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def _once(act, *, after: int):
     count = iter(range(100))
 
     def hook(*_: object) -> None:
         if next(count) == after:
-            raise error
+            act()
 
     return hook
 

@@ -105,10 +105,11 @@ class TestTensors:
         self, found: rl.Rollout, module
     ) -> None:
         gradients = []
-        for exact in (False, True):
+        rows = found.sequences, found.attention_mask
+        for scores in (None, rl.score(module, *rows)):
             module.zero_grad()
-            live = rl.logprobs(module, found.sequences, found.attention_mask, exact=exact)
-            if exact:
+            live = rl.logprobs(module, *rows, scores=scores)
+            if scores is not None:
                 assert torch.equal(found.of_responses(live), found.logprobs)
             live.square().sum().backward()
             gradients.append(module.lm_head.weight.grad.clone())
@@ -119,8 +120,10 @@ class TestTensors:
     def test_ordinary_tensors_that_a_loss_may_use(self, found: rl.Rollout, module) -> None:
         with torch.inference_mode():
             inside = rl.rollout(module, PROMPTS, PARAMS, group_size=2)
-        for tensor in (inside.sequences, inside.logprobs, inside.responses, inside.action_mask):
-            assert not tensor.is_inference()
+        for name in inside.__dataclass_fields__:
+            value = getattr(inside, name)
+            assert not isinstance(value, torch.Tensor) or not value.is_inference(), name
+        assert not inside.responses.is_inference()
         module.zero_grad()
         live = rl.logprobs(module, inside.sequences, inside.attention_mask)
         ratio = (inside.of_responses(live) - inside.logprobs).exp()
@@ -228,11 +231,31 @@ class TestExperts:
     def test_it_can_be_left_out_and_refused(self) -> None:
         moe = rl.rollout(make("mixtral"), PROMPTS, PARAMS, record_routing=False)
         assert moe.routing is None
+        asked = SamplingParams(max_tokens=3, record_routing=True)
+        assert rl.rollout(make("mixtral"), PROMPTS, asked, record_routing=False).routing is None
         with pytest.raises(NotSupported, match="record_routing"):
             rl.rollout(make("llama"), PROMPTS, PARAMS, record_routing=True)
         found = rl.rollout(make("mixtral"), PROMPTS, PARAMS)
         with pytest.raises(InvalidRequest, match="routing has shape"):
             rl.score(make("mixtral"), found.sequences, routing=found.routing[0])
+
+
+class TestParts:
+    def test_some_groups_are_a_rollout_of_their_own(self) -> None:
+        module = make("qwen3_moe")
+        found = rl.rollout(module, PROMPTS, PARAMS, group_size=2, seed=1)
+        for groups in (slice(1, 3), [1, 2], torch.tensor([False, True, True])):
+            part = found[groups]
+            assert torch.equal(part.sequences, found.sequences[1:])
+            assert torch.equal(part.routing, found.routing[1:])
+            assert part.results == found.results[1:]
+            assert part.finish_reasons == found.finish_reasons[1:]
+            scores = rl.score(module, part.sequences, part.attention_mask)
+            assert torch.equal(part.of_responses(scores), found.logprobs[1:])
+        with pytest.raises(InvalidRequest, match="a single group is"):
+            found[1]
+        with pytest.raises(InvalidRequest, match="values has shape"):
+            found.of_responses(found.logprobs)
 
 
 class TestPrompts:
@@ -284,6 +307,8 @@ BAD = {
     "seed=-1": dict(seed=-1),
     "seed=1.5": dict(seed=1.5),
     "params=5": dict(params=5),
+    "record_routing='no'": dict(record_routing="no"),
+    f"pad_token_id={2**63}": dict(pad_token_id=2**63),
     "attention_mask goes with": dict(attention_mask=torch.ones(3, 9)),
     "no prompts": dict(prompts=[]),
     "id 128 is outside": dict(prompts=[[VOCAB]]),
@@ -324,6 +349,39 @@ class TestScoring:
         live = rl.logprobs(module, found.sequences, found.attention_mask)
         assert (live - scores).abs().max() < 1e-5
 
+    @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 3, 0), (0, 2, 5), (3, 1), (1, 1)])
+    def test_nothing_to_learn_from_still_runs_and_has_a_gradient(self, shape) -> None:
+        module = make("llama")
+        ids = torch.full(shape, 5)
+        assert rl.score(module, ids, torch.ones_like(ids)).tolist() == torch.zeros(shape).tolist()
+        live = rl.logprobs(module, ids)
+        assert live.shape == shape
+        live.sum().backward()
+        assert module.lm_head.weight.grad is not None
+        assert (module.lm_head.weight.grad == 0).all()
+
+    @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+    def test_the_scores_of_a_special_engine_make_the_ratio_one(self, kv_dtype: str) -> None:
+        module = make("llama")
+        with LLM(module, kv_dtype=kv_dtype) as llm:
+            found = rl.rollout(llm, PROMPTS, PARAMS, group_size=2)
+            rows = found.sequences, found.attention_mask
+            live = rl.logprobs(module, *rows, scores=rl.score(llm, *rows))
+            assert torch.equal(found.of_responses(live), found.logprobs)
+            own = found.of_responses(rl.logprobs(module, *rows))
+            assert not torch.equal(own, found.logprobs)
+
+    def test_a_module_with_kv_caches_is_scored_and_trained(self) -> None:
+        from kempner_toys import kempner_toy
+
+        module = kempner_toy(vocab_size=VOCAB)
+        found = rl.rollout(module, PROMPTS, PARAMS, group_size=2)
+        rows = found.sequences, found.attention_mask
+        assert torch.equal(found.of_responses(rl.score(module, *rows)), found.logprobs)
+        live = rl.logprobs(module, *rows)
+        assert (found.of_responses(live) - found.logprobs).abs().max() < 1e-5
+        live.sum().backward()
+
     def test_the_temperature_divides_the_logits(self) -> None:
         module = make("llama")
         ids = torch.tensor([PROMPTS[1]])
@@ -352,11 +410,16 @@ class TestScoring:
         ids = torch.ones(1, 3).long()
         for wrong in (
             dict(temperature=0),
+            dict(temperature="x"),
             dict(micro_batch_size=0),
-            dict(temperature=2, exact=True),
+            dict(temperature=2, scores=torch.zeros(1, 3)),
+            dict(scores=torch.zeros(3)),
+            dict(attention_mask=[[1, 1, 1]]),
+            dict(sequences=torch.full((1, 3), VOCAB)),
+            dict(sequences=torch.full((1, 3), -1)),
         ):
             with pytest.raises(InvalidRequest):
-                rl.logprobs(module, ids, **wrong)
+                rl.logprobs(module, **{"sequences": ids, **wrong})
         with pytest.raises(InvalidRequest):
             rl.logprobs(5, ids)
         with pytest.raises(InvalidRequest):

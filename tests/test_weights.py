@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from pathlib import Path
 
@@ -204,6 +205,137 @@ def test_tensors_in_the_models_own_memory_may_change_places() -> None:
     assert torch.equal(module.state_dict()[b], second)
 
 
+def test_memory_of_the_model_seen_through_another_storage_is_not_overwritten_first() -> None:
+    module = make("llama")
+    weights = state(module)
+    a, b = (module.state_dict()[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    first = a.clone()
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.from_numpy(a.detach().numpy()[:])
+    weights["model.layers.0.mlp.up_proj.weight"] = b.clone()
+    with LLM(module) as llm:
+        llm.update_weights(weights)
+    assert torch.equal(module.state_dict()["model.layers.1.mlp.up_proj.weight"], first)
+
+
+def test_a_sender_may_use_one_buffer_for_all() -> None:
+    new = state(other())
+    buffer = torch.empty(max(t.numel() for t in new.values()))
+
+    def sent():
+        for name, tensor in new.items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
+        llm.update_weights(sent())
+        assert words(llm) == words(fresh)
+
+
+def test_weights_that_share_their_own_memory_are_refused_before_any_is_written() -> None:
+    module = make("llama")
+    module.register_buffer("shared", torch.zeros(1).expand(5))
+    before = bits(module)
+    new = {**state(other()), "shared": torch.arange(5.0)}
+    with LLM(module) as llm, pytest.raises(NotSupported, match="shared lies in shared memory"):
+        llm.update_weights(new)
+    assert bits(module) == before
+
+
+def test_no_signal_leaves_a_mixture() -> None:
+    """A handler that raises, such as that of a timeout, breaks off Python and never the writing."""
+    module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
+    whole = [[t.flatten().tolist() for t in s.values()] for s in states]
+
+    def late(*_):
+        raise TimeoutError
+
+    broken_off = 0
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        with LLM(module) as llm:
+            for i in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * 6e-5)
+                    llm.update_weights(states[i % 2])
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except TimeoutError:
+                    broken_off += 1
+                assert [t.flatten().tolist() for t in state(module).values()] in whole
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert broken_off > 5
+
+
+def test_two_engines_of_one_module_see_each_others_updates() -> None:
+    module = make("llama")
+    with LLM(module) as a, LLM(module) as b, LLM(other()) as fresh:
+        stream = a.stream(PROMPTS[0], LONG)
+        next(stream)
+        b.update_weights(other())
+        *_, last = stream
+        assert last.result is not None
+        assert last.result.outputs[0].weight_versions == [0] + [1] * 11
+        assert words(a) == words(b) == words(fresh)
+
+
+def test_an_update_never_lands_inside_of_another_engines_forward() -> None:
+    module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
+    scores = []
+    for weights in states:
+        module.load_state_dict(weights)
+        with LLM(module) as llm:
+            scores.append(llm.score(PROMPTS[2]))
+    stop = threading.Event()
+
+    def trainer() -> None:
+        with LLM(module) as b:
+            for weights in itertools.cycle(states):
+                b.update_weights(weights)
+                if stop.is_set():
+                    return
+
+    thread = threading.Thread(target=trainer)
+    with LLM(module) as a:
+        thread.start()
+        try:
+            for _ in range(150):
+                assert a.score(PROMPTS[2]) in scores
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_an_optimizers_step_in_the_middle_of_a_stream_is_seen() -> None:
+    module, prompt = make("llama"), list(range(3, 60))
+    with LLM(module) as llm:
+        stream = llm.stream(prompt, LONG)
+        next(stream)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        module(torch.tensor([prompt])).logits.square().mean().backward()
+        optimizer.step()
+        (beside,) = llm.generate([prompt], LONG)  # whose prefix the stream has computed
+        assert beside.weight_version == 1
+        with LLM(module) as fresh:
+            expected = fresh.generate([prompt], LONG)[0].outputs[0]
+            assert beside.outputs[0].logprobs == expected.logprobs
+        *_, last = stream
+        assert last.result is not None
+        assert last.result.outputs[0].weight_versions == [0] + [1] * 11
+
+
+def test_tied_weights_may_hold_the_same_nan() -> None:
+    module = make("qwen2", tie_word_embeddings=True)
+    new = state(make("qwen2", seed=1, tie_word_embeddings=True))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        new[name] = new[name].clone()
+        new[name][0, 0] = torch.nan
+    with LLM(module) as llm:
+        llm.update_weights(new)
+    assert module.lm_head.weight[0, 0].isnan()
+
+
 def test_cached_prefixes_are_dropped(folder: Path, tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "old")
     prompt = [list(range(3, 60))]
@@ -225,8 +357,13 @@ def test_versions_count_on_or_are_given() -> None:
         result = llm.generate(PROMPTS[0], LONG)[0]
         assert result.weight_version == llm.stats()["weight_version"] == 71
         assert result.outputs[0].weight_versions == [71] * 12
-        with pytest.raises(InvalidRequest, match="version='x'"):
-            llm.update_weights(other(), version="x")
+        for version in ("x", True, -1, 2**63, 1.0):
+            with pytest.raises(InvalidRequest, match="version="):
+                llm.update_weights(other(), version=version)
+        for switch in ("restart", "check_finite"):
+            with pytest.raises(InvalidRequest, match=switch):
+                llm.update_weights(other(), **{switch: "no"})
+        assert llm.stats()["weight_version"] == 71
 
 
 def during(llm: LLM, after: int, act) -> None:

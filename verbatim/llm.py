@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -146,7 +147,7 @@ class LLM:
             tokenizer=tokenizer,
             limit=max_length,
             eos_ids=eos_ids,
-            forget_when_idle=True,
+            live=True,
         )
         llm._start(name, opened, 65_536)
         return llm
@@ -292,11 +293,12 @@ class LLM:
         steps: K and V of whatever runs, and all cached prefixes, are of the old weights and are dropped.
 
         Args:
-            weights: a state dict, pairs of a name and a tensor (read to their end first), a folder of
-                safetensors files or one such file, or another module. What wrappers (DDP, torch.compile)
-                add to names makes no difference. Tensors of another float dtype are rounded to the model's.
-            version: what completions report the new weights as, such as the trainer's step; None counts on
-                from the version before, and from 0.
+            weights: a state dict, pairs of a name and a tensor (an iterator is read to its end first, and
+                its tensors are copied, since senders use their buffers again), a folder of safetensors
+                files or one such file, or another module. What wrappers (DDP, torch.compile) add to names
+                makes no difference. Tensors of another float dtype are rounded to the model's.
+            version: what completions report the new weights as, such as the trainer's step, 0 or more; None
+                counts on from the version before, and from 0.
             restart: what runs begins again with the new weights; only a stream goes on of which something
                 was read. By default everything goes on from the tokens it has, recomputing their K and V.
             check_finite: refuse weights that are NaN or infinite.
@@ -310,23 +312,26 @@ class LLM:
             NotSupported: sharded, sparse or quantized tensors. ModelError: a folder that can't be read.
             VerbatimError: the weights sleep.
         """
-        version = _as_version(version)
-        runner = self._engine.runner
+        version, runner = _as_version(version), self._engine.runner
+        check_finite = switch("check_finite", check_finite)
         tensors = named_weights(weights)
         return self._driver.update_weights(
-            lambda: runner.update_weights(tensors, check_finite=check_finite),
+            lambda: runner.new_weights(tensors, check_finite=check_finite),
             version=version,
-            restart=restart,
+            restart=switch("restart", restart),
         )
 
     def weights_changed(self, *, version: int | None = None, restart: bool = False) -> int:
-        """Tell that the owner of a live module has changed its weights while something ran.
+        """Tell that the weights of a live module have changed, as `update_weights` does of its own.
 
-        As `update_weights` with what is there already. Not needed between two calls of `generate`, when
-        nothing runs: a live module's K and V are never kept then.
+        Seldom needed: an optimizer's step is seen, and counted, at the next step of the engine; and when
+        nothing runs no K and V are kept. Only changes through a parameter's `.data` can't be seen.
         """
-        version = _as_version(version)
-        return self._driver.update_weights(lambda: None, version=version, restart=restart)
+        return self._driver.update_weights(
+            lambda: lambda: None,
+            version=_as_version(version),
+            restart=switch("restart", restart),
+        )
 
     def default_params(self) -> SamplingParams:
         """The sampling that the model's generation_config.json suggests; used by the chat command alone.
@@ -395,6 +400,11 @@ class LLM:
         return self._engine.runner.routed_layers > 0
 
     @property
+    def routing_shape(self) -> tuple[int, int]:
+        """Layers whose routing is recorded, and experts for each token in them."""
+        return self._engine.runner.routed_layers, self._engine.runner.experts_per_token
+
+    @property
     def pad_token_id(self) -> int:
         """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
         for config in (self._opened.generation_config, self._opened.config):
@@ -410,9 +420,13 @@ class LLM:
 
 
 def _as_version(version: Any) -> int | None:
-    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+    if version is None:
+        return None
+    if isinstance(version, bool) or not hasattr(version, "__index__"):
         raise InvalidRequest(f"version={version!r}: must be an integer or None")
-    return version
+    if not 0 <= (number := operator.index(version)) < 2**63:
+        raise InvalidRequest(f"version={version}: must be from 0 to {2**63 - 1}")
+    return number
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
         tokenizer=loaded.tokenizer,
         limit=(limit, source),
         eos_ids=eos_ids_of(loaded.generation_config, config),
-        forget_when_idle=loaded.live,
+        live=loaded.live,
         config=config,
         generation_config=loaded.generation_config,
     )
@@ -106,7 +106,7 @@ def open_runner(
     tokenizer: Any,
     limit: tuple[int | None, str],
     eos_ids: frozenset[int],
-    forget_when_idle: bool,
+    live: bool,
     config: Any = None,
     generation_config: Any = None,
 ) -> Opened:
@@ -115,6 +115,7 @@ def open_runner(
     Args:
         tokenizer: a transformers tokenizer, or None where ids go in and out.
         limit: tokens of prompt and completion together, and where the number comes from.
+        live: somebody else owns the model, and may change its weights.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size
@@ -132,7 +133,7 @@ def open_runner(
         runner,
         scheduler,
         max_waiting=options.max_waiting,
-        forget_when_idle=forget_when_idle,
+        live=live,
     )
     text = None if tokenizer is None else Tokenizer(tokenizer)
     admission = Admission(text, runner, length, source, eos_ids)

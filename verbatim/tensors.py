@@ -119,17 +119,21 @@ def _check_names(params: dict[str, Any]) -> None:
             )
 
 
-def check_padded(input_ids: Any, attention_mask: Any) -> None:
-    """Raise InvalidRequest unless these are ids `[batch, length]`, padded at the ends of rows alone."""
+def check_padded(input_ids: Any, attention_mask: Any, *, name: str = "input_ids") -> None:
+    """Raise InvalidRequest unless these are ids `[rows, length]`, padded at the ends of rows alone.
+
+    Args:
+        name: what the caller knows the ids by.
+    """
     plain = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not plain or input_ids.dtype not in _ID_DTYPES or input_ids.device.type == "meta":
-        raise InvalidRequest("input_ids must be an integer tensor of shape [batch, prompt]")
+        raise InvalidRequest(f"{name} must be an integer tensor of shape [rows, length]")
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
         raise InvalidRequest(
-            f"attention_mask has shape {shape}; it must be a tensor of input_ids' {input_ids.shape}"
+            f"attention_mask has shape {shape}; it must be a tensor of {name}' {input_ids.shape}"
         )
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise InvalidRequest(

@@ -260,14 +260,24 @@ class Driver:
             self._asleep = False
             self._traffic.change(Mode.RUNNING)
 
+    def check_awake(self) -> None:
+        """Raise VerbatimError where the engine sleeps, or EngineClosed."""
+        self._traffic.check_open()
+        if self._asleep:
+            raise VerbatimError("the engine sleeps; call wake() first")
+
     def update_weights(
-        self, write: Callable[[], None], *, version: int | None, restart: bool
+        self, prepare: Callable[[], Callable[[], None]], *, version: int | None, restart: bool
     ) -> int:
-        """Between two steps: let `write` change the model's weights; the new version."""
+        """Between two steps: change the model's weights; the new version.
+
+        Args:
+            prepare: checks them, and returns what writes them.
+        """
 
         def update() -> int:
             self._traffic.settle()
-            self.engine.update_weights(write, version=version, restart=restart)
+            self.engine.update_weights(prepare(), version=version, restart=restart)
             return self.engine.weight_version
 
         return self._traffic.visit(update)

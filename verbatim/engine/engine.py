@@ -24,8 +24,8 @@ class Engine:
 
     Args:
         max_waiting: requests that may wait for a seat at most; None sets no limit.
-        forget_when_idle: let cached prefixes go when nothing runs, for a model whose weights may change
-            between two calls without our knowing.
+        live: somebody else owns the model and may change its weights at any time. What can be seen of
+            that counts as an update; what can't is why cached prefixes go whenever nothing runs.
     """
 
     def __init__(
@@ -34,18 +34,19 @@ class Engine:
         scheduler: Scheduler,
         *,
         max_waiting: int | None = None,
-        forget_when_idle: bool = False,
+        live: bool = False,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.max_waiting = max_waiting
-        self.forget_when_idle = forget_when_idle
+        self.live = live
         self.num_tokens = 0  # made since it was opened
         self.weight_version = 0  # raised by each update of the weights
         self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._shield = Shield()
+        self._stamp = runner.stamp() if live else None
 
     @property
     def has_work(self) -> bool:
@@ -65,7 +66,7 @@ class Engine:
 
     def add(self, request: Request, deliver: Callable[[Delta], None]) -> None:
         """Take a request in; `deliver` gets its deltas, during the steps that make them."""
-        if self.forget_when_idle and not self.has_work:
+        if self.live and not self.has_work:
             self.scheduler.pool.forget()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
@@ -90,6 +91,8 @@ class Engine:
         """
         with self._shield.up():
             self.expire(time.monotonic())
+            if self.live and self.has_work and self.runner.stamp() != self._stamp:
+                self._renew(None, restart=False)
             work = self.scheduler.schedule()
             if work is None:
                 return False
@@ -212,20 +215,26 @@ class Engine:
             restart: whoever runs begins again, unless it is streamed and some of it was read; else
                 everybody goes on from the tokens it has.
         """
-        with self._shield.up():  # Ctrl-C can't leave half of them
+        with self._shield.up():
+            self.evict_all()  # first: new weights must never meet old K and V
             write()
-            self.weight_version = self.weight_version + 1 if version is None else version
-            self.evict_all()
-            for request, _ in self._active.values():
-                sent = any(sequence.num_sent for sequence in request.sequences)
-                if restart and not (request.streamed and sent):
-                    for sequence in request.sequences:
-                        self.scheduler.remove(sequence)
-                    request.begin_again()
-                    self.scheduler.add(request.sequences[0])
-                else:
-                    self.scheduler.revise(request)
-                request.weight_version = self.weight_version
+            self._renew(version, restart=restart)
+
+    def _renew(self, version: int | None, *, restart: bool) -> None:
+        """The weights are others now."""
+        self._stamp = self.runner.stamp() if self.live else None
+        self.weight_version = self.weight_version + 1 if version is None else version
+        self.evict_all()
+        for request, _ in self._active.values():
+            sent = any(sequence.num_sent for sequence in request.sequences)
+            if restart and not (request.streamed and sent):
+                for sequence in request.sequences:
+                    self.scheduler.remove(sequence)
+                request.begin_again()
+                self.scheduler.add(request.sequences[0])
+            else:
+                self.scheduler.revise(request)
+            request.weight_version = self.weight_version
 
     def stats(self) -> dict[str, Any]:
         """Counts since it was opened, and what is held now."""

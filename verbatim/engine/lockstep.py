@@ -1,7 +1,8 @@
 """Ranks that run side by side, with equally many forwards on each.
 
 A model whose forward talks to other ranks hangs as soon as one of them makes a forward less. So nobody stops
-while anybody has work: a rank whose requests are done runs the model for nobody.
+while anybody has work: a rank whose requests are done runs the model for nobody. Before each forward all
+meet, and whoever can't go on says so there and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,65 +16,69 @@ import torch.distributed as dist
 from verbatim.core import Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import dummy_forward
+from verbatim.engine.shield import Shield
 from verbatim.errors import InvalidRequest, RequestFailed
 
 
 def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) -> list[Result]:
     """What `Driver.run` does, on all ranks of a process group at once; each brings its own requests, or none.
 
-    Nobody else may use the engine meanwhile.
+    Nobody else may use the engine meanwhile. Ctrl-C counts at the next meeting, a step later at most. A
+    forward that fails before its own talk to the other ranks leaves them waiting in theirs, until the
+    group's timeout.
 
     Args:
         begin: this rank's engine and requests. If it raises, all ranks raise.
-        group: of torch.distributed, with a backend that reduces tensors on the CPU (gloo).
+        group: of torch.distributed, with a backend that reduces tensors on the CPU (gloo); None stands for
+            this process alone.
 
     Raises:
+        InvalidRequest: it is no group, or this process is not in it.
         RequestFailed: another rank couldn't go on. What a request of this rank ended with.
     """
-    requests: list[Request] = []
-    try:
+    if group is None:
+        driver, requests = begin()
+        return driver.run(requests)
+    rank_of(group)
+    requests, error, gone = [], None, None
+    shield = Shield()
+    with shield.up():
         try:
-            driver, requests = begin()
+            try:
+                driver, requests = begin()
+                driver.check_awake()
+                for request in requests:
+                    driver.submit(request)
+            except BaseException as raised:
+                error = raised
+            while True:
+                left = sum(not request.finished for request in requests)
+                most, gone = _meet(group, left, failed=error is not None or shield.held)
+                if gone is not None or not most:
+                    break
+                try:
+                    _one_forward(driver)
+                except BaseException as raised:
+                    error = raised
+        finally:
             for request in requests:
-                driver.submit(request)
-            while _anybody(group, [r for r in requests if not r.finished]):
-                _one_forward(driver)
-        except _AnotherRank as gone:
-            raise RequestFailed(
-                f"rank {gone.rank} of the process group could not go on, so no rank does"
-            ) from None
-        except BaseException:
-            _agree(group, 0, failed=True)  # where the others are about to meet
-            raise
-    finally:
-        for request in requests:
-            driver.abort(request)  # those that have ended are left alone
+                driver.abort(request)  # those that have ended are left alone
+        if error is not None:
+            raise error
+    if gone is not None:
+        raise RequestFailed(f"rank {gone} could not go on, so no rank of its process group does")
     for request in requests:
         if request.error is not None:
             raise request.error
     return [request.result for request in requests if request.result is not None]
 
 
-class _AnotherRank(Exception):
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
-
-
-def _anybody(group: Any, left: list[Request]) -> bool:
-    """Does any rank have work left?"""
-    most, failed = _agree(group, len(left), failed=False)
-    if failed >= 0:
-        raise _AnotherRank(failed)
-    return most > 0
-
-
-def _agree(group: Any, left: int, *, failed: bool) -> tuple[int, int]:
-    """The most that any rank has left, and a rank that failed; -1 where none did."""
-    state = torch.tensor([left, dist.get_rank(group) if failed else -1])
+def _meet(group: Any, left: int, *, failed: bool) -> tuple[int, int | None]:
+    """The most that any rank has left, and a rank of the world that can't go on, if there is one."""
+    state = torch.tensor([left, dist.get_rank() if failed else -1])
     dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
     most, rank = state.tolist()
-    return most, rank
+    return most, None if rank < 0 else rank
 
 
 def _one_forward(driver: Driver) -> None:

@@ -21,6 +21,11 @@ class Shield:
         self._handler: Callable[..., Any] | None = None
         self._held: tuple[Any, ...] | None = None  # what the handler is to be called with
 
+    @property
+    def held(self) -> bool:
+        """Has somebody pressed Ctrl-C, which is held back?"""
+        return self._held is not None
+
     @contextmanager
     def up(self) -> Iterator[Shield]:
         """Hold SIGINT back for the length of the block; what came meanwhile is handled at its end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.model.borrow import exclusive
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
@@ -23,7 +24,9 @@ _SHOWN = 3  # names in an error message
 
 
 def named_weights(weights: Weights) -> dict[str, Tensor]:
-    """The tensors that `weights` means, by name; an iterator is read to its end.
+    """The tensors that `weights` means, by name.
+
+    An iterator is read to its end. Its plain tensors are copied: a sender may use one buffer for all.
 
     Raises:
         InvalidRequest: it is none of the kinds that are taken, or names a tensor twice.
@@ -40,13 +43,15 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
             f"weights={type(weights).__name__}: must be a state dict, pairs of a name and a tensor, a "
             "folder of safetensors files, or a module"
         )
+    fleeting = isinstance(weights, Iterator)
     found: dict[str, Tensor] = {}
     for pair in weights:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InvalidRequest("weights must come as pairs of a name and a tensor")
         if pair[0] in found:
             raise InvalidRequest(f"weights name {pair[0]} twice")
-        found[pair[0]] = pair[1]
+        reused = fleeting and type(pair[1]) is Tensor
+        found[pair[0]] = pair[1].clone() if reused else pair[1]
     return found
 
 
@@ -88,7 +93,8 @@ class NewWeights:
     Raises:
         InvalidRequest: a name is missing or unknown, a shape or dtype doesn't fit, tied weights differ, or a
             number is not finite.
-        NotSupported: tensors that are sharded, quantized, sparse or without data.
+        NotSupported: tensors that are sharded, quantized, sparse or without data; a parameter of the module
+            whose elements share memory.
     """
 
     def __init__(
@@ -111,32 +117,56 @@ class NewWeights:
             first = tied.setdefault(_place(target), (name, tensor))
             if first[1] is tensor:
                 self._pairs.append((target, tensor))
-            elif not torch.equal(first[1], tensor):
+            elif not _same(first[1], tensor):
                 raise InvalidRequest(f"weights: {first[0]} and {name} are tied here, and differ")
         self._untangle()
 
     def _untangle(self) -> None:
         """Copy what lies in the module's own memory, which is about to be overwritten."""
-        owned = {target.untyped_storage().data_ptr() for target, _ in self._pairs}
+        owned = [_extent(target) for target, _ in self._pairs]
+
+        def apart(tensor: Tensor) -> Tensor:
+            start, end = _extent(tensor)
+            inside = any(start < other_end and first < end for first, other_end in owned)
+            return tensor.clone() if inside else tensor
+
         self._pairs = [
-            (target, tensor.clone() if _storage(tensor) in owned else tensor)
+            (target, apart(tensor))
             for target, tensor in self._pairs
             if _place(tensor) != _place(target)
         ]
 
     def write(self) -> None:
-        """Write all of them."""
-        for target, tensor in self._pairs:
-            with torch.inference_mode(target.is_inference()), torch.no_grad():
-                target.copy_(tensor)
+        """Write all of them. No other engine runs the module meanwhile, and no handler of a signal."""
+        with exclusive:
+            for inference in (False, True):
+                pairs = [(t, new) for t, new in self._pairs if t.is_inference() is inference]
+                if pairs:
+                    targets, tensors = zip(*pairs, strict=True)
+                    with torch.inference_mode(inference), torch.no_grad():
+                        torch._foreach_copy_(targets, tensors)
+
+
+def writes_to(module: nn.Module) -> object:
+    """Which parameters a module has, and how often each was written to since it was made."""
+    return [(id(p), 0 if p.is_inference() else p._version) for p in module.parameters()]
 
 
 def _plain(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the memory that a tensor lies in, from and to."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """The same shape and numbers; NaN is the same as NaN."""
+    if _place(a) == _place(b):
+        return True
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -183,6 +213,10 @@ def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) ->
     if not both and tensor.dtype != target.dtype:
         raise InvalidRequest(
             f"weights: {name} is {tensor.dtype}; the model's {target.dtype} can't be made of it"
+        )
+    if torch._debug_has_internal_overlap(target) == 1:
+        raise NotSupported(
+            f"weights: the model's {name} lies in shared memory and can't be written"
         )
     if check_finite and both and not torch.isfinite(tensor.to(target.dtype)).all():
         raise InvalidRequest(f"weights: {name} holds NaN or infinity")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
-from verbatim.model.weights import NewWeights
+from verbatim.model.weights import NewWeights, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
@@ -165,10 +165,16 @@ class Foreign:
             "kv_bytes_per_token": 8,
         }
 
-    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
         if not isinstance(self.module, nn.Module):
             raise NotSupported(f"{self._name} is no module, so it has no weights to update")
-        NewWeights(self.module, tensors, check_finite=check_finite).write()
+        return NewWeights(self.module, tensors, check_finite=check_finite).write
+
+    def stamp(self) -> object:
+        module = self.module
+        return writes_to(module) if isinstance(module, nn.Module) else None
 
     def sleep(self, weights: bool) -> None:
         if weights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import Checkpoint
 from verbatim.model.routing import RoutingStore
-from verbatim.model.weights import NewWeights
+from verbatim.model.weights import NewWeights, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
@@ -98,10 +98,15 @@ class Resident:
             "safety_net": sorted(anatomy.needs_safety_net),
         }
 
-    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        NewWeights(self.module, tensors, check_finite=check_finite).write()
+        return NewWeights(self.module, tensors, check_finite=check_finite).write
+
+    def stamp(self) -> object:
+        return writes_to(self.module)
 
     def sleep(self, weights: bool) -> None:
         if weights:

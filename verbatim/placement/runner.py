@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,11 +80,21 @@ class Runner(Protocol):
         """
         ...
 
-    def update_weights(self, tensors: Mapping[str, Tensor], *, check_finite: bool) -> None:
-        """Write new weights in place: all of them or, where one is wrong, none.
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        """Check new weights, down to the last; what is returned writes them in place, and can't fail.
 
         Raises:
-            InvalidRequest, NotSupported: as `NewWeights`; nothing was written.
+            InvalidRequest, NotSupported: as `NewWeights`.
+            VerbatimError: the weights sleep.
+        """
+        ...
+
+    def stamp(self) -> object:
+        """Something that is another one when the weights are, as far as can be seen at once.
+
+        An optimizer's step shows, and whatever else writes to a parameter; writing through `.data` does not.
         """
         ...
 

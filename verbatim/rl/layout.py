@@ -87,7 +87,7 @@ class Layout:
                 found[b, g, : len(row)] = torch.tensor(row, dtype=dtype)
         return found
 
-    def records(self, rows: list[list[Tensor | None]], shape: torch.Size) -> Tensor:
+    def records(self, rows: list[list[Tensor | None]], shape: tuple[int, ...]) -> Tensor:
         """`[B, G, P + N, *shape]` int16 of records `[tokens, *shape]`; -1 where there is none."""
         found = torch.full((*self.shape, self.width, *shape), -1, dtype=torch.int16)
         for b, group in enumerate(rows):

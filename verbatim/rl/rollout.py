@@ -14,6 +14,7 @@ from verbatim.engine.driver import Driver
 from verbatim.engine.lockstep import rank_of, run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
+from verbatim.options import switch
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
 from verbatim.rl.layout import PADDING_SIDES, Layout
@@ -45,9 +46,11 @@ class Rollout:
             this seed and `n=G` gives the group again.
         weight_versions: `[B, G, N]` int64, of the weights each token was made with; -1 on padding.
         routing: `[B, G, P + N, layers, k]` int16, the experts that each token was sent to; -1 on padding
-            and for the last token, which was not sent anywhere. None for models without experts.
+            and for a completion's last token, which was not sent anywhere. None where it was not recorded.
         pad_token_id: what `sequences` and `responses` are filled with.
         results: B results, with G outputs each: texts, stop reasons, times.
+        columns: `[B, G, N]` int64: where in `sequences` each token of a completion stands; some column of
+            its row on padding.
     """
 
     sequences: Tensor
@@ -64,12 +67,32 @@ class Rollout:
     routing: Tensor | None
     pad_token_id: int
     results: list[Result]
-    _columns: Tensor  # [B, G, N] where each token of a completion stands; any place for padding
+    columns: Tensor
 
     @property
     def responses(self) -> Tensor:
         """The completions alone: `[B, G, N]` int64, padded at the end."""
         return self.of_responses(self.sequences).masked_fill(~self.action_mask, self.pad_token_id)
+
+    def __getitem__(self, groups: slice | list[int] | Tensor) -> Rollout:
+        """Some of the groups, for an update in parts; widths stay what they are.
+
+        Args:
+            groups: a slice, indices, or a tensor of indices or bools `[B]`.
+        """
+        chosen = torch.arange(len(self.results))[groups]
+        if chosen.ndim != 1:
+            raise InvalidRequest(f"groups={groups!r}: a slice or a list; a single group is [b:b+1]")
+        picked: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                picked[field.name] = value[chosen]
+            elif isinstance(value, list):
+                picked[field.name] = [value[b] for b in chosen.tolist()]
+            else:
+                picked[field.name] = value
+        return Rollout(**picked)
 
     def of_responses(self, values: Tensor) -> Tensor:
         """What `values` `[B, G, P + N]`, such as log-probs, holds for the completions.
@@ -84,7 +107,7 @@ class Rollout:
             raise InvalidRequest(
                 f"values has shape {list(values.shape)}; sequences has {list(self.sequences.shape)}"
             )
-        return values.gather(-1, self._columns).masked_fill(~self.action_mask, 0)
+        return values.gather(-1, self.columns).masked_fill(~self.action_mask, 0)
 
 
 def rollout(
@@ -110,7 +133,8 @@ def rollout(
         group_size: G.
         seed: makes the rollout repeatable. Each prompt's noise is its own, also of equal prompts, and on
             each rank. None draws one number from torch's default generator: `torch.manual_seed` repeats
-            a whole run, and every rollout in it differs.
+            a whole run, and every rollout in it differs. Ranks without a `process_group` know nothing of
+            each other: give each a seed of its own.
         padding_side: of `sequences`: "left" or "right".
         pad_token_id: None takes the model's, else its end-of-sequence id, else 0. No mask depends on it.
         record_routing: which experts each token was sent to. None means yes, where the model has experts
@@ -123,32 +147,40 @@ def rollout(
         InvalidRequest, NotSupported: before any forward runs, on every rank.
         RequestFailed: nothing can be drawn for a request; or another rank could not go on.
     """
-    rank = rank_of(process_group)
+    plan: _Plan | None = None
 
     def begin() -> tuple[Driver, list[Request]]:
-        settled = _settle(params, group_size, padding_side, pad_token_id)
+        nonlocal plan
+        settled = _settle(params, group_size, padding_side)
         llm = engine_of(model)
-        if record_routing or (record_routing is None and llm.can_record_routing):
-            settled = dataclasses.replace(settled, record_routing=True)
+        pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
+        record = llm.can_record_routing if record_routing is None else record_routing
+        settled = dataclasses.replace(settled, record_routing=switch("record_routing", record))
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
-        first = _first_seed(seed)
-        return llm._driver, [
+        first, rank = _first_seed(seed), rank_of(process_group)
+        requests = [
             llm._admission.admit(row, dataclasses.replace(settled, seed=_mixed(first, rank, b)))
             for b, row in enumerate(rows)
         ]
+        plan = _Plan(group_size, padding_side == "left", pad, llm.routing_shape if record else None)
+        return llm._driver, requests
 
-    if process_group is not None:
-        results = run_together(begin, process_group)
-    else:
-        driver, requests = begin()
-        results = driver.run(requests)
-    pad = engine_of(model).pad_token_id if pad_token_id is None else pad_token_id
-    return _tensors(results, group_size, padding_side == "left", pad)
+    results = run_together(begin, process_group)
+    assert plan is not None
+    return _tensors(results, plan)
 
 
-def _settle(
-    params: SamplingParams | None, group_size: Any, padding_side: Any, pad_token_id: Any
-) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the results are to be laid out."""
+
+    group_size: int
+    left: bool
+    pad: int
+    routing: tuple[int, int] | None  # layers, k; None: it is not recorded
+
+
+def _settle(params: SamplingParams | None, group_size: Any, padding_side: Any) -> SamplingParams:
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
@@ -163,16 +195,18 @@ def _settle(
         raise InvalidRequest(f"group_size={group_size!r}: must be an integer, 1 or more")
     if padding_side not in PADDING_SIDES:
         raise InvalidRequest(f"padding_side={padding_side!r}: must be 'left' or 'right'")
-    if pad_token_id is not None and (
-        isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int)
-    ):
-        raise InvalidRequest(f"pad_token_id={pad_token_id!r}: must be an integer or None")
     return dataclasses.replace(params, n=group_size)
+
+
+def _pad(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise InvalidRequest(f"pad_token_id={value!r}: must be an integer of 64 bits, or None")
+    return value
 
 
 def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: bool) -> list[Any]:
     if isinstance(prompts, Tensor) and prompts.ndim == 2:
-        check_padded(prompts, attention_mask)
+        check_padded(prompts, attention_mask, name="prompts")
         rows: list[Any] = rows_of(prompts, attention_mask)
     elif attention_mask is not None:
         raise InvalidRequest("attention_mask goes with prompts as a tensor of shape [B, P] alone")
@@ -207,19 +241,17 @@ def _mixed(seed: int, rank: int, prompt: int) -> int:
     return state >> 11
 
 
-def _tensors(results: list[Result], group_size: int, left: bool, pad: int) -> Rollout:
+def _tensors(results: list[Result], plan: _Plan) -> Rollout:
     """Lay the rows out; outside of the caller's inference mode, so that a loss may use them."""
-    groups = [result.outputs for result in results]
-    layout = Layout.of(
-        [len(result.prompt_token_ids) for result in results],
-        [[len(c.token_ids) for c in group] for group in groups],
-        group_size,
-        left=left,
-    )
+    groups, pad = [result.outputs for result in results], plan.pad
+    rows = [[result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results]
     with torch.inference_mode(False), torch.no_grad():
-        rows = [
-            [result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results
-        ]
+        layout = Layout.of(
+            [len(result.prompt_token_ids) for result in results],
+            [[len(c.token_ids) for c in group] for group in groups],
+            plan.group_size,
+            left=plan.left,
+        )
         return Rollout(
             sequences=layout.sequences(rows, pad, torch.int64),
             attention_mask=layout.attention_mask(),
@@ -236,20 +268,14 @@ def _tensors(results: list[Result], group_size: int, left: bool, pad: int) -> Ro
             weight_versions=layout.responses(
                 [[c.weight_versions for c in group] for group in groups], -1, torch.int64
             ),
-            routing=_routing(layout, groups),
+            routing=None
+            if plan.routing is None
+            else layout.records([[c.routing for c in group] for group in groups], plan.routing),
             pad_token_id=pad,
             results=results,
-            _columns=layout.columns(),
+            columns=layout.columns(),
         )
 
 
 def _of_tokens(layout: Layout, groups: list[list[Completion]], name: str) -> Tensor:
     return layout.responses([[getattr(c, name) for c in g] for g in groups], 0.0, torch.float32)
-
-
-def _routing(layout: Layout, groups: list[list[Completion]]) -> Tensor | None:
-    records = [c.routing for group in groups for c in group]
-    known = next((record for record in records if record is not None), None)
-    if known is None:
-        return None
-    return layout.records([[c.routing for c in group] for group in groups], known.shape[1:])

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from verbatim.core import Request
+from verbatim.engine.driver import Driver
+from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.wrapped import unwrap
 from verbatim.tensors import check_padded, engine_of, rows_of
 
 
@@ -19,6 +27,7 @@ def score(
     attention_mask: Tensor | None = None,
     *,
     routing: Tensor | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """The log-prob of each token given those before it, at temperature 1, without gradients.
 
@@ -31,6 +40,7 @@ def score(
             nothing else. None means there is none.
         routing: `[..., L, layers, k]` int16: the experts that the tokens are sent to, such as
             `Rollout.routing`; -1 leaves a token to the router.
+        process_group: as for `rollout`.
 
     Returns:
         `[..., L]` float32; 0.0 for a row's first token and on padding.
@@ -38,24 +48,18 @@ def score(
     Raises:
         InvalidRequest, NotSupported: before any forward runs.
     """
+    some: list[int] = []
+
+    def begin() -> tuple[Driver, list[Request]]:
+        flat, mask = _flat(sequences, attention_mask)
+        some.extend(r for r, row in enumerate(mask.tolist()) if any(row))
+        params = _params(sequences, routing, mask, some)
+        llm = engine_of(model)
+        rows = rows_of(flat[some], mask[some])
+        return llm._driver, [llm._admission.admit(*each) for each in zip(rows, params, strict=True)]
+
+    results = run_together(begin, process_group)
     flat, mask = _flat(sequences, attention_mask)
-    llm = engine_of(model)
-    lengths = mask.sum(dim=1).tolist()
-    some = [r for r, length in enumerate(lengths) if length]
-    rows = rows_of(flat[some], mask[some])
-    params = [SamplingParams(max_tokens=0, prompt_logprobs=0) for _ in rows]
-    if routing is not None:
-        if not isinstance(routing, Tensor) or routing.shape[:-2] != sequences.shape:
-            raise InvalidRequest(
-                f"routing has shape {list(getattr(routing, 'shape', []))}; it must be "
-                f"{[*sequences.shape, 'layers', 'k']}"
-            )
-        records = routing.reshape(*flat.shape, *routing.shape[-2:])
-        params = [
-            SamplingParams(max_tokens=0, prompt_logprobs=0, replay_routing=records[r][mask[r]])
-            for r in some
-        ]
-    results = llm.generate(rows, params) if rows else []
     with torch.inference_mode(False), torch.no_grad():
         found = torch.zeros(flat.shape, dtype=torch.float32)
         for r, result in zip(some, results, strict=True):
@@ -66,63 +70,82 @@ def score(
         return found.reshape(sequences.shape)
 
 
+def _params(sequences: Tensor, routing: Any, mask: Tensor, some: list[int]) -> list[SamplingParams]:
+    """For each of `some` rows."""
+    if routing is None:
+        return [SamplingParams(max_tokens=0, prompt_logprobs=0)] * len(some)
+    if not isinstance(routing, Tensor) or routing.shape[:-2] != sequences.shape:
+        raise InvalidRequest(
+            f"routing has shape {list(getattr(routing, 'shape', []))}; it must be "
+            f"{[*sequences.shape, 'layers', 'k']}"
+        )
+    records = routing.reshape(*mask.shape, *routing.shape[-2:])
+    return [
+        SamplingParams(max_tokens=0, prompt_logprobs=0, replay_routing=records[r][mask[r]])
+        for r in some
+    ]
+
+
 def logprobs(
     module: nn.Module,
     sequences: Tensor,
     attention_mask: Tensor | None = None,
     *,
     temperature: float = 1.0,
-    exact: bool = False,
+    scores: Tensor | None = None,
     micro_batch_size: int | None = None,
 ) -> Tensor:
     """The log-prob of each token given those before it, by the module's own forward, with gradients.
 
-    It differs from `score` by the rounding of two ways to compute one thing: some 1e-6 in float32, 1e-2 in
-    bfloat16. The module's mode is left as it is: dropout drops.
+    It differs from `score` by the rounding of two ways to compute one thing: in float32 about 1e-6, and 1e-5
+    for unlikely tokens; in bfloat16 about 2e-3, and 0.1. The module's mode is left as it is: dropout drops.
 
     Args:
-        module: a transformers causal language model, wrapped or not: `module(input_ids=, attention_mask=)`.
+        module: a transformers causal language model, wrapped or not, or a module with `kv_caches`.
         sequences: `[..., L]` integers, such as `Rollout.sequences`.
         attention_mask: of the same shape; 0 marks padding, before or after a row's tokens, and a row may be
             nothing else. None means there is none.
         temperature: divides the logits; above 0.
-        exact: give the bits of `score`, with the gradient of the module's own forward. The ratio to a
-            rollout's log-probs is 1 then, exactly, until the weights change. Costs a forward more;
-            at temperature 1 only.
+        scores: `[..., L]`, what `score` gives for the same rows under the same weights. They are returned,
+            bit for bit, with the gradient of the module's own forward; so the ratio to a rollout is 1,
+            exactly, until the weights change. At temperature 1 only.
         micro_batch_size: rows of one forward; None takes all at once. Their graphs are all kept until
             backward, so this bounds the memory of the logits alone.
 
     Returns:
-        `[..., L]` float32 on the module's device; 0.0 for a row's first token and on padding.
+        `[..., L]` float32 on the module's device; 0.0 for a row's first token and on padding. The module has
+        run and there is a gradient, of zeros, also where no row has two tokens.
 
     Raises:
         InvalidRequest: shapes or values that don't fit.
     """
     if not isinstance(module, nn.Module):
         raise InvalidRequest(f"module={type(module).__name__}: must be a torch module")
-    if isinstance(temperature, bool) or not temperature > 0:
-        raise InvalidRequest(f"temperature={temperature!r}: must be above 0")
-    if exact and temperature != 1:
-        raise InvalidRequest(f"exact=True is for temperature 1; it is {temperature}")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        raise InvalidRequest(f"temperature={temperature!r}: must be a number above 0")
+    if not temperature > 0:
+        raise InvalidRequest(f"temperature={temperature}: must be above 0")
     if micro_batch_size is not None and (
         isinstance(micro_batch_size, bool)
         or not isinstance(micro_batch_size, int)
         or micro_batch_size < 1
     ):
         raise InvalidRequest(f"micro_batch_size={micro_batch_size!r}: must be 1 or more, or None")
+    if scores is not None and temperature != 1:
+        raise InvalidRequest(f"scores are of temperature 1; temperature={temperature}")
+    if scores is not None and getattr(scores, "shape", None) != sequences.shape:
+        raise InvalidRequest(f"scores must have the shape of sequences, {list(sequences.shape)}")
     flat, mask = _flat(sequences, attention_mask)
+    _check_ids(module, flat, mask)
     device = next(module.parameters()).device
     flat, mask = flat.to(device), mask.to(device)
-    rows = torch.arange(len(flat), device=device)
-    pieces = [
-        _own_forward(module, flat[part], mask[part], temperature)
-        for part in rows.split(micro_batch_size or max(1, len(rows)))
-    ]
-    found = torch.cat(pieces).reshape(sequences.shape)
-    if not exact:
+    size = micro_batch_size or max(1, len(flat))
+    pieces = zip(flat.split(size), mask.split(size), strict=True)
+    found = torch.cat([_own_forward(module, *piece, temperature) for piece in pieces])
+    found = found.reshape(sequences.shape)
+    if scores is None:
         return found
-    values = score(module, sequences, attention_mask).to(device)
-    replaced: Tensor = _Replaced.apply(found, values)  # type: ignore[no-untyped-call]
+    replaced: Tensor = _Replaced.apply(found, scores.detach().to(found))  # type: ignore[no-untyped-call]
     return replaced
 
 
@@ -141,36 +164,62 @@ class _Replaced(torch.autograd.Function):
 def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
     """Log-probs `[R, L]` of rows that are padded anywhere outside of their tokens."""
     # All rows begin at column 0, where no model needs to be told of positions, and causal attention
-    # keeps padding out by itself.
+    # keeps padding out by itself. There is always a row and always two columns, so that the module runs.
+    num_rows, length = ids.shape
+    ids = F.pad(ids, (0, max(0, 2 - length), 0, max(0, 1 - num_rows)))
+    mask = F.pad(mask, (0, ids.shape[1] - length, 0, len(ids) - num_rows))
     lengths = mask.sum(dim=1)
-    width = int(lengths.max()) if len(lengths) else 0
-    if width < 2:
-        return torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+    width = max(2, int(lengths.max()))
     start = mask.int().argmax(dim=1, keepdim=True)
     at = torch.arange(width, device=ids.device)
     inside = at < lengths[:, None]
     rows = ids.gather(1, (start + at).clamp(max=ids.shape[1] - 1)).masked_fill(~inside, 0)
-    output: Any = module(input_ids=rows, attention_mask=inside.long(), use_cache=False)
-    logits = output["logits"] if isinstance(output, dict) else output.logits
-    logits = logits[:, :-1].float() / temperature
+    logits = _logits(module, rows, inside)[:, :-1].float() / temperature
     found = logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None])[..., 0]
-    found = torch.cat([torch.zeros_like(found[:, :1]), found.masked_fill(~inside[:, 1:], 0)], dim=1)
+    found = found.masked_fill(~inside[:, 1:], 0)
+    found = torch.cat([torch.zeros_like(found[:, :1]), found], dim=1)
     back = (torch.arange(ids.shape[1], device=ids.device) - start).clamp(0, width - 1)
-    return found.gather(1, back).masked_fill(~mask, 0)
+    return found.gather(1, back).masked_fill(~mask, 0)[:num_rows, :length]
 
 
-def _flat(sequences: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _logits(module: nn.Module, rows: Tensor, inside: Tensor) -> Tensor:
+    """`[R, W, V]` of rows whose padding is at their ends."""
+    inner = unwrap(module)
+    if speaks_kv_caches(inner):
+        if inspect.signature(inner.forward).parameters["kv_caches"].default is not None:
+            raise InvalidRequest(f"{type(inner).__name__} can't be run without kv_caches")
+        logits: Tensor = module(rows)
+        return logits
+    output: Any = module(input_ids=rows, attention_mask=inside.long(), use_cache=False)
+    found: Tensor = output["logits"] if isinstance(output, dict) else output.logits
+    return found
+
+
+def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:
+    """Raise InvalidRequest for an id that the embedding doesn't know, where it can be found."""
+    tokens = ids[mask]
+    if not tokens.numel():
+        return
+    config = getattr(unwrap(module), "config", None)
+    size = getattr(config, "vocab_size", None)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (isinstance(size, int) and high >= size):
+        raise InvalidRequest(
+            f"sequences: ids {low} to {high}, where the model knows 0 to {size or math.inf}"
+        )
+
+
+def _flat(sequences: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
     """Rows `[R, L]` and their mask, as bool."""
     if not isinstance(sequences, Tensor) or sequences.ndim < 1:
         raise InvalidRequest("sequences must be an integer tensor of shape [..., L]")
-    if isinstance(attention_mask, Tensor) and attention_mask.shape != sequences.shape:
+    if attention_mask is not None and getattr(attention_mask, "shape", None) != sequences.shape:
         raise InvalidRequest(
-            f"attention_mask has shape {list(attention_mask.shape)}; sequences has "
-            f"{list(sequences.shape)}"
+            f"attention_mask must be a tensor of sequences' shape, {list(sequences.shape)}"
         )
-    width = sequences.shape[-1]
-    flat = sequences.reshape(-1, width)
-    mask = None if attention_mask is None else attention_mask.reshape(-1, width)
-    check_padded(flat, mask)
-    full = torch.ones(flat.shape, dtype=torch.bool, device=flat.device)
+    shape = math.prod(sequences.shape[:-1]), sequences.shape[-1]
+    flat = sequences.reshape(shape)
+    mask = None if attention_mask is None else attention_mask.reshape(shape)
+    check_padded(flat, mask, name="sequences")
+    full = torch.ones(shape, dtype=torch.bool, device=flat.device)
     return flat.long(), full if mask is None else mask.bool()

@@ -12,7 +12,7 @@ from verbatim.compat.coati.arguments import Ask
 from verbatim.compat.coati.engines import engine_for, pad_of
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.driver import Driver
-from verbatim.engine.lockstep import rank_of, run_together
+from verbatim.engine.lockstep import run_together
 from verbatim.errors import RequestFailed
 from verbatim.placement.hooked import Hooks
 from verbatim.placement.wrapped import unwrap
@@ -40,7 +40,6 @@ class Call:
     @classmethod
     def together(cls, begin: Callable[[], Call], group: Any) -> Tensor:
         """All of what `begin` makes, with as many forwards as every other rank of `group` makes."""
-        rank_of(group)
         call: Call | None = None
 
         def start() -> tuple[Driver, list[Request]]:
