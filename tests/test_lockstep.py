@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 
 def run_ranks(world: int, store: Path) -> list[dict]:
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-P", str(TESTS / "rank.py"), str(rank), str(world), str(store)],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from toys import VOCAB, random_ids
@@ -424,3 +427,16 @@ class TestScoring:
             rl.logprobs(5, ids)
         with pytest.raises(InvalidRequest):
             rl.score(module, torch.full((1, 3), VOCAB))
+
+
+def test_the_example_of_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rl.md").read_text()
+    first, update = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    module = make("llama")
+    scope = {"module": module, "tokenizer": None, "prompts": PROMPTS}
+    exec(first.replace("max_tokens=256", "max_tokens=9"), scope)
+    assert (scope["ratio"] == 1).all()
+    scope |= {"named_tensors": iter(module.state_dict().items()), "step": 70}
+    exec(update, scope)
+    assert scope["llm"].stats()["weight_version"] == 70
+    scope["llm"].close()
