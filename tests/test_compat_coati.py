@@ -16,14 +16,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from kempner_toys import Toy, kempner_toy
 from torch import nn
 from toy_tokenizers import byte_level
 from toys import build, make_toy, random_ids
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    DynamicCache,
     MambaConfig,
     MambaForCausalLM,
+    StaticCache,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -740,6 +743,9 @@ def test_what_is_no_generating_model_is_refused(model):
         (lambda input_ids: {"logits": torch.zeros(1, 5)}, r"shape \[1, 5\]"),
         (lambda input_ids: {"logits": torch.zeros(2, 1, 5)}, r"shape \[2, 1, 5\]"),
         (lambda input_ids: {"logits": torch.zeros(1, 1, 5).long()}, "int64"),
+        (lambda input_ids: {"logits": torch.zeros(1, 1, 0)}, r"shape \[1, 1, 0\]"),
+        (lambda input_ids: {"logits": torch.zeros(1, 1, 5, device="meta")}, "on meta"),
+        (lambda input_ids: {"logits": torch.zeros(1, 1, 5).to_sparse()}, "torch.sparse_coo"),
         (lambda input_ids: 1 / 0, "raised ZeroDivisionError"),
     ]
     for runs, why in refused:
@@ -749,6 +755,54 @@ def test_what_is_no_generating_model_is_refused(model):
     liar.config = SimpleNamespace(vocab_size=500)
     with pytest.raises(UnsupportedModel, match=r"\[1, 8, 128\].*\[1, 1 or more, 500\]"):
         greedy(liar, IDS[1:2])
+
+
+# ---- modules with kv_caches
+
+
+def test_a_module_with_kv_caches_runs_on_the_engine_kept_for_it():
+    module = kempner_toy()
+    expected = [by_hand(module, row, 10) for row in ROWS]
+    assert new(greedy(module)) == expected
+    module.calls.clear()
+    assert new(greedy(module)) == expected
+    # Each token once: its cache is used, and the engine was not opened anew, which takes a trial.
+    assert sum(rows * width for rows, width in module.calls) <= sum(len(row) + 9 for row in ROWS)
+    *_, last = generate_streaming(module, IDS, ENDLESS, P + 10, do_sample=False)
+    assert new(last) == expected
+    assert new(greedy(nn.DataParallel(module))) == expected
+    sampled = generate(module, IDS, TOK, P + 10, seed=3, top_k=9)
+    assert sampled.equal(
+        verbatim.generate(
+            module,
+            IDS,
+            (IDS != PAD).long(),
+            10,
+            seed=3,
+            top_k=9,
+            stop_token_ids=[EOS],
+            pad_token_id=0,
+        )
+    )
+    with pytest.raises(PromptTooLong, match="64"):
+        greedy(module, length=65)
+    with pytest.raises(InvalidRequest, match="note is not known: Toy is run on the engine's own"):
+        greedy(module, note=1)
+
+
+def test_a_module_with_kv_caches_that_the_engine_can_not_run_is_an_actor_if_it_takes_ids():
+    class Both(Toy):
+        def forward(self, input_ids, kv_caches=None):
+            return {"logits": super().forward(input_ids)}
+
+    class Neither(Toy):
+        def forward(self, tokens, kv_caches=None):
+            return {"logits": super().forward(tokens)}
+
+    out = new(greedy(kempner_toy(cls=Both), length=P + 4))
+    assert out == [by_hand(kempner_toy(), row, 4) for row in ROWS]
+    with pytest.raises(UnsupportedModel, match="Neither"):
+        greedy(kempner_toy(cls=Neither))
 
 
 # ---- wrappers and shards
@@ -852,12 +906,7 @@ def plain_inputs(input_ids, past=None, **model_kwargs):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bloom", "gemma3"])
 def test_our_own_hooks_use_the_models_cache_and_change_nothing(name):
     model = make_toy(name)
-    widths = []
-    handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    out = greedy(model, **OUR_HOOKS)
-    handle.remove()
+    widths, out = widths_of(model, lambda: greedy(model, **OUR_HOOKS))
     assert widths == [P] + [1] * 9
     assert torch.equal(out, greedy(model))
     for name, hook in OUR_HOOKS.items():  # each alone
@@ -867,6 +916,166 @@ def test_our_own_hooks_use_the_models_cache_and_change_nothing(name):
         plain = generate(model, IDS, tok, P + 12, **kwargs)
         hooked = generate(model, IDS, tok, P + 12, **kwargs, **OUR_HOOKS)
         assert torch.equal(plain, hooked)
+
+
+def methods_of(model):
+    """transformers' own, which trainers hand over as hooks."""
+    return dict(
+        prepare_inputs_fn=model.prepare_inputs_for_generation,
+        update_model_kwargs_fn=model._update_model_kwargs_for_generation,
+    )
+
+
+def widths_of(model, run):
+    """Columns of `input_ids` in each forward of `model`, and what `run` returned."""
+    widths = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        out = run()
+    finally:
+        handle.remove()
+    return widths, out
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2"])
+def test_transformers_own_methods_are_hooks_that_use_the_cache(name):
+    model = make_toy(name)
+    expected = greedy(model)
+    theirs = methods_of(model)
+    positions = (IDS.cummax(dim=1).values > 0).long().cumsum(dim=1) - 1
+    for hooks in (
+        theirs,
+        theirs | dict(use_cache=True, apply_loss_mask=True),
+        theirs | dict(position_ids=positions.clamp(min=0)),
+        theirs | dict(update_model_kwargs_fn=update_model_kwargs_fn),
+        theirs | dict(prepare_inputs_fn=prepare_inputs_fn),
+    ):
+        widths, out = widths_of(model, lambda hooks=hooks: greedy(model, **hooks))
+        assert torch.equal(out, expected)
+        assert widths == [P] + [1] * 9
+    for hooks in (theirs | dict(use_cache=False), dict(list(theirs.items())[:1])):
+        widths, out = widths_of(model, lambda hooks=hooks: greedy(model, **hooks))
+        assert torch.equal(out, expected)
+        assert widths == [P + step for step in range(10)]
+
+
+def test_transformers_methods_go_with_an_actor_that_takes_only_what_it_names(model):
+    class Strict(DictActor):
+        def forward(self, input_ids, attention_mask, position_ids=None, past_key_values=None):
+            return self.model(
+                input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+            )
+
+    actor = Strict(model)
+    actor.config = model.config  # or a forward of one token tells its vocabulary
+    widths, out = widths_of(actor, lambda: greedy(actor, **methods_of(model)))
+    assert torch.equal(out, greedy(model)) and widths == [P] + [1] * 9
+
+
+def test_a_prefix_that_is_in_the_cache_alone_stays_there(model):
+    prefix, ids = torch.tensor([ROWS[0]] * 2), IDS[[1, 3]]
+    with torch.no_grad():
+        cache = model(prefix, use_cache=True).past_key_values
+
+    def prepare(input_ids, past=None, **model_kwargs):
+        mask = torch.ones(2, prefix.shape[1] + input_ids.shape[1], dtype=torch.int64)
+        return {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache}
+
+    widths, out = widths_of(model, lambda: greedy(model, ids, prepare_inputs_fn=prepare))
+    rows = [by_hand(own_logits(model), prefix[0].tolist() + row, 10) for row in ids.tolist()]
+    assert new(out) == rows and widths == [P] + [1] * 9
+
+
+def test_a_cache_that_does_not_go_with_the_ids_is_an_error_and_no_wrong_token(model):
+    old = DynamicCache()
+    again = dict(length=P + 2, past_key_values=old, **methods_of(model))
+    assert torch.equal(greedy(model, **again), greedy(model, length=P + 2))
+    with pytest.raises(RequestFailed, match="a cache of 9 tokens and 8 input_ids for 8 tokens"):
+        greedy(model, **again)  # begins with the cache that the first call filled
+
+    def hole(input_ids, past=None, **model_kwargs):
+        late = input_ids.shape[1] > P + 1
+        inputs = prepare_inputs_fn(input_ids, past=past if late else None, **model_kwargs)
+        inputs["past_key_values"] = past if late else None
+        if late:
+            past.crop(-2)
+        return inputs
+
+    with pytest.raises(RequestFailed, match="a cache of 7 tokens and 1 input_ids for 10 tokens"):
+        greedy(model, prepare_inputs_fn=hole)
+    static = StaticCache(model.config, max_cache_len=P + 10)
+    with pytest.raises(RequestFailed, match="a mask that is made for all of them"):
+        greedy(model, past_key_values=static, **methods_of(model))
+
+
+class Boosted(nn.Module):
+    """A trainer's wrapper: hands on what it is called with."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Boosted, DictActor])
+def test_the_calls_of_colossalchats_trainers_and_examples(model, wrap):
+    actor, tok = wrap(model), tokenizer(pad=EOS)
+    ids = padded(ROWS, pad=EOS)
+    hooks = methods_of(model)
+    trained = dict(stop_token_ids=[[7]], max_length=P + 20, max_new_tokens=9, do_sample=True)
+    trained |= dict(temperature=0.7, top_k=50)
+    outs = []
+    for kwargs in (
+        {},
+        dict(use_cache=True, apply_loss_mask=True),
+        dict(use_cache=False, apply_loss_mask=False),
+        dict(use_cache=True, apply_loss_mask=True) | hooks,
+        dict(use_cache=True, num_generations=8, max_tokens_thinking=5) | hooks,
+        dict(use_cache=True, apply_loss_mask=True, update_model_kwargs_fn=update_model_kwargs_fn),
+    ):
+        torch.manual_seed(41)
+        with torch.no_grad():
+            outs.append(generate(actor, ids, tok, **trained, **kwargs))
+    assert all(out.equal(outs[0]) for out in outs) and outs[0].shape[1] <= P + 9
+    for kwargs in (hooks, dict(prepare_inputs_fn=None, update_model_kwargs_fn=None)):
+        torch.manual_seed(41)
+        *_, last = generate_streaming(
+            actor,
+            ids,
+            tok,
+            max_length=P + 20,
+            temperature=0.7,
+            top_k=50,
+            early_stopping=True,
+            stop_token_ids=[[7]],
+            max_new_tokens=9,
+            **kwargs,
+        )
+        assert last.equal(outs[0])
+
+
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_use_cache_and_apply_loss_mask_change_no_token(llm, model, use_cache):
+    seen = []
+
+    class Cached(DictActor):
+        def forward(self, input_ids, use_cache=True):
+            seen.append(use_cache)
+            return self.model(input_ids, use_cache=use_cache)
+
+    trainers = dict(use_cache=use_cache, apply_loss_mask=bool(use_cache))
+    expected = greedy(model)
+    for runs in (llm, model, DictActor(model), SimpleActor(model), Cached(model)):
+        assert torch.equal(greedy(runs, **trainers), expected)
+    assert set(seen) == {False}
+    assert new(greedy(kempner_toy(), **trainers)) == new(greedy(kempner_toy()))
 
 
 def test_rows_that_have_ended_go_on_with_pads_in_what_hooks_see(model):
@@ -1105,7 +1314,11 @@ def test_the_documented_use_of_the_helpers():
         (dict(attention_mask=torch.full((4, P), 2)), "must hold 0"),
         (dict(attention_mask=torch.ones(4, P).flip(1).tril(6)), "padding at the end of row 0"),
         (dict(attention_mask=torch.tensor([1, 0] * 4 + [1] * 24).view(4, P)), "in the middle"),
-        (dict(use_cache=True), "use_cache is not known"),
+        (dict(pad_token_id=10**30), f"pad_token_id={10**30}: must be at most {2**63 - 1}"),
+        (dict(tokenizer=tokenizer(pad=2**63)), f"tokenizer.pad_token_id={2**63}: must be at most"),
+        (dict(tokenizer=tokenizer(eos=2**63)), f"tokenizer.eos_token_id={2**63}: must be at most"),
+        (dict(use_cache="no"), "use_cache='no': must be True, False or None"),
+        (dict(apply_loss_mask=1), "apply_loss_mask=1: must be True, False or None"),
         (dict(token_type_ids=IDS), "token_type_ids is not known"),
     ],
     ids=str,
@@ -1145,6 +1358,7 @@ def test_the_page_names_everything_and_its_example_runs():
     page = (Path(__file__).parents[1] / "docs/coming-from/coati.md").read_text()
     arguments = [*SIGNATURE, "tokenizer", "max_length", "max_new_tokens", "stop_token_ids"]
     ours = ["stream_interval", "attention_mask", "seed", "pad_token_id"]
+    ours += ["use_cache", "apply_loss_mask"]
     for name in [*coati.__all__, *arguments, *ours]:
         assert re.search(rf"`{name}\b", page), name
     _, imports, used = [part.split("```")[0] for part in page.split("```python\n")[1:]]

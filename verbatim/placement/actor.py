@@ -162,7 +162,7 @@ def answer(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | Non
         width: V; None takes any.
 
     Raises:
-        UnsupportedModel: there are none, or they have another shape.
+        UnsupportedModel: there are none, they have another shape, or are not plain numbers on the CPU.
     """
     name = type(model).__name__
     found = field_of(outputs, "logits")
@@ -170,7 +170,13 @@ def answer(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | Non
         raise UnsupportedModel(
             f"{name} returned {type(outputs).__name__}; an object or a dict with logits [B, T, V] is needed"
         )
+    if found.device.type != "cpu" or found.layout != torch.strided:
+        raise UnsupportedModel(
+            f"{name} returned logits on {found.device} in {found.layout}; they must be on the CPU in "
+            "torch.strided"
+        )
     fits = found.dim() == 3 and found.shape[0] == rows and found.shape[1] >= tokens
+    fits = fits and found.shape[2] > 0
     if not fits or width not in (None, found.shape[2]) or not found.is_floating_point():
         wanted = f"[{rows}, {tokens} or more, {'V' if width is None else width}]"
         raise UnsupportedModel(

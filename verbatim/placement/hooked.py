@@ -30,6 +30,8 @@ from verbatim.placement.wrapped import modules_of
 
 # Without a prepare_inputs_fn each forward is over all ids, and whatever was kept would be counted twice.
 _CACHES = frozenset({"past", "past_key_values", "mems", "cache_params", "cache_position"})
+# Inputs with a column for each of the ids: position_ids, token_type_ids, mm_token_type_ids.
+_BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Hooked(Foreign):
     """Runs one batch of rows, from its prompts to its end; the engine must run no other.
 
     `model_kwargs` always has an `attention_mask` as wide as the ids: one that `update` left out, or did not
-    let grow, is grown here.
+    let grow, is grown here. Of ids that a transformers cache holds already none is passed on.
 
     Args:
         input_ids: `[B, P]` int64, padded on the left.
@@ -192,7 +194,7 @@ class Hooked(Foreign):
         """One step as those loops make it; logits `[B, V]` of the last column."""
         if self._kwargs.get("attention_mask") is None:
             self._kwargs = {**self._kwargs, "attention_mask": self._mask}
-        inputs = self._with_positions(self._inputs())
+        inputs = self._with_positions(self._uncached(self._inputs()))
         outputs = self.module(**inputs)
         rows, width = len(self._seen), self.vocab_size
         logits = answer(self.module, outputs, rows=rows, tokens=1, width=width)[:, -1].clone()
@@ -210,8 +212,45 @@ class Hooked(Foreign):
             if "attention_mask" in self.takes:
                 named["attention_mask"] = kwargs["attention_mask"]
             return {**named, "input_ids": ids}
-        inputs = self._hooks.prepare(ids, past=self._past, **kwargs)
-        return _as_dict("prepare_inputs_fn", inputs)
+        inputs = _as_dict("prepare_inputs_fn", self._hooks.prepare(ids, past=self._past, **kwargs))
+        if "past" not in self.takes:  # transformers' own method hands on what it does not know
+            inputs.pop("past", None)
+        return inputs
+
+    def _uncached(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """With the columns alone that the cache lacks; transformers 5 leaves that to its caller."""
+        ids: Any = inputs.get("input_ids")
+        mask: Any = inputs.get("attention_mask")
+        cache: Any = inputs.get("past_key_values")
+        # Any other kind of cache is the caller's own, and so is what goes with it.
+        held = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+        if not held or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return inputs
+        # A wider mask tells of a prefix that was in the cache before the first id.
+        flat = isinstance(mask, Tensor) and mask.dim() == 2
+        total, width = (mask if flat else self._tokens).shape[1], ids.shape[1]
+        lacking = total - held
+        if not 0 < lacking <= width:
+            raise RequestFailed(
+                f"prepare_inputs_fn returned a cache of {held} tokens and {width} input_ids for {total} "
+                "tokens in all; the input_ids must be those that the cache lacks, or all"
+            )
+        if lacking == width:
+            return inputs
+        if mask is not None and not flat:
+            raise RequestFailed(
+                f"prepare_inputs_fn returned a cache of {held} tokens, all {width} input_ids and a mask "
+                "that is made for all of them; return an attention_mask [B, L], or the input_ids that the "
+                "cache lacks"
+            )
+        for name, value in inputs.items():
+            if (
+                name.endswith(_BESIDE)
+                and isinstance(value, Tensor)
+                and value.shape[-1:] == (width,)
+            ):
+                inputs[name] = value[..., -lacking:]
+        return inputs
 
     def _updated(self, outputs: Any) -> dict[str, Any]:
         kwargs = self._kwargs

@@ -15,6 +15,7 @@ from verbatim.params import SamplingParams
 from verbatim.tensors import check_padded, rows_of
 
 _OURS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
+_LARGEST_ID = 2**63 - 1  # of int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ class Ask:
             if not isinstance(value, bool):
                 raise InvalidRequest(f"{name}={value!r}: must be True or False")
         kwargs = dict(model_kwargs)
+        for name in ("use_cache", "apply_loss_mask"):
+            if not isinstance(kwargs.get(name), bool | None):
+                raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
+        kwargs.pop("apply_loss_mask", None)  # the trainer's, which hands on all that it was given
         given = {name: kwargs.pop(name, None) for name in _OURS}
         eos_id = _id("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
         pad_id = _id("tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None))
@@ -107,6 +112,11 @@ class Ask:
     @property
     def num_beams(self) -> int:
         return int(self.sampling["num_beams"])
+
+    @property
+    def model_constants(self) -> dict[str, Any]:
+        """The `model_kwargs` for a model without hooks, which can't use what a forward caches."""
+        return {name: value for name, value in self.model_kwargs.items() if name != "use_cache"}
 
     def params(self, vocab_size: int) -> SamplingParams:
         """For the engine; without a seed, one number is drawn from torch's default generator.
@@ -206,7 +216,10 @@ def _check_side(mask: Tensor) -> Tensor:
 
 
 def _id(name: str, value: Any) -> int | None:
-    return None if value is None else _integer(name, value, 0)
+    found = None if value is None else _integer(name, value, 0)
+    if found is not None and found > _LARGEST_ID:
+        raise InvalidRequest(f"{name}={found}: must be at most {_LARGEST_ID}, the largest int64")
+    return found
 
 
 def _integer(name: str, value: Any, low: int) -> int:

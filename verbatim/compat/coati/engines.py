@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from verbatim.compat.coati.arguments import Ask
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from verbatim.llm import LLM
-from verbatim.placement.actor import Actor, limit_of
+from verbatim.placement.actor import Actor, Takes, limit_of
 from verbatim.placement.foreign import Foreign
 from verbatim.placement.hooked import Hooked, Hooks
+from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
 from verbatim.tensors import engine_of
@@ -42,19 +45,29 @@ def engine_for(model: Any, ask: Ask, hooks: Hooks | None) -> tuple[LLM, bool]:
         return model, False
     check_runnable(model)
     model = unwrap(model)
-    if hooks is None and is_transformers(model):
+    if hooks is None and (is_transformers(model) or _has_kv_caches(model)):
         _refuse_kwargs(ask, type(model).__name__)
         try:
             return engine_of(model), False
         except UnsupportedModel:
-            # Its own forward can be called row by row, if it is one that generates.
-            if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+            if not _is_actor(model):
                 raise
     return _own_engine(model, ask, hooks), True
 
 
+def _has_kv_caches(model: Any) -> bool:
+    return isinstance(model, nn.Module) and speaks_kv_caches(model)
+
+
+def _is_actor(model: Any) -> bool:
+    """Can its own forward be called row by row, if not on the engine's inputs?"""
+    if speaks_kv_caches(model):
+        return "input_ids" in Takes.of(model)
+    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
+
+
 def _refuse_kwargs(ask: Ask, name: str) -> None:
-    for kwarg in ask.model_kwargs:
+    for kwarg in ask.model_constants:
         raise InvalidRequest(
             f"{kwarg} is not known: {name} is run on the engine's own inputs. Arguments for the model go "
             "through a prepare_inputs_fn, or to an actor whose forward takes them"
@@ -85,7 +98,7 @@ def _own_engine(model: Any, ask: Ask, hooks: Hooks | None) -> LLM:
     )
     runner: Foreign
     if hooks is None:
-        runner = Actor(model, ask.model_kwargs, block_size=_BLOCK_SIZE, num_blocks=blocks)
+        runner = Actor(model, ask.model_constants, block_size=_BLOCK_SIZE, num_blocks=blocks)
     else:
         runner = Hooked(
             model,

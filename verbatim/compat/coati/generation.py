@@ -31,9 +31,10 @@ def generate(
     """Continue each row of `input_ids`.
 
     Args:
-        model: an open `LLM`; a live transformers module, also inside of PEFT or DistributedDataParallel; or
-            anything that is called as `model(input_ids=..., attention_mask=...)` and returns an object or a
-            dict with `logits` `[B, T, V]`.
+        model: an open `LLM`; a live transformers module, also inside of PEFT or DistributedDataParallel; a
+            module called as `model(tokens, kv_caches=...)`; or anything that is called as
+            `model(input_ids=..., attention_mask=...)` and returns an object or a dict with `logits`
+            `[B, T, V]`.
         input_ids: `[B, P]` integers, padded on the left.
         tokenizer: its `padding_side` must be "left"; its `eos_token_id` ends a row, its `pad_token_id` is
             what is masked in front of a row and what fills it after its end.
@@ -48,8 +49,9 @@ def generate(
             or a single one, `[20, 21]` or `20`; `attention_mask` `[B, P]`, without which leading pads are
             masked; `seed`: without one, a number is drawn from torch's default generator; `pad_token_id`;
             `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
-            whose ranks then make equally many forwards, for a model whose forward talks to other ranks.
-            Others are the model's own, for hooks and actors.
+            whose ranks then make equally many forwards, for a model whose forward talks to other ranks;
+            `use_cache`, for hooks, and `apply_loss_mask`, for nothing: they change no token. Others are
+            the model's own, for hooks and actors.
 
     Returns:
         `[B, P + N]` int64 on the device of `input_ids`, an ordinary tensor.
