@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,8 @@ from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingPara
 from verbatim.cli import app
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
-from verbatim.model.dcp.metadata import Metadata
+from verbatim.model.dcp.metadata import Metadata, Place
+from verbatim.model.dcp.payload import read_chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -114,7 +117,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             [sys.executable, HERE / "save_dcp_rank.py", str(rank), "2", place / "store",
              place / "step_1", fields],
             cwd=HERE.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -235,6 +238,26 @@ def test_info_tells_the_bytes_of_keys_and_values(folder: Path, toml: Path) -> No
     assert facts["architecture"] == "LlamaForCausalLM"
 
 
+def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        ids = ["--ids", " ".join(map(str, IDS)), "--max-tokens", "6", "--temperature", "0"]
+        return CliRunner().invoke(app, ["generate", "--model", str(folder), *ids, *options])
+
+    done = run("--config", str(toml), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"][0]["token_ids"] == expected()[0]
+    (tmp_path / "bad.toml").write_text("[model")
+    for options, named in (
+        ([], "holds no config"),
+        (["--config", str(tmp_path / "bad.toml")], "is not TOML"),
+        (["--config", str(tmp_path / "none.toml")], "can't be read"),
+        (["--config", "a/b/c"], "no hub id"),
+    ):
+        done = run(*options)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert named in done.stderr.splitlines()[-1]
+
+
 # transformers configs.
 
 
@@ -297,8 +320,9 @@ def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Pat
         LLM(folder, config=transformers.T5Config())
     with pytest.raises(InvalidRequest, match="config=5: must be"):
         LLM(folder, config=5)
-    with pytest.raises(ModelError, match=r"x\.yaml"):
-        LLM(folder, config=tmp_path / "x.yaml")
+    for nothing in (tmp_path / "x.yaml", "", "a/b/c", "x\0"):
+        with pytest.raises(InvalidRequest, match="it is not there, and no hub id; it must be"):
+            LLM(folder, config=nothing)
     module = toys.make_toy("llama")
     module.save_pretrained(tmp_path / "hf")
     for model in (None, tmp_path / "hf", module):
@@ -407,12 +431,11 @@ def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
 def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_path: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     shutil.copy(folder / "__0_0.distcp", tmp_path / "outside.distcp")
-    (folder / "link").symlink_to(tmp_path / "outside.distcp")
     for path in (
         "../../outside.distcp",
         str(tmp_path / "outside.distcp"),
-        "link",
-        "../step_5/../x",
+        "../step_5/__0_0.distcp",
+        "sub/../__0_0.distcp",
     ):
         (folder / ".metadata").write_bytes(whole)
         rewrite(folder, relocated(NAME, relative_path=path))
@@ -425,9 +448,27 @@ def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_pat
             LLM(folder, config=toml)
 
 
+def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate((".metadata", "__0_0.distcp")):
+        (folder / name).rename(tmp_path / f"blobs/{number}")
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    with LLM(snapshot, config=toml) as llm:
+        check_words(llm)
+    (snapshot / "__0_0.distcp").unlink()
+    for elsewhere in ("/dev/zero", ".", "nowhere"):
+        (snapshot / "__0_0.distcp").symlink_to(elsewhere)
+        with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
+            LLM(snapshot, config=toml)
+        (snapshot / "__0_0.distcp").unlink()
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
+        (dict(length=2**30), "chunk of [32, 32]: at most"),
         (dict(offset=-1), "-1"),
         (dict(length=2**63), str(2**63)),
         (dict(offset=10**12), "is cut short"),
@@ -463,6 +504,9 @@ def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: P
         lambda metadata: metadata.state_dict_metadata.update({3: stored.BytesStorageMetadata()}),
         lambda metadata: metadata.state_dict_metadata.update({NAME: 3}),
         lambda metadata: metadata.storage_data.update({"x": 3}),
+        lambda metadata: metadata.state_dict_metadata.update({"x" * 20_000: None}),
+        set_("size", (1,) * 70),
+        set_("size", 2**2000),
         lambda metadata: metadata.state_dict_metadata,
     ]
     for change in changes:
@@ -470,6 +514,79 @@ def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: P
         rewrite(folder, change)
         with pytest.raises(ModelError, match=r"\.metadata|lacks"):
             LLM(folder, config=toml)
+
+
+def test_names_and_places_of_any_depth_are_refused_in_a_short_line(
+    folder: Path, toml: Path
+) -> None:
+    whole, deep = (folder / ".metadata").read_bytes(), [()]
+    for _ in range(300):  # as deep as pickle can write
+        deep = [(deep[0],)]
+    for name in ("relative_path", "transform_descriptors", "offset", "length"):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, relocated(NAME, **{name: deep[0]}))
+        with pytest.raises(ModelError, match=r"\(\(\(") as refused:
+            LLM(folder, config=toml)
+        assert len(str(refused.value)) < 500
+
+    def unhashable(metadata: stored.Metadata) -> None:
+        next(i for i in metadata.storage_data if i.fqn == NAME).__dict__["fqn"] = ["a"]
+
+    for change in (unhashable, relocated(NAME, offset=2**2000)):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, change)
+        with pytest.raises(ModelError, match=r"has no place for its chunk|lies at"):
+            LLM(folder, config=toml)
+
+
+_PEAK = """
+import resource, sys
+from pathlib import Path
+from verbatim.errors import ModelError
+from verbatim.model.dcp.metadata import Metadata
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in map(Path, sys.argv[1:]):
+    try:
+        Metadata(path)
+    except ModelError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+_SIZE = b"ctorch\nSize\n"
+_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+
+
+def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> None:
+    def number(value: int, width: int) -> bytes:
+        return value.to_bytes(width, "little")
+
+    numbers = b"(" + b"K\x01" * 200_000
+    files = [
+        b"})" + b"\x85" * 2_000_000 + b"Ns.",  # a key of that depth: hashed by recursion in C
+        b"})" + b"\x85" * 2_000_000 + b".",
+        b"Nr" + number(100_000_000, 4) + b".",  # a place in the memo
+        b"\x96" + number(2**30, 8) + b".",  # a bytearray, all zeros
+        b"\x8e" + number(2**62, 8) + b".",
+        b"\x95" + number(2**40, 8) + b".",
+        b"]" + numbers + b"eq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",  # a copy each
+        numbers + b"tq\x00" + (_CLASS + b"h\x00\x81") * 2_000 + b".",
+        numbers + b"tq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",
+        b"I" + b"9" * 1_000_000 + b"\n.",
+    ]
+    for i, data in enumerate(files):
+        (tmp_path / str(i)).write_bytes(b"\x80\x05" + data)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, *sorted(tmp_path.glob("[0-9]"))],
+        cwd=HERE.parent,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *refusals, peak_kb = done.stdout.splitlines()
+    assert len(refusals) == len(files), done.stdout
+    assert int(peak_kb) < 400_000
 
 
 # What must not run.
@@ -542,7 +659,7 @@ def test_metadata_runs_nothing(folder: Path, toml: Path, tmp_path: Path, name: s
 def test_only_the_very_classes_are_named(tmp_path: Path, module: str, name: str) -> None:
     text = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
-    with pytest.raises(ModelError, match="which DCP's metadata has no need of"):
+    with pytest.raises(ModelError, match="which DCP has no need of"):
         Metadata(tmp_path / ".metadata")
 
 
@@ -591,17 +708,99 @@ def test_bytes_in_a_tensors_place_run_nothing(folder: Path, toml: Path, tmp_path
             write(file)
         size = (folder / "__9_9.distcp").stat().st_size
         rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=size))
-        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* something else in its place"):
+        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* (posix|something else)"):
             LLM(folder, config=toml)
     assert not marker.exists()
 
 
-def test_a_tensor_of_another_shape_in_a_tensors_place_is_refused(folder: Path, toml: Path) -> None:
-    torch.save(torch.zeros(8, 32), folder / "__9_9.distcp")
-    size = (folder / "__9_9.distcp").stat().st_size
-    rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=size))
-    with pytest.raises(ModelError, match=r"__9_9\.distcp: .* is no tensor"):
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def zipped(*entries: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in entries:
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def entries_of(archive: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+RIGHT = torch.arange(1024.0).view(32, 32)
+NAMED = entries_of(saved(RIGHT))
+_BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."
+
+
+def grown(name: bytes, size: bytes) -> bytes:
+    """`RIGHT`, described as larger than what is stored."""
+    described = NAMED["archive/data.pkl"]
+    assert described.count(name) == 1
+    return zipped(*(NAMED | {"archive/data.pkl": described.replace(name, size)}).items())
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (saved(RIGHT[:8].clone()), r"float32 \[8, 32\], and by \.metadata .*float32 \[32, 32\]"),
+        (saved(torch.zeros(40, 40)), r"float32 \[40, 40\], and by"),
+        (saved(RIGHT.bool()), "bool"),
+        (saved(RIGHT.long()), "int64"),
+        (saved(RIGHT.to(torch.complex64)), "complex64"),
+        (saved(RIGHT.bfloat16()), "bfloat16"),
+        (saved(RIGHT.to_sparse()), "_rebuild_sparse_tensor"),
+        (saved(RIGHT.to("meta")), "_rebuild_meta_tensor"),
+        (saved([RIGHT]), "something else"),
+        (saved(5), "something else"),
+        (grown(b"K K \x86", b"K\x40K \x86"), "resize"),
+        (zipped(*NAMED.items(), method=zipfile.ZIP_DEFLATED), "compressed"),
+        (zipped(("archive/data.pkl", _BYTEARRAY)), "bytearray"),
+        (zipped(*NAMED.items(), ("archive/DATA.pkl", _BYTEARRAY)), "something else"),
+        (zipped(*NAMED.items(), ("b/data.pkl", _BYTEARRAY)), "something else"),
+        (b"more" + saved(RIGHT), "something else"),
+        (b"", "something else"),
+    ],
+)
+def test_a_tensors_place_holds_that_tensor_and_nothing_else(
+    folder: Path, toml: Path, payload: bytes, why: str
+) -> None:
+    (folder / "__9_9.distcp").write_bytes(payload)
+    rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=len(payload)))
+    with pytest.raises(ModelError, match=rf"__9_9\.distcp: {NAME} is no tensor .*{why}"):
         LLM(folder, config=toml)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        RIGHT,
+        RIGHT.t(),
+        torch.nn.Parameter(RIGHT),
+        RIGHT.bfloat16(),
+        RIGHT.half(),
+        RIGHT.double(),
+        torch.tensor(3.0),
+        torch.ones(4, 4).to(torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("checksums", [True, False])
+def test_every_tensor_that_torch_saves_is_read(
+    tmp_path: Path, tensor: torch.Tensor, checksums: bool
+) -> None:
+    try:
+        torch.serialization.set_crc32_options(checksums)
+        payload = saved(tensor)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    (tmp_path / "file").write_bytes(b"before" + payload + b"after")
+    place = Place("file", 6, len(payload))
+    found = read_chunk(tmp_path / "file", place, tensor.dtype, tuple(tensor.shape))
+    assert torch.equal(found.float(), tensor.detach().float())
 
 
 def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: Path) -> None:
@@ -620,6 +819,22 @@ def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: 
     with LLM(folder, config=toml) as llm:
         check_words(llm)
     assert not marker.exists()
+
+
+def test_names_that_are_too_long_are_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("a" * 300, "x" * 5000, "a\0b", str(tmp_path / ("a" * 300))):
+        assert find_dcp(name) is None
+        with pytest.raises(ModelError):
+            LLM(name)
+
+
+def test_a_folder_that_can_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ModelError, match="can't be read: Permission denied"):
+        LLM(tmp_path)
 
 
 def test_find_dcp_lets_other_folders_be(tmp_path: Path, folder: Path) -> None:

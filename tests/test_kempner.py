@@ -161,6 +161,28 @@ def test_what_no_architecture_computes_is_refused_by_its_fields(
         ("[adapter]\n", "[adapter]"),
         ("[data]\ntokenizer_path = 5", "tokenizer_path=5: must be a string"),
         ("[model", "is not TOML"),
+        ("a = " + "[" * 50_000, "is not TOML"),
+        ("a = " + "{a = " * 5_000, "is not TOML"),
+        (
+            "[model]\ndim = 1" + "0" * 400,
+            "dim=an integer of 1329 bits: must be an integer of 64 bits",
+        ),
+        ("[model]\nrope_theta = 0x" + "f" * 9_000, "rope_theta=an integer of 36000 bits: must be"),
+        ("[model]\ndim = " + "[" * 200 + "]" * 200, "must be an integer"),
+        (
+            "[data]\ntokenizer_path = [0x" + "f" * 9_000 + "]",
+            "[an integer of 36000 bits]: must be a",
+        ),
+        ("model = 0x" + "f" * 9_000, "model=an integer of 36000 bits: must be a section"),
+        (
+            "[model]\nffn_dim_multiplier = 1e30",
+            "ffn_dim_multiplier=1e+30: must be a number below 2**63",
+        ),
+        (
+            "[model]\nffn_dim_multiplier = 1e15",
+            "=1000000000000000.0: must be above 0 and below 2**40",
+        ),
+        ("[model]\nmoe_shared_experts = 1_000_000_000_000_000", "0 or more and below 2**40"),
     ],
 )
 def test_a_config_out_of_range_is_refused_with_the_field_and_the_file(

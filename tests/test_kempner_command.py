@@ -19,7 +19,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 import toy_tokenizers
 
+import verbatim
 from verbatim import LLM, SamplingParams
+from verbatim.cli.terminal import WrongUsage
 from verbatim.compat.kempnerforge.command import main
 from verbatim.compat.kempnerforge.config import parse
 from verbatim.errors import InvalidRequest
@@ -198,8 +200,18 @@ def test_a_boolean_alone_does_not_eat_the_config() -> None:
     for line in ("--model.qk_norm x.toml --seed 1", "--seed 1 --model.qk_norm x.toml"):
         flags, overrides = parse(line.split())
         assert (flags.config, overrides) == ("x.toml", {"model": {"qk_norm": True}})
-    flags, overrides = parse("x.toml --data.tokenizer_path y.toml".split())
-    assert overrides == {"data": {"tokenizer_path": "y.toml"}}
+    flags, overrides = parse("--model.moe_gradient_scale x.toml".split())
+    assert (flags.config, overrides) == ("x.toml", {"model": {"moe_gradient_scale": True}})
+    with pytest.raises(WrongUsage, match=r"unrecognized arguments: y\.toml"):
+        parse("x.toml --model.qk_norm y.toml".split())
+
+
+def test_what_is_no_boolean_takes_the_next_argument_whatever_it_is() -> None:
+    flags, overrides = parse(
+        "--model.norm_type my.toml --data.tokenizer_path y.toml x.toml".split()
+    )
+    assert flags.config == "x.toml"
+    assert overrides == {"model": {"norm_type": "my.toml"}, "data": {"tokenizer_path": "y.toml"}}
 
 
 def test_overrides_change_the_model(run: Any) -> None:
@@ -254,6 +266,10 @@ def test_what_can_not_work_is_one_line_and_status_1(
         ("x.toml --train.seed=1", "--train.seed has no part in generation"),
         ("x.toml --checkpoint.dir=ck", "--checkpoint.dir has no part"),
         ("x.toml --checkpoint.load_path", "--checkpoint.load_path needs a value"),
+        ("x.toml --checkpoint.load_path=", "--checkpoint.load_path needs a value"),
+        ("x.toml --model.dim", "--model.dim needs a value"),
+        ("x.toml --model.dim --prompt a", "--model.dim needs a value"),
+        ("--model.dim x.toml", "required: config"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_status_2(run: Any, line: str, named: str) -> None:
@@ -282,7 +298,11 @@ def interactive(run_dir: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", MODULE, "x.toml", *options],
         cwd=run_dir,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "passive"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(verbatim.__file__).parents[1]),
+            "OMP_WAIT_POLICY": "passive",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

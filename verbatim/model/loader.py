@@ -21,7 +21,7 @@ from torch import nn
 
 from verbatim.errors import ModelChanged, ModelError, NotSupported, UnsupportedModel
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _BIG = 500_000_000  # bytes of weights from which a progress bar is shown
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -155,7 +155,7 @@ def load(
         source = os.path.expanduser(source)
         _check_folder(Path(source))
         where["local_files_only"] = True
-    elif not _HUB_ID.match(source) or os.path.exists(source):
+    elif not HUB_ID.match(source) or os.path.exists(source):
         raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
     else:
         where["revision"] = revision

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from verbatim.cli.terminal import WrongUsage
+from verbatim.model.kempner.config import ModelConfig
 
 # Taken as they are written: a folder may be called "5".
 _PATHS = {("data", "tokenizer_path"), ("checkpoint", "load_path")}
+# Alone they are true, and they take no value but after "=".
+_BOOLEANS = {
+    ("model", field.name) for field in dataclasses.fields(ModelConfig) if field.type == "bool"
+} | {("model", "moe_gradient_scale")}  # a field of the training, so none of ours
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 _PROG = "python -m verbatim.compat.kempnerforge"
 
@@ -42,36 +48,27 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Overrides]:
             rest.append(f"{argument}={queue.pop(0)}")
         elif argument.startswith("--") and "." in argument.partition("=")[0]:
             name, equals, value = argument[2:].partition("=")
-            if not equals and queue and not _is_next(queue[0], rest):
+            section, _, field = name.partition(".")
+            if not equals and (section, field) not in _BOOLEANS:
+                if not queue or queue[0].startswith("--"):
+                    raise WrongUsage(f"--{name} needs a value")
                 equals, value = "=", queue.pop(0)
-            _override(overrides, name, value if equals else None)
+            _override(overrides, section, field, value if equals else None)
         else:
             rest.append(argument)
     return parser.parse_args(rest), overrides
 
 
-def _is_next(argument: str, rest: list[str]) -> bool:
-    """Does an argument stand for itself, and is no value of the override before it?
-
-    The config may come last: after a flag that is true by itself, what ends in .toml is the config.
-    """
-    has_config = any(not a.startswith("-") for a in rest)
-    return argument.startswith("--") or (argument.endswith(".toml") and not has_config)
-
-
-def _override(overrides: Overrides, name: str, text: str | None) -> None:
-    section, _, field = name.partition(".")
-    if section != "model" and (section, field) not in _PATHS:
+def _override(overrides: Overrides, section: str, field: str, text: str | None) -> None:
+    name, is_path = f"{section}.{field}", (section, field) in _PATHS
+    if section != "model" and not is_path:
         raise WrongUsage(
             f"--{name} has no part in generation; --model.*, --data.tokenizer_path and "
             "--checkpoint.load_path have"
         )
-    if (section, field) in _PATHS:
-        if not text:
-            raise WrongUsage(f"--{name} needs a value")
-        value: Any = text
-    else:
-        value = True if text is None else _value(text)
+    if is_path and not text:
+        raise WrongUsage(f"--{name} needs a value")
+    value = True if text is None else text if is_path else _value(text)
     overrides.setdefault(section, {})[field] = value
 
 
@@ -92,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Generate text from a KempnerForge checkpoint.",
         epilog="--section.field=VALUE or --section.field VALUE goes before what the config says: "
         "--checkpoint.load_path (a step_N, or the folder with its link latest), "
-        "--data.tokenizer_path, and --model.*; a boolean field alone is true.",
+        "--data.tokenizer_path, and --model.*; a boolean field alone is true, and takes no VALUE but "
+        "after =.",
     )
     add = parser.add_argument
     add("config", help="the TOML the model was trained with")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from functools import cached_property
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from reprlib import repr as shown
 
 import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Metadata, StoredTensor
+from verbatim.model.dcp.payload import read_chunk
 
 _FILE = ".metadata"
 _LATEST = "latest"
@@ -27,17 +26,17 @@ def find_dcp(source: str | os.PathLike[str]) -> Path | None:
     It is the folder itself, or the one that `latest` in it leads to.
 
     Raises:
-        ModelError: `latest` leads nowhere or to no checkpoint.
+        ModelError: `latest` leads nowhere or to no checkpoint; a folder that can't be looked into.
     """
     folder = Path(os.path.expanduser(source))
     if _is_dcp(folder):
         return folder.resolve()
-    if (folder / "config.json").exists():  # in Hugging Face's format
+    if os.path.exists(folder / "config.json"):  # in Hugging Face's format
         return None
     latest = folder if folder.name == _LATEST else folder / _LATEST
     if not os.path.lexists(latest):
         return None
-    if not latest.exists():
+    if not os.path.exists(latest):
         raise ModelError(f"{latest} leads to {os.readlink(latest)!r}, and that is not there")
     if not _is_dcp(latest):
         raise ModelError(f"{latest} leads to {latest.resolve()}, which holds no {_FILE}")
@@ -45,14 +44,19 @@ def find_dcp(source: str | os.PathLike[str]) -> Path | None:
 
 
 def _is_dcp(folder: Path) -> bool:
-    return (folder / _FILE).is_file() or bool(_stages(folder))
+    # With os.path, which calls a name too long to be one not there, where Path raises.
+    return os.path.isfile(folder / _FILE) or bool(_stages(folder))
 
 
 def _stages(folder: Path) -> list[Path]:
     """`pp0`, `pp1`, ... in their order."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := _STAGE.match(p.name)) and p.is_dir()]
+    try:
+        paths = list(folder.iterdir())
+    except OSError as error:
+        raise ModelError(f"{folder} can't be read: {error.strerror or error}") from None
+    found = [(int(m[1]), p) for p in paths if (m := _STAGE.match(p.name)) and os.path.isdir(p)]
     return [path for _, path in sorted(found)]
 
 
@@ -129,7 +133,7 @@ def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class _Stage:
-    """One folder with a `.metadata`, read by torch's own reader."""
+    """One folder with a `.metadata`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -151,57 +155,37 @@ class _Stage:
         self._taken[key] = stored
 
     def _file(self, relative_path: str) -> tuple[Path, int]:
-        """A file of this folder and its bytes; whatever leads out of the folder is refused."""
-        path = self.folder / relative_path
+        """A file of this folder and its bytes; a name that leads out of the folder is refused.
+
+        The file may itself be a link, as in the hub's cache: whoever can make one here has the folder,
+        and what it leads to is only ever read as a tensor.
+        """
+        name = Path(relative_path)
+        if name.anchor or ".." in name.parts:
+            raise ModelError(
+                f"{self.folder / _FILE} is refused: it leads to {shown(relative_path)}, out of its folder"
+            )
+        path = self.folder / name
         try:
-            outside = not path.resolve().is_relative_to(self.folder.resolve())
-            if outside or "\0" in relative_path:
-                raise ModelError(
-                    f"{self.folder / _FILE} is refused: it leads to {relative_path!r}, out of its folder"
-                )
             if not path.is_file():
                 raise ModelError(f"{path} is missing")
             return path, path.stat().st_size
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{self.folder}: {relative_path!r} can't be read: {error}") from None
-
-    @cached_property
-    def _reader(self) -> Any:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        return FileSystemReader(self.folder)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{self.folder}: {shown(relative_path)} can't be read: {type(error).__name__}"
+            ) from None
 
     def read(self, key: str, into: Tensor) -> None:
-        from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
         stored = self._taken[key]
-        # What torch's reader and planner would have unpickled, made of what was checked.
-        chunks = [c for c in stored.chunks if c.place is not None]
-        described = dcp.Metadata(
-            {
-                key: dcp.TensorStorageMetadata(
-                    dcp.TensorProperties(stored.dtype),
-                    torch.Size(stored.size),
-                    [
-                        dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                        for c in chunks
-                    ],
-                )
-            },
-            storage_data={dcp.MetadataIndex(key, c.offsets): c.place for c in chunks},
-        )
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            self._reader.set_up_storage_reader(described, True)
-            planner.set_up_planner({key: into.detach()}, described, True)
-            plan = self._reader.prepare_local_plan(planner.create_local_plan())
-            self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:  # damaged bytes fail in any way they like
-            names = sorted({c.place.relative_path for c in chunks if c.place is not None})
-            what = (str(error).splitlines() or [type(error).__name__])[0]
-            if isinstance(error, UnpicklingError):  # torch's words advise to trust the file
-                what = "there is something else in its place"
-            raise ModelError(
-                f"{self.folder / names[0]}: {key} is no tensor as torch.save writes it: {what}"
-            ) from None
+        for chunk in stored.chunks:
+            if chunk.place is None:
+                continue
+            path = self.folder / chunk.place.relative_path
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            try:
+                into.detach()[box].copy_(read_chunk(path, chunk.place, stored.dtype, chunk.sizes))
+            except Exception as error:  # damaged bytes fail in any way they like
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ModelError(
+                    f"{path}: {key} is no tensor as torch.save writes it: {what}"
+                ) from None

@@ -19,7 +19,7 @@ from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
 from verbatim.model.kempner.config import KempnerConfig
-from verbatim.model.loader import Checkpoint, LoadedModel, read_config, settle_dtype
+from verbatim.model.loader import HUB_ID, Checkpoint, LoadedModel, read_config, settle_dtype
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -98,6 +98,10 @@ class _Plan:
             if source.endswith(".toml"):
                 config = KempnerConfig.read(source)
             else:
+                if not os.path.exists(source) and not HUB_ID.match(source):
+                    raise InvalidRequest(
+                        f"config={source!r}: it is not there, and no hub id; it must be {ALLOWED}"
+                    )
                 if os.path.exists(source):
                     where = {"trust_remote_code": trust, "local_files_only": True}
                 return cls(read_config(source, where), None, trust, _generation(source, where))

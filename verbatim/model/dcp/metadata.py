@@ -1,37 +1,34 @@
-"""DCP's `.metadata`, read without running anything of it.
-
-The file is a pickle, and torch itself unpickles it. Here its classes become records that hold what they
-were given and do nothing, and a class that is not one of them is refused. Only then is it looked at:
-which tensors there are, in which chunks, and where in which file each chunk lies.
-"""
+"""What DCP's `.metadata` says: which tensors there are, in which chunks, and where each chunk lies."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr as shown  # of any depth and length
 from typing import Any
 
 import numpy as np
 import torch
 
 from verbatim.errors import ModelError
+from verbatim.model.dcp.records import MOST_DIMENSIONS, Record, read_records
 
+_LONGEST_NAME = 10_000  # characters
 _MOST_CELLS = 4_000_000  # of the grid on which the chunks of one tensor are laid out
+_MOST_OVERHEAD = 1 << 20  # bytes that torch.save may write around those of a tensor: it is 2 KB
 
 Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of one chunk lie; the names are those that torch's reader asks for."""
+    """Where the bytes of one chunk lie, in a file of the checkpoint's folder."""
 
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,68 +49,6 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
-class _Record:
-    """What a class of the pickle becomes. It keeps its arguments and its state, whatever they are."""
-
-    __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> _Record:
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        # Because this is here, unpickling never sets an attribute by a name from the file.
-        self.state = state
-
-
-def _record(name: str) -> type[_Record]:
-    return type(name, (_Record,), {"__slots__": ()})
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED: dict[tuple[str, str], Any] = {
-    (module, name): _record(name)
-    for module, names in {
-        _METADATA: (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "torch.serialization": ("_get_layout",),
-        # Where they were before torch 2.3.
-        "torch.distributed._shard.sharded_tensor.metadata": (
-            "TensorProperties",
-            "MEM_FORMAT_ENCODING",
-        ),
-        # The folder that was saved to, as the Python and the system that saved it name its class.
-        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-        "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
-    }.items()
-    for name in names
-}
-_ALLOWED["torch", "Size"] = tuple
-_ALLOWED |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise ModelError(
-                f"it asks for {module}.{name}, which DCP's metadata has no need of; nothing was run"
-            ) from None
-
-
 class Metadata:
     """What a `.metadata` file says. Entries are checked when they are asked for.
 
@@ -126,23 +61,17 @@ class Metadata:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with open(path, "rb") as file:
-                root = _Unpickler(file).load()
-        except ModelError as error:
-            raise ModelError(f"{path} is refused: {error}") from None
-        except Exception as error:  # a damaged pickle fails in any way it likes
-            what = str(error).splitlines()
-            raise ModelError(f"{path} can't be read: {what[0] if what else type(error)}") from None
-        fields = self._fields(root, "Metadata")
+        fields = self._fields(read_records(path), "Metadata")
         entries = fields.get("state_dict_metadata")
         places = fields.get("storage_data")
         if not isinstance(entries, dict) or not isinstance(places, dict):
             raise self._wrong("it lists no tensors or no places")
         self._tensors: dict[str, dict[str, Any]] = {}
         for key, entry in entries.items():
-            if not isinstance(key, str) or not isinstance(entry, _Record):
-                raise self._wrong(f"an entry is named {key!r}")
+            if not isinstance(key, str) or len(key) > _LONGEST_NAME:
+                raise self._wrong(f"an entry is named {shown(key)}")
+            if not isinstance(entry, Record):
+                raise self._wrong(f"{key} is {shown(entry)}")
             if type(entry).__name__ == "TensorStorageMetadata":
                 self._tensors[key] = self._fields(entry, "TensorStorageMetadata")
         self._places = dict(self._listed(places))
@@ -155,7 +84,7 @@ class Metadata:
     def dtype(self, key: str) -> torch.dtype:
         """Of one tensor."""
         properties = self._tensors[key].get("properties")
-        state = properties.state if isinstance(properties, _Record) else None
+        state = properties.state if isinstance(properties, Record) else None
         if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
             raise self._wrong(f"{key} has no dtype")
         return state[0]
@@ -168,9 +97,9 @@ class Metadata:
         """One tensor, whose chunks were checked.
 
         Raises:
-            ModelError: they overlap, leave something out, or have no place.
+            ModelError: they overlap, leave something out, have no place, or too large a one.
         """
-        size, listed = self.size(key), self._tensors[key].get("chunks")
+        size, dtype, listed = self.size(key), self.dtype(key), self._tensors[key].get("chunks")
         if not isinstance(listed, list):
             raise self._wrong(f"{key} has no chunks")
         chunks = []
@@ -187,9 +116,14 @@ class Metadata:
             place = None if 0 in sizes else self._places.get((key, offsets))
             if place is None and 0 not in sizes:
                 raise self._wrong(f"{key} has no place for its chunk at {list(offsets)}")
+            most = prod(sizes) * dtype.itemsize + _MOST_OVERHEAD
+            if place is not None and place.length > most:  # they would all be read
+                raise self._wrong(
+                    f"{key} takes {place.length} bytes for a chunk of {list(sizes)}: at most {most}"
+                )
             chunks.append(Chunk(offsets, sizes, place))
         self._check_cover(key, size, chunks)
-        return StoredTensor(self.dtype(key), size, tuple(chunks))
+        return StoredTensor(dtype, size, tuple(chunks))
 
     def _check_cover(self, key: str, size: Size, chunks: list[Chunk]) -> None:
         """Every element lies in one chunk, counted on the grid that the chunks' edges make."""
@@ -198,6 +132,12 @@ class Metadata:
             return
         if 0 in size:
             return
+        # The number of elements first: it bounds what the grid can cost by the size of the tensor.
+        total, elements = sum(prod(c.sizes) for c in filled), prod(size)
+        if total > elements:
+            raise self._wrong(f"chunks of {key} overlap")
+        if total < elements:
+            raise self._wrong(f"chunks of {key} are missing: they don't cover its {list(size)}")
         edges = [
             sorted({0, size[d]} | {c.offsets[d] for c in filled}
                    | {c.offsets[d] + c.sizes[d] for c in filled})
@@ -212,29 +152,29 @@ class Metadata:
                 slice(at[o], at[o + s]) for at, o, s in zip(index, c.offsets, c.sizes, strict=True)
             )
             count[box] += 1
-        if count.max(initial=0) > 1:
+        if count.max(initial=0) > 1:  # as many elements as overlap are missing elsewhere
             raise self._wrong(f"chunks of {key} overlap")
-        if count.min(initial=1) < 1:
-            raise self._wrong(f"chunks of {key} are missing: they don't cover its {list(size)}")
 
     def _listed(self, places: dict[Any, Any]) -> Iterator[tuple[tuple[str, Size], Place]]:
         for index, info in places.items():
             where = self._fields(index, "MetadataIndex")
             key, offset = where.get("fqn"), where.get("offset")
-            if key not in self._tensors:
+            if not isinstance(key, str) or key not in self._tensors:
                 continue
             fields = self._fields(info, "_StorageInfo")
             path, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
             start: Any = fields.get("offset")
             length: Any = fields.get("length")
             if not isinstance(path, str) or not (_is_count(start) and _is_count(length)):
-                raise self._wrong(f"{key} lies at {path!r}, {start!r}, {length!r}")
+                raise self._wrong(f"{key} lies at {shown(path)}, {shown(start)}, {shown(length)}")
             if transforms:
-                raise self._wrong(f"{key} was saved through {transforms!r}, which is not undone")
+                raise self._wrong(
+                    f"{key} was saved through {shown(transforms)}, which is not undone"
+                )
             yield (key, self._size(offset or (), key)), Place(path, start, length)
 
     def _fields(self, record: Any, name: str) -> dict[str, Any]:
-        if not isinstance(record, _Record) or type(record).__name__ != name:
+        if not isinstance(record, Record) or type(record).__name__ != name:
             raise self._wrong(f"a {name} is missing")
         # An object without fields is pickled without a state.
         state = record.state or {}
@@ -243,9 +183,13 @@ class Metadata:
         return state
 
     def _size(self, value: Any, key: str) -> Size:
-        if not isinstance(value, tuple) or not all(_is_count(n) for n in value):
-            raise self._wrong(f"{key} has the size or offset {value!r}")
-        return value
+        if (
+            not isinstance(value, tuple)
+            or len(value) > MOST_DIMENSIONS
+            or not all(_is_count(n) for n in value)
+        ):
+            raise self._wrong(f"{key} has the size or offset {shown(value)}")
+        return tuple(value)
 
     def _wrong(self, what: str) -> ModelError:
         return ModelError(f"{self.path}: {what}")

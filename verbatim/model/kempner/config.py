@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class ModelConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UnsupportedModel(
-                    f"[model] {name}={getattr(self, name)!r}: must be one of {list(allowed)}"
+                    f"[model] {name}={shown(getattr(self, name))}: must be one of {list(allowed)}"
                 )
         if self.n_kv_heads is None:
             object.__setattr__(self, "n_kv_heads", self.n_heads)
@@ -92,10 +93,12 @@ class ModelConfig:
             positive += ["moe_top_k", "moe_frequency", "moe_expert_ffn_multiplier"]
         for name in positive:
             if not 0 < getattr(self, name) < 2**40:
-                raise ModelError(f"[model] {name}={getattr(self, name)!r}: must be above 0")
+                value = shown(getattr(self, name))
+                raise ModelError(f"[model] {name}={value}: must be above 0 and below 2**40")
         for name in ("num_experts", "moe_shared_experts", "moe_capacity_factor"):
             if not 0 <= getattr(self, name) < 2**40:
-                raise ModelError(f"[model] {name}={getattr(self, name)!r}: must be 0 or more")
+                value = shown(getattr(self, name))
+                raise ModelError(f"[model] {name}={value}: must be 0 or more and below 2**40")
         if self.dim % self.n_heads or self.head_dim % 2:
             raise ModelError(
                 f"[model] dim={self.dim}: must be n_heads={self.n_heads} times an even number"
@@ -170,7 +173,7 @@ class KempnerConfig:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ModelError(f"{file} can't be read: {error.strerror or error}") from None
-        except ValueError as error:  # no TOML, or no UTF-8
+        except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or brackets without end
             raise ModelError(f"{file} is not TOML: {error}") from None
         try:
             return cls._of(tables, overrides or {})
@@ -202,7 +205,7 @@ class KempnerConfig:
         for section, name in (("data", "tokenizer_path"), ("checkpoint", "load_path")):
             value = _merged(tables, overrides, section).get(name)
             if value is not None and not isinstance(value, str):
-                raise ModelError(f"[{section}] {name}={value!r}: must be a string")
+                raise ModelError(f"[{section}] {name}={shown(value)}: must be a string")
             paths.append(value or None)
         return cls(
             ModelConfig(**{k: v for k, v in model.items() if k in known}), paths[0], paths[1]
@@ -214,7 +217,7 @@ def _merged(
 ) -> dict[str, Any]:
     table = tables.get(section, {})
     if not isinstance(table, dict):
-        raise ModelError(f"{section}={table!r}: must be a section")
+        raise ModelError(f"{section}={shown(table)}: must be a section")
     return {**table, **overrides.get(section, {})}
 
 
@@ -224,13 +227,33 @@ def _typed(name: str, kind: str, value: Any) -> Any:
         return None
     kind = kind.removesuffix(" | None")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "float" and is_number and math.isfinite(value):
-        return float(value)
-    if kind == "int" and is_number and math.isfinite(value) and int(value) == value:
-        return int(value)
+    if is_number and -(2**63) <= value < 2**63:  # TOML's integers; neither inf nor nan
+        if kind == "float":
+            return float(value)
+        if kind == "int" and int(value) == value:
+            return int(value)
     if {"bool": bool, "str": str}.get(kind) is type(value):
         return value
-    raise ModelError(f"[model] {name}={value!r}: must be {_A[kind]}")
+    raise ModelError(f"[model] {name}={shown(value)}: must be {_A[kind]}")
 
 
-_A = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
+_A = {
+    "int": "an integer of 64 bits",
+    "float": "a number below 2**63",
+    "bool": "true or false",
+    "str": "a string",
+}
+
+
+class _Short(reprlib.Repr):
+    """Values of any depth and length, for a message."""
+
+    maxstring = 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 64:  # repr itself refuses those of thousands of digits
+            return f"an integer of {x.bit_length()} bits"
+        return repr(x)
+
+
+shown = _Short().repr

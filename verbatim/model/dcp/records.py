@@ -1,0 +1,166 @@
+"""Pickles read without running anything of them: DCP's `.metadata`, which torch itself unpickles.
+
+Classes become records that hold their state and do nothing; a class or an opcode that DCP has no need
+of is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from verbatim.errors import ModelError
+
+MOST_DIMENSIONS = 64  # of a tensor; numpy has no more either
+_MOST_ARGUMENTS = 64
+
+
+class Record:
+    """What a class of the pickle becomes. Its state is whatever the file says."""
+
+    __slots__ = ("state",)
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        if len(args) > _MOST_ARGUMENTS:  # copied for each call, so a small file could take hours
+            raise ModelError(f"it makes a {cls.__name__} of {len(args)} arguments")
+        made = super().__new__(cls)
+        made.state = None
+        return made
+
+
+class _Size(tuple[Any, ...]):
+    """torch.Size. Of what the numbers in it are its reader decides."""
+
+    __slots__ = ()
+
+    def __new__(cls, dimensions: Any) -> _Size:
+        if type(dimensions) is not tuple or len(dimensions) > MOST_DIMENSIONS:
+            raise ModelError("it makes a torch.Size of something else than a few numbers")
+        return super().__new__(cls, dimensions)
+
+
+def record(name: str) -> type[Record]:
+    """A class of records, to stand for the class of this name."""
+    return type(name, (Record,), {"__slots__": ()})
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (module, name): record(name)
+    for module, names in {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.serialization": ("_get_layout",),
+        # Where they were before torch 2.3.
+        "torch.distributed._shard.sharded_tensor.metadata": (
+            "TensorProperties",
+            "MEM_FORMAT_ENCODING",
+        ),
+        # The folder that was saved to, as the Python and the system that saved it name its class.
+        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+        "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    }.items()
+    for name in names
+}
+_ALLOWED["torch", "Size"] = _Size
+_ALLOWED |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
+
+
+class Unpickler(pickle._Unpickler):
+    """Python's unpickler in Python, three times as slow as the one in C.
+
+    That one can't be kept from hashing a key of any depth, which overflows its stack, nor from making
+    room for a billion entries of its memo. This one takes memory in proportion to the file: each
+    opcode left in `dispatch` makes at most one small object.
+    """
+
+    allowed: ClassVar[dict[tuple[str, str], Any]] = _ALLOWED
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self.allowed[module, name]
+        except KeyError:
+            raise ModelError(
+                f"it asks for {module[:80]}.{name[:80]}, which DCP has no need of; nothing was run"
+            ) from None
+
+    def load_build(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, Record):
+            raise ModelError(f"it gives a state to a {type(record).__name__}")
+        record.state = state
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        mapping = self.stack[-1]
+        if type(mapping) is not dict:
+            raise ModelError(f"it sets an item of a {type(mapping).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str and not isinstance(key, Record):
+                raise ModelError("the key of a dictionary is neither a string nor a record")
+            mapping[key] = value
+
+
+class _Opcodes(dict[int, Any]):
+    def __missing__(self, code: int) -> NoReturn:
+        raise ModelError(f"it has the opcode {bytes([code])!r}, which DCP has no need of")
+
+
+# Protocols 2 to 5, as far as strings, numbers, tuples, lists, dictionaries and objects go.
+_NAMES = (
+    "PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
+    "BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
+    "APPEND APPENDS EMPTY_DICT REDUCE NEWOBJ BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
+)
+Unpickler.dispatch = _Opcodes(
+    {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
+        for name in _NAMES.split()
+    }
+    | {
+        pickle.BUILD[0]: Unpickler.load_build,
+        pickle.SETITEM[0]: Unpickler.load_setitem,
+        pickle.SETITEMS[0]: Unpickler.load_setitems,
+    }
+)
+
+
+def read_records(path: Path) -> Any:
+    """What a `.metadata` holds, of strings, numbers, tuples, lists, dictionaries, dtypes and records.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ModelError: it can't be read, or holds something that is not DCP's.
+    """
+    try:
+        with open(path, "rb") as file:
+            return Unpickler(file).load()
+    except ModelError as error:
+        raise ModelError(f"{path} is refused: {error}") from None
+    except Exception as error:  # a damaged pickle fails in any way it likes
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{path} can't be read: {what}") from None
