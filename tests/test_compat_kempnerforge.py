@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import re
+import warnings
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kempner_toys import Chain, Toy, as_llama, kempner_toy
@@ -27,6 +30,7 @@ from verbatim import (
     UnsupportedModel,
 )
 from verbatim.compat.kempnerforge import KVCache, generate, sample
+from verbatim.errors import ModelChanged
 from verbatim.model import rowwise
 from verbatim.model.rowwise import NotRowwise, Rowwise, causal_attention
 from verbatim.tensors import engine_of
@@ -305,6 +309,20 @@ def test_top_k_over_the_vocabulary_keeps_all(toy):
     assert torch.equal(sample(logits, top_k=10**30, seed=1, position=4), all_of_them)
 
 
+def test_numpys_numbers_are_numbers(toy):
+    prompt = prompts_of(2, 4)
+    expected = generate(
+        toy, prompt, 5, temperature=0.5, top_k=9, top_p=0.75, eos_token_id=3, seed=1
+    )
+    tall = dict(temperature=np.float32(0.5), top_k=np.int64(9), top_p=np.float32(0.75))
+    out = generate(toy, prompt, np.int64(5), **tall, eos_token_id=np.int32(3), seed=1)
+    assert torch.equal(out, expected)
+    greedy = generate(toy, prompt, 5, temperature=0)
+    assert torch.equal(generate(toy, prompt, 5, temperature=np.float32(0)), greedy)
+    assert torch.equal(generate(toy, prompt, 5, top_p=np.float32(0), seed=1), greedy)
+    assert torch.equal(generate(toy, prompt, 5, top_k=np.int64(10**15), seed=1, top_p=0), greedy)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -321,6 +339,13 @@ def test_top_k_over_the_vocabulary_keeps_all(toy):
         dict(max_new_tokens=-1),
         dict(max_new_tokens=2.0),
         dict(max_new_tokens=True),
+        dict(max_new_tokens="4"),
+        dict(temperature=torch.tensor([0.0, 1.0])),
+        dict(eos_token_id="a"),
+        dict(eos_token_id=[1]),
+        dict(eos_token_id=1.0),
+        dict(prompt_tokens=torch.tensor([[1, 2]]).to_sparse()),
+        dict(prompt_tokens=torch.tensor([[1, 2]], device="meta")),
         dict(eos_token_id=128),
         dict(eos_token_id=-1),
         dict(eos_token_id=True),
@@ -358,6 +383,10 @@ def test_what_cannot_be_done_is_refused_before_any_forward(wrong):
         dict(seed=1),
         dict(position=1),
         dict(seed=1, position=[1]),
+        dict(temperature=torch.tensor([0.0, 1.0])),
+        dict(logits=torch.zeros(2, 3).to_sparse()),
+        dict(logits=torch.zeros(2, 3, device="meta")),
+        dict(logits=torch.zeros(2, 3, device="meta"), temperature=0),
         dict(logits=torch.randn(4)),
         dict(logits=torch.zeros(2, 3, dtype=torch.int64)),
         dict(logits=[[1.0]]),
@@ -383,6 +412,45 @@ def test_a_full_cache_names_its_room_and_stays_as_it_was():
             cache.update(torch.zeros(k), torch.zeros(v))
     with pytest.raises(InvalidRequest, match="head_dim=0"):
         KVCache(1, 4, 1, 0, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(1, 1, 2, 2, dtype=torch.complex64),
+        torch.ones(1, 1, 2, 2, device="meta"),
+        torch.eye(2).to_sparse(),
+        None,
+    ],
+    ids=["complex", "meta", "sparse", "None"],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cache_takes_both_or_none(wrong, which):
+    cache = KVCache(1, 4, 1, 2)
+    new = [torch.ones(1, 1, 2, 2)] * 2
+    new[which] = wrong
+    with pytest.raises(InvalidRequest, match=["k_new is", "v_new is"][which]):
+        cache.update(*new)
+    assert cache.seq_len == 0 and not cache.k.any() and not cache.v.any()
+
+
+def test_a_cache_of_integers_takes_no_fractions():
+    with pytest.raises(InvalidRequest, match=r"float32.*become torch.int8"):
+        KVCache(1, 4, 1, 2, torch.int8).update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
+    cache = KVCache(1, 4, 1, 2, torch.bfloat16)
+    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].dtype == torch.bfloat16
+
+
+def test_memory_that_cannot_be_had_is_refused_by_its_sizes():
+    with pytest.raises(InvalidRequest, match=r"K and V of \[1099511627776, 3, 1099511627776, 4\]"):
+        KVCache(2**40, 2**40, 3, 4)
+    assert KVCache(np.int64(1), 4, 1, 2).nbytes == 64
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside():
+    with torch.inference_mode():
+        cache = KVCache(1, 4, 1, 2)
+    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].sum() == 4
 
 
 def test_the_example_of_the_page_runs():
@@ -500,24 +568,210 @@ def test_beams_of_one_forward_are_those_of_a_llama(toy):
             assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in theirs.outputs]
 
 
+# ---- modules whose rows see each other, or may: each is run one token at a time, or found out later
+
+
 class Late(Toy):
-    """Calls what is not known, but only from position 8 on; it adds nothing."""
+    """Calls what is not known, but only past all that a trial runs; it adds nothing."""
 
     def forward(self, tokens, *, kv_caches):
-        late = kv_caches[0].seq_len >= 8
+        late = kv_caches[0].seq_len >= 45
         logits = super().forward(tokens, kv_caches=kv_caches)
         return logits + 0 * logits.softmax(-1) if late else logits
 
 
-def test_a_step_that_turns_out_unknown_changes_no_bit():
-    params = SamplingParams(max_tokens=12, seed=4)
-    prompts = [random_ids(length, length) for length in (3, 5, 7)]
-    with LLM(kempner_toy(), kv_memory="1MB") as llm:
-        expected = all_facts(llm.generate(prompts, params))
-    with LLM(kempner_toy(cls=Late), kv_memory="1MB") as llm:
+class ManyAtOnce(Toy):
+    """More sequences than a trial has see each other."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + 0.1 * logits[:1] if len(tokens) > 3 else logits
+
+
+class LongNumber(Toy):
+    """The length of a forward decides on a factor, past all that a trial runs."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits * (2 if tokens.shape[1] > 41 else 1)
+
+
+class LongRows(Toy):
+    """The length of a forward decides on which rows of a table are taken."""
+
+    def forward(self, tokens, *, kv_caches):
+        stop = kv_caches[0].seq_len + tokens.shape[1]
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + 1e-6 * self.cos[stop - 1, 0]
+
+
+class SumsOverKeys(Toy):
+    """A known function, over as many keys as there are; too little for a trial's slack."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        k = kv_caches[0].k[:, 0].transpose(1, 2)
+        return logits + 1e-6 * k.sum(-1).mean(-1, keepdim=True)[:, None]
+
+
+class WindowOfOne(Toy):
+    """A single token sees eight keys, several see all."""
+
+    def forward(self, tokens, *, kv_caches):
+        plain = F.scaled_dot_product_attention
+
+        def windowed(q, k, v, **kwargs):
+            keep = k.shape[2] if q.shape[2] > 1 else 8
+            start = max(0, k.shape[2] - keep)
+            return plain(q, k.narrow(2, start, k.shape[2] - start), v[:, :, start:], **kwargs)
+
+        F.scaled_dot_product_attention = windowed
+        try:
+            return super().forward(tokens, kv_caches=kv_caches)
+        finally:
+            F.scaled_dot_product_attention = plain
+
+
+class Places(Toy):
+    """A product with a matrix that is no weight, but has a row for each token."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        rows = logits.flatten(0, 1)
+        return logits + (0.01 * rows.new_ones(len(rows), len(rows)) @ rows).view_as(logits) * 0
+
+
+class ByName(Toy):
+    """The trial's bits may be the same by luck; torch's own function is not known."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return torch.pow(input=logits.abs() + 0.1, exponent=1.7)
+
+
+class PickedRows(Toy):
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits[list(range(len(logits)))]
+
+
+def scripted(source):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out, and still in people's code
+        return torch.jit.script(source)
+
+
+class Scripted(Toy):
+    """A layer of torch.jit's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scripted = scripted(nn.Sequential(nn.Linear(config.vocab_size, 8), nn.SiLU()))
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + self.scripted(logits).mean(-1, keepdim=True)
+
+
+def over_rows(x: torch.Tensor):
+    return x + 0.0 * x.softmax(dim=1)
+
+
+class ScriptedFunction(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return self.function(super().forward(tokens, kv_caches=kv_caches))
+
+
+class AroundTheMode(Toy):
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        with torch._C.DisableTorchFunction():
+            return logits.sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("cls", "why", "at_once"),
+    [
+        (SumsOverKeys, "torch.Tensor.sum is not called alike", True),
+        (WindowOfOne, "torch.Tensor.narrow is not called alike", True),
+        (Places, "torch.Tensor.matmul is not called alike", True),
+        (ByName, "torch.pow", True),
+        (PickedRows, "torch.Tensor.__getitem__", True),
+        (LongRows, "torch.Tensor.__getitem__ is not called alike", True),
+        (Scripted, "torch.jit", True),
+        (ScriptedFunction, "under watch it fails with RuntimeError|aten", True),
+        (AroundTheMode, "aten.sigmoid", True),
+        (Late, "torch.Tensor.softmax", False),
+        (ManyAtOnce, "torch.Tensor.__getitem__ is not called alike", False),
+        (LongNumber, "torch.Tensor.mul is not called alike", False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_rows_that_may_see_each_other_get_the_same_bits_in_every_schedule(cls, why, at_once):
+    toy = kempner_toy(cls=cls, n_layers=1)
+    if cls is ScriptedFunction:
+        toy.function = scripted(over_rows)
+    prompts = [random_ids(length, length) for length in (3, 43, 43, 43, 43, 12)]
+    params = SamplingParams(max_tokens=6, seed=4, prompt_logprobs=0)
+    found = []
+    for options in (dict(max_batch_tokens=7, max_sequences=2), dict(max_batch_tokens=4096)):
+        with LLM(toy, kv_memory="1MB", **options) as llm:
+            assert at_once or llm.info()["rows"] == "together"
+            found.append(all_facts(llm.generate(prompts, params)))
+            rows = llm.info()["rows"]
+    assert found[0] == found[1]
+    assert re.match(f"one at a time: ({why})", rows), rows
+
+
+def test_fewer_steps_than_in_the_trial_are_other_steps():
+    class Shorter(Toy):
+        def forward(self, tokens, *, kv_caches):
+            logits = super().forward(tokens, kv_caches=kv_caches)
+            return logits if tokens.shape[1] > 41 else logits + 1
+
+    with LLM(kempner_toy(cls=Shorter), kv_memory="1MB") as llm:
         assert llm.info()["rows"] == "together"
+        llm.score([random_ids(43, 0)])
+        assert (
+            llm.info()["rows"]
+            == "one at a time: torch.Tensor.add is not called alike in all forwards"
+        )
+
+
+class ByPosition(Toy):
+    """Positions as most code tells them: arange, an embedding, slices of tables."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.places = nn.Embedding(config.max_seq_len, config.vocab_size)
+
+    def forward(self, tokens, *, kv_caches):
+        start, stop = kv_caches[0].seq_len, kv_caches[0].seq_len + tokens.shape[1]
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        angles = torch.arange(start, stop, dtype=torch.float32)[:, None] * self.cos[:1].mean(-1)
+        return logits + self.places(torch.arange(start, stop)) + angles.sin()
+
+
+def test_what_goes_by_position_runs_together():
+    with LLM(kempner_toy(cls=ByPosition), kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        prompts = [random_ids(length, 1) for length in (50, 3, 50)]
+        params = SamplingParams(max_tokens=6, seed=4, prompt_logprobs=0)
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(kempner_toy(cls=ByPosition), kv_memory="1MB", max_batch_tokens=7) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
-        assert llm.info()["rows"] == "one at a time: torch.Tensor.softmax"
+        assert llm.info()["rows"] == "together"
+
+
+def test_a_scripted_hook_is_seen(toy):
+    prompt, function = prompts_of(2, 5), scripted(over_rows)
+    expected = generate(kempner_toy(), prompt, 6, seed=1)
+    toy.norm.register_forward_hook(lambda _m, _x, out: function(out))
+    toy.calls.clear()
+    engine_of(toy)
+    toy.calls.clear()
+    assert torch.equal(generate(toy, prompt, 6, seed=1), expected)
+    assert toy.calls.count((1, 1)) == 2 * (5 + 5)
 
 
 def test_a_hook_that_looks_over_all_rows_changes_no_bit(toy):
@@ -540,6 +794,20 @@ def test_the_shortest_of_limits(max_seq_len):
     assert generate(toy, prompts_of(2, 1), room, seed=1).shape == (2, max_seq_len)
     with pytest.raises(PromptTooLong, match=f"exceeds model max_seq_len={max_seq_len}"):
         generate(toy, prompts_of(2, 1), room + 1)
+
+
+def test_max_seq_len_is_read_at_every_call(toy):
+    prompt = prompts_of(1, 10)
+    generate(toy, prompt, 2)
+    toy.config.max_seq_len = 11
+    with pytest.raises(PromptTooLong, match=r"12.* exceeds model max_seq_len=11$"):
+        generate(toy, prompt, 2)
+    toy.config.max_seq_len = 30
+    assert generate(toy, prompt, 20).shape == (1, 30)
+    with LLM(toy, kv_memory="1MB") as llm:
+        toy.config.max_seq_len = 5
+        with pytest.raises(ModelChanged, match="max_seq_len changed"):
+            llm.generate([[1, 2]], GREEDY)
 
 
 def test_a_limit_that_is_not_the_models_is_named(toy):
@@ -697,13 +965,18 @@ def test_the_trial_is_hidden_from_hooks(toy):
         torch.inference_mode,
         torch.enable_grad,
         lambda: torch.device("cpu"),
+        lambda: torch.device("meta"),
     ],
-    ids=["autocast", "inference mode", "gradients", "device"],
+    ids=["autocast", "inference mode", "gradients", "device", "meta"],
 )
 def test_the_callers_modes_change_nothing(toy, around):
-    expected = generate(kempner_toy(), prompts_of(2, 5), 6, seed=1)
+    prompt, logits = prompts_of(2, 5), torch.zeros(2, 9)
+    expected = generate(kempner_toy(), prompt, 6, seed=1)
+    drawn = sample(logits, seed=1, position=3)
     with around():
-        out = generate(toy, prompts_of(2, 5), 6, seed=1)
+        out = generate(toy, prompt, 6, seed=1)
+        assert generate(toy, prompt, 3).shape == (2, 8)
+        assert torch.equal(sample(logits, seed=1, position=3), drawn)
     assert torch.equal(out, expected) and not out.is_inference() and not out.requires_grad
     with torch.no_grad():  # weights may be changed now, and are seen
         toy.embedding.weight.mul_(-1)

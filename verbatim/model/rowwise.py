@@ -2,12 +2,13 @@
 
 A module that is called on whole rows `[B, T]` computes what it likes. `Rowwise` stands between it and torch:
 functions that change bits with the rows beside them are swapped (`invariant.py`), attention goes to our
-kernel, and whatever is not known to treat each row by itself is reported. What passes gives a row the
-same bits in any batch, however its sequence was cut.
+kernel, and whatever is not known to treat each row by itself is reported.
 
 Known are (measured, and held by a test at odd widths, layouts and thread counts): elementwise functions,
-whatever only moves elements, products with a matrix of weights, and sums over the last dimension of
-contiguous rows. A softmax is not: over keys, its bits change with their number.
+whatever only moves elements, products with a matrix, and sums over the last dimension of contiguous rows.
+Products and sums are over a width, and code may ask how many rows there are. So the steps of a trial are
+kept, with their widths and numbers, and every later forward must take the same ones: then nothing depends
+on the number of rows, of sequences, or of keys.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from verbatim.errors import UnsupportedModel
 from verbatim.kv.attention import AttentionOptions, paged_attention
 from verbatim.model.invariant import replacement
+from verbatim.model.steps import Steps, Unseen
 
 _MAX_WIDTH = 32_768  # torch splits longer sums over its threads when there is a single row
 
@@ -38,15 +40,25 @@ def _functions(names: str) -> set[Any]:
     return {function for function in found if callable(function)}
 
 
-_MOVES = _functions(
-    """view view_as reshape reshape_as transpose permute movedim swapaxes contiguous unsqueeze squeeze
-    expand expand_as broadcast_to flatten unflatten chunk split tensor_split unbind narrow select t
-    __getitem__ __setitem__ index_select gather repeat_interleave repeat tile cat concat stack clone
-    detach to type type_as float double bfloat16 half copy_ fill_ zero_ roll flip tril triu embedding
-    arange zeros ones empty full tensor as_tensor zeros_like ones_like empty_like full_like new_zeros
-    new_ones new_empty new_full size dim numel nelement stride is_contiguous is_floating_point
-    element_size get_device"""
+_SIZED = _functions(  # of which shapes are told, that differ with the number of rows
+    """view view_as reshape reshape_as expand expand_as broadcast_to unflatten repeat tile zeros ones
+    new_zeros new_ones"""
 )
+_MOVES = _SIZED | _functions(
+    """transpose permute movedim swapaxes unsqueeze squeeze flatten chunk split tensor_split unbind narrow
+    select t __getitem__ repeat_interleave cat concat stack to type type_as float double bfloat16 half
+    copy_ fill_ zero_ embedding arange zeros_like ones_like full_like"""
+)
+_LOOKS = _functions(  # which change nothing; hooks like to call them, too
+    """size dim numel nelement stride is_contiguous is_floating_point element_size get_device __len__
+    detach clone contiguous cpu"""
+) | {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device layout ndim data requires_grad is_cuda itemsize".split()
+}
+_MOVES |= {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+_BY_INDEX = _functions("__getitem__ repeat_interleave")
+_RANGE = _functions("arange")
 _ELEMENTWISE = _functions(
     """add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__ rsub mul mul_ __mul__ __rmul__
     __imul__ multiply subtract div div_ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__
@@ -59,7 +71,8 @@ _OVER_LAST = _functions("mean sum amax amin")  # of which dimension must be look
 _NORMS = _functions("layer_norm rms_norm")
 _WHERE = _functions("where")
 _SWITCHES = {torch._C._set_grad_enabled}  # entering and leaving torch.no_grad()
-_PRODUCTS = _functions("mm bmm matmul __matmul__ addmm")
+_PRODUCTS = _functions("linear mm bmm matmul __matmul__ addmm")
+_OPERANDS = frozenset({"input", "self", "other", "exponent", "mat1", "mat2", "out"})
 _ATTENTION = F.scaled_dot_product_attention  # torch's own, whatever is put in its place later
 _REFUSED_ON_FLAT_BATCHES = _functions("einsum conv1d")
 _RANDOM = _functions(
@@ -75,30 +88,58 @@ class Rowwise(TorchFunctionMode):
     Args:
         strict: raise NotRowwise at the first function that is not known. Without, it is called as it is:
             for a single row of a single sequence on one thread, which has nothing beside it.
+        steps: where strict, what is called is noted there, and NotRowwise is raised at a step that was
+            not expected. If they have positions, attention must be of all these to everything so far.
+        unseen: is told what has been looked at.
     """
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(
+        self, *, strict: bool, steps: Steps | None = None, unseen: Unseen | None = None
+    ) -> None:
         super().__init__()
         self._strict = strict
+        self._steps = Steps() if steps is None else steps
+        self._unseen = unseen
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if kind is None and self._strict and (left_out := self._steps.missing()) is not None:
+            raise _other_step(left_out)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _LOOKS and self._unseen is None:
+            return func(*args, **kwargs)
         if func in _RANDOM or (func in _DROPOUTS and _drops(args, kwargs)):
             raise UnsupportedModel(f"it draws random numbers while it generates ({_name(func)})")
-        if func is _ATTENTION:
-            return self._attention(func, args, kwargs)
-        found = None if func in _REFUSED_ON_FLAT_BATCHES else replacement(func, args)
-        if self._strict and not (
-            _known(func, args, kwargs) if found is None else _fits(func, args)
-        ):
-            raise NotRowwise(_name(func))
+        call = self._attention if func is _ATTENTION else self._call
+        if self._unseen is None:
+            return call(func, args, kwargs)
+        self._unseen.looked_at = True
+        try:
+            return call(func, args, kwargs)
+        finally:
+            self._unseen.looked_at = False
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = None
+        by_name = not args or not _OPERANDS.isdisjoint(kwargs)  # ours take them by place
+        if not by_name and func not in _REFUSED_ON_FLAT_BATCHES:
+            found = replacement(func, args)
+        if self._strict and func not in _LOOKS:
+            if by_name or not (_fits(func, args) if found else _known(func, args, kwargs)):
+                raise NotRowwise(_name(func))
+            self._take(func, _given(func, args, kwargs))
         if args and (func in _OVER_LAST or func in _NORMS):
             args = (args[0].contiguous(), *args[1:])  # the bits of a sum depend on the strides
         return (found or func)(*args, **kwargs)
 
     def _attention(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        if self._strict:
+            _check_lengths(self._steps.positions, *args, **kwargs)
+            self._take(func, (args[6:], kwargs.get("scale")))
         try:
             return causal_attention(*args, **kwargs)
         except NotRowwise:
@@ -106,32 +147,62 @@ class Rowwise(TorchFunctionMode):
                 raise
             return func(*args, **kwargs)
 
+    def _take(self, func: Any, given: Any) -> None:
+        if not self._steps.take(func, given):
+            raise _other_step(func)
+
 
 def _name(func: Any) -> str:
     return str(resolve_name(func) or getattr(func, "__name__", func))
 
 
+def _other_step(func: Any) -> NotRowwise:
+    return NotRowwise(f"{_name(func)} is not called alike in all forwards")
+
+
+def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be the same in every forward, however many rows it has."""
+    if func in _SIZED:
+        return ()
+    width: tuple[int, ...] = ()  # what is summed over
+    if func in _OVER_LAST or func in _NORMS:
+        width = (args[0].shape[-1],)
+    elif func in _PRODUCTS:
+        width = tuple(_weight(func, args).shape)
+    elif func in _RANGE and len(args) == 2:
+        args = (slice(*args),)  # as a table would be cut
+    return (*args, *kwargs.items(), *width)
+
+
 def _known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does `func`, which is torch's own, treat each row of its last dimension by itself?"""
     if func in _OVER_LAST:
-        x = args[0] if args else None
+        x = args[0]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if isinstance(dim, tuple | list) and len(dim) == 1:
             dim = dim[0]
         return isinstance(x, Tensor) and dim in (-1, x.dim() - 1) and _short(x)
     if func in _NORMS:
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
-        return len(shape) == 1 and len(args) > 0 and _short(args[0])
+        return len(shape) == 1 and _short(args[0])
     if func in _DROPOUTS:
         return True  # it is off
     if func in _WHERE and len(args) + len(kwargs) == 1:
         return False  # a search, whose answer has as many rows as it finds
-    return (
-        func in _MOVES
-        or func in _ELEMENTWISE
-        or func in _SWITCHES
-        or getattr(func, "__name__", "") == "__get__"  # a property of a tensor
-    )
+    if func in _BY_INDEX and not all(_basic(value) for value in (*args[1:], *kwargs.values())):
+        return False
+    return func in _MOVES or func in _ELEMENTWISE or func in _SWITCHES
+
+
+def _basic(index: Any) -> bool:
+    """One of tensors or lists may take rows from anywhere."""
+    if isinstance(index, tuple):
+        return all(map(_basic, index))
+    return index is None or index is ... or isinstance(index, int | slice)
+
+
+def _weight(func: Any, args: tuple[Any, ...]) -> Any:
+    return args[1] if func is F.linear and len(args) > 1 else args[-1]
 
 
 def _fits(func: Any, args: tuple[Any, ...]) -> bool:
@@ -139,7 +210,10 @@ def _fits(func: Any, args: tuple[Any, ...]) -> bool:
 
     A product of two activations may be attention by hand, which sums over as many keys as there are.
     """
-    return func not in _PRODUCTS or (len(args) > 1 and args[-1].dim() == 2)
+    if func not in _PRODUCTS:
+        return True
+    weight = _weight(func, args)
+    return len(args) > 1 and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def _short(x: Tensor) -> bool:
@@ -150,6 +224,13 @@ def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and p > 0
+
+
+def _check_lengths(positions: range | None, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
+    """A window on the keys that a shape decides on would not show in the steps."""
+    if positions is not None and query.dim() == key.dim() == 4:
+        if (query.shape[2], key.shape[2]) != (len(positions), positions.stop):
+            raise NotRowwise("scaled_dot_product_attention of other than all keys so far")
 
 
 def causal_attention(

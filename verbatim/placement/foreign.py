@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,13 @@ from verbatim.model.weights import NewWeights, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement.runner import Forward, weight_info
 from verbatim.sampling.sampler import sample_rows
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Run the block with tensors made on the CPU, whatever `torch.device` the caller stands in."""
+    if torch.get_default_device().type == "cpu":
+        return nullcontext()
+    return torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -82,7 +90,7 @@ class Foreign:
         self._ids = self._no_ids()
 
     def _no_ids(self) -> Tensor:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), on_cpu():
             return torch.zeros(self.num_blocks, self.block_size, dtype=torch.int64)
 
     @property
@@ -107,7 +115,13 @@ class Foreign:
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
-        with exclusive, threads(self._num_threads), torch.inference_mode(False), torch.no_grad():
+        with (
+            exclusive,
+            threads(self._num_threads),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            on_cpu(),
+        ):
             for source, target in batch.block_copies:
                 self._ids[target] = self._ids[source]
             self.copy_blocks(batch.block_copies)

@@ -3,9 +3,10 @@
 Their K and V live in the engine's own blocks, so prefix reuse, eviction, forks and beams work as they do
 for any model.
 
-A module whose every step is known to treat rows one by one (`model/rowwise.py`) runs on as many rows at
-once as are alike, in any cut. Every other one is run one token of one sequence at a time, on one
-thread: slow, and the same bits in every schedule, because nothing is ever beside a row.
+A module whose every step is known to treat rows one by one (`model/rowwise.py`), and is the same in every
+forward (`model/steps.py`), runs on as many rows at once as are alike, in any cut. Every other one is run one
+token of one sequence at a time, on one thread: slow, and the same bits in every schedule, because nothing is
+ever beside a row.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from verbatim.errors import ModelChanged, NotSupported
 from verbatim.kv.quantized import Packing
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.borrow import exclusive, has_hooks, structure, threads
-from verbatim.model.rowwise import NotRowwise, Rowwise
+from verbatim.model.rowwise import NotRowwise
 from verbatim.options import dtype_name
-from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.foreign import Foreign, Piece, on_cpu
 from verbatim.placement.kv_protocol import (
     CacheShape,
-    call,
+    call_together,
     run_alone,
     speaks_kv_caches,
     taken,
 )
-from verbatim.placement.kv_trial import try_out
+from verbatim.placement.kv_trial import Findings, try_out
 from verbatim.placement.options import EngineOptions
 
 __all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]
@@ -41,6 +42,9 @@ class KVCachesRunner(Foreign):
     """Runs a `kv_caches` module on the engine's blocks.
 
     Args:
+        found: by a trial.
+
+    Attributes:
         rowwise_reason: why rows can't run together; None: they can.
     """
 
@@ -50,24 +54,24 @@ class KVCachesRunner(Foreign):
         self,
         module: nn.Module,
         shape: CacheShape,
+        found: Findings,
         *,
-        vocab_size: int,
         block_size: int,
         num_blocks: int,
         num_threads: int | None,
-        rowwise_reason: str | None,
         weak: bool,
     ) -> None:
         super().__init__(
             module,
-            vocab_size=vocab_size,
+            vocab_size=found.vocab_size,
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
             weak=weak,
         )
         self.store = shape.store(num_blocks, block_size)
-        self.rowwise_reason = rowwise_reason
+        self.rowwise_reason = found.rowwise_reason
+        self._steps = found.steps
         self._shape = shape
         self._structure = structure(module)
 
@@ -75,16 +79,19 @@ class KVCachesRunner(Foreign):
         """Follow a module that was edited since it was last looked at.
 
         Raises:
-            ModelChanged: its layers, or what they store, are others.
+            ModelChanged: its layers, what they store or its `max_seq_len` are others.
         """
-        with exclusive, threads(self._num_threads):
+        with exclusive, threads(self._num_threads), on_cpu():
             module = self.module
             if CacheShape.of(module) != self._shape:
-                raise ModelChanged("the model's layers changed since it was opened; open it again")
+                raise ModelChanged(
+                    "the model's layers or its max_seq_len changed since it was opened; open it again"
+                )
             if (now := structure(module)) != self._structure:
                 found = try_out(module, self._shape)
                 self._check_width(found.vocab_size)
-                self._structure, self.rowwise_reason = now, found.rowwise_reason
+                self._structure, self._steps = now, found.steps
+                self.rowwise_reason = found.rowwise_reason
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.store.copy_blocks(copies)
@@ -108,11 +115,12 @@ class KVCachesRunner(Foreign):
         for i, piece in enumerate(pieces):
             alike.setdefault((len(piece.ids), piece.start), []).append(i)
         logits: dict[int, Tensor] = {}
+        watched = has_hooks(self.module)
         for (_, start), members in alike.items():
             ids = torch.stack([pieces[i].ids[start:] for i in members])
             slots = torch.stack([pieces[i].slots for i in members])
-            with Rowwise(strict=True):
-                rows = call(self.module, self._shape, self.store, ids, slots, start)
+            to = self.module, self._shape, self.store
+            rows, _ = call_together(*to, ids, slots, start, self._steps, watched=watched)
             self._check_width(rows.shape[-1])
             for i, mine in zip(members, rows, strict=True):
                 logits[i] = mine[pieces[i].wanted - start]
@@ -168,16 +176,15 @@ def open_kv_caches(
     _check_kv_dtype(options.kv_dtype, shape.dtype)
     per_token = bytes_per_token(shape.layer_shapes(), shape.dtype) + _ID_BYTES
     num_blocks = options.num_blocks(per_token, max_length)
-    with threads(options.num_threads):
+    with threads(options.num_threads), on_cpu():
         found = try_out(module, shape)
     return KVCachesRunner(
         module,
         shape,
-        vocab_size=found.vocab_size,
+        found,
         block_size=options.block_size,
         num_blocks=num_blocks,
         num_threads=options.num_threads,
-        rowwise_reason=found.rowwise_reason,
         weak=weak,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import UnsupportedModel
+from verbatim.errors import UnsupportedModel, VerbatimError
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.borrow import borrow, threads
-from verbatim.model.rowwise import Rowwise
+from verbatim.model.rowwise import NotRowwise, Rowwise
+from verbatim.model.steps import Step, Steps, Unseen
 from verbatim.placement.foreign import Piece
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
@@ -30,11 +31,12 @@ def speaks_kv_caches(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a module's caches hold."""
+    """What a module's caches hold, and how long its sequences may be."""
 
     layers: int
     kv_heads: int
     head_size: int
+    max_seq_len: int
     dtype: torch.dtype
 
     @staticmethod
@@ -52,9 +54,9 @@ class CacheShape:
                     f"{type(module).__name__}: config.{field}={value!r} must be 1 or more"
                 )
         floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-        return CacheShape(
-            config.n_layers, config.n_kv_heads, config.head_dim, next(floating, torch.float32)
-        )
+        n_layers, n_kv_heads, head_dim, max_seq_len = (getattr(config, name) for name in _FIELDS)
+        dtype = next(floating, torch.float32)
+        return CacheShape(n_layers, n_kv_heads, head_dim, max_seq_len, dtype)
 
     def store(self, num_blocks: int, block_size: int) -> KVStore:
         """Memory for that many blocks."""
@@ -63,6 +65,13 @@ class CacheShape:
     def layer_shapes(self) -> list[LayerShape]:
         """One for each layer."""
         return [LayerShape(self.kv_heads, self.head_size, self.head_size)] * self.layers
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """What is ours is no step of the module's."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 class BlockCache:
@@ -86,7 +95,7 @@ class BlockCache:
         Raises:
             UnsupportedModel: shapes that the module's config does not tell of.
         """
-        with torch._C.DisableTorchFunction():
+        with _unwatched():
             rows, length = self._slots.shape
             room = length - self.seq_len
             head = self._store.layers[self._layer][0]
@@ -113,7 +122,7 @@ class BlockCache:
         return self._gather(1)
 
     def _gather(self, which: int) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with _unwatched():
             held = self._store.layers[self._layer][which]
             slots, size = self._slots[:, : self.seq_len], self._store.block_size
             return held[slots // size, :, slots % size].transpose(1, 2)
@@ -141,6 +150,46 @@ def call(
         if cache.seq_len != slots.shape[1]:
             raise UnsupportedModel(f"it leaves the cache of layer {layer} without its new rows")
     return logits.detach()
+
+
+def call_together(
+    module: nn.Module,
+    shape: CacheShape,
+    store: KVStore,
+    ids: Tensor,
+    slots: Tensor,
+    start: int,
+    expected: Sequence[Step] | None,
+    *,
+    watched: bool,
+) -> tuple[Tensor, tuple[Step, ...]]:
+    """`call` of rows that must not see each other, and the steps it took.
+
+    Args:
+        expected: the steps it must take; None: any that are known.
+        watched: look out for what does not show as a step; for a trial, and where hooks run that no trial
+            has seen.
+
+    Raises:
+        NotRowwise: they might. What was written to the store is to be written again.
+        UnsupportedModel: as `call`; or it draws random numbers.
+    """
+    steps = Steps(range(start, slots.shape[1]), expected)
+    if not watched:
+        with Rowwise(strict=True, steps=steps):
+            return call(module, shape, store, ids, slots, start), tuple(steps.taken)
+    unseen = Unseen()
+    try:
+        with unseen, Rowwise(strict=True, steps=steps, unseen=unseen):
+            logits = call(module, shape, store, ids, slots, start)
+    except (NotRowwise, VerbatimError):
+        raise
+    except Exception as error:
+        # torch.jit often does; anything else will fail again, token by token.
+        raise NotRowwise(f"under watch it fails with {type(error).__name__}") from error
+    if unseen.found is not None:
+        raise NotRowwise(unseen.found)
+    return logits, tuple(steps.taken)
 
 
 @contextmanager

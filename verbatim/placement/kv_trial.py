@@ -1,11 +1,13 @@
 """A trial run for `kv_caches` modules: do they keep to the protocol, and may rows run together?
 
-Two short sequences that differ in their last token alone go through the module as it is, token by token,
-and together in two cuts. Hooks are silenced: nobody asked for these forwards.
+Two short sequences that differ in their last token alone go through the module as it is, and token by token.
+Three longer ones go through it together, whole and in cuts; all their forwards must take the same steps.
+Hooks are silenced: nobody asked for these forwards.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from dataclasses import dataclass
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.rowwise import NotRowwise, Rowwise
+from verbatim.model.rowwise import NotRowwise
+from verbatim.model.steps import Step
 from verbatim.placement.foreign import Piece
-from verbatim.placement.kv_protocol import CacheShape, call, run_alone, taken
+from verbatim.placement.kv_protocol import CacheShape, call, call_together, run_alone, taken
 
-_LENGTH = 5
-_CUT = 2
+_SHORT = 5
+_LONG = 40
+_CUTS = (7, 8)  # an odd number of rows, a single one, and many
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Findings:
 
     vocab_size: int  # width of the logits
     rowwise_reason: str | None  # why rows can't run together; None: they can
+    steps: tuple[Step, ...]  # that every forward takes, where they can
 
 
 def try_out(module: nn.Module, shape: CacheShape) -> Findings:
@@ -45,38 +50,55 @@ def try_out(module: nn.Module, shape: CacheShape) -> Findings:
             trial = _Trial(module, shape)
             logits = trial.alone()
             trial.compare(logits, name)
-            return Findings(logits.shape[-1], trial.why_not_together(logits))
+            reason = trial.why_not_together(logits)
+            return Findings(logits.shape[-1], reason, trial.steps)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from None
 
 
 class _Trial:
-    """Both sequences, and memory for their K and V."""
+    """Three sequences, and memory for their K and V. Two of them begin alike.
+
+    Attributes:
+        steps: of the first forward of all three.
+    """
 
     def __init__(self, module: nn.Module, shape: CacheShape) -> None:
         config: Any = module.config
         size = getattr(config, "vocab_size", None)
         size = size if isinstance(size, int) and size > 0 else 2  # ids 0 and 1 are there anyway
-        self._length = length = min(_LENGTH, config.max_seq_len)
-        self._ids = torch.stack([torch.arange(length) * 37 % size] * 2)
-        self._ids[1, -1] = (self._ids[0, -1] + 1) % size
+        self.steps: tuple[Step, ...] = ()
+        self._length = length = min(_LONG, shape.max_seq_len)
+        self._short = short = min(_SHORT, length)
+        at = torch.arange(length)
+        self._ids = torch.stack([at * 37, at * 37 + (at >= short - 1), at * 11 + 5]) % size
         # A block each; block 0 stays free, as in an engine.
-        self._slots = torch.arange(length) + torch.tensor([[length], [2 * length]])
-        self._store = shape.store(3, length)
+        self._slots = at + length * torch.tensor([[1], [2], [3]])
+        self._store = shape.store(4, length)
         self._module, self._shape = module, shape
 
     def alone(self) -> Tensor:
-        """Logits `[2, T, V]`, each token of each sequence by itself."""
-        every = torch.arange(self._length)
-        rows = [
-            run_alone(self._module, self._shape, self._store, Piece(ids, 0, slots, every))
-            for ids, slots in zip(self._ids, self._slots, strict=True)
+        """Logits `[2, T, V]`, each token of two short sequences by itself."""
+        every = torch.arange(self._short)
+        pieces = [
+            Piece(self._ids[row, : self._short], 0, self._slots[row, : self._short], every)
+            for row in range(2)
         ]
-        return torch.stack(rows)
+        return torch.stack(
+            [run_alone(self._module, self._shape, self._store, piece) for piece in pieces]
+        )
 
-    def _run(self, rows: slice, first: int, stop: int) -> Tensor:
+    def _run(self, row: int) -> Tensor:
+        """The module as it is, on a short sequence in one piece."""
+        ids, slots = (x[row : row + 1, : self._short] for x in (self._ids, self._slots))
+        return call(self._module, self._shape, self._store, ids, slots, 0)
+
+    def _run_together(self, rows: slice, first: int, stop: int) -> Tensor:
         ids, slots = self._ids[rows, first:stop], self._slots[rows, :stop]
-        return call(self._module, self._shape, self._store, ids, slots, first)
+        to = self._module, self._shape, self._store
+        logits, steps = call_together(*to, ids, slots, first, self.steps or None, watched=True)
+        self.steps = self.steps or steps
+        return logits
 
     def compare(self, logits: Tensor, name: str) -> None:
         """Hold `alone()`'s logits against themselves, and against the module as it is."""
@@ -87,7 +109,7 @@ class _Trial:
         if not torch.equal(logits, self.alone()):
             raise UnsupportedModel("in a trial the same tokens got other logits when run again")
         # One sequence after the other: some modules share something out among all rows.
-        own = torch.cat([self._run(slice(row, row + 1), 0, self._length) for row in range(2)])
+        own = torch.cat([self._run(row) for row in range(2)])
         if _apart(own[0, :-1], own[1, :-1]) > slack:
             raise UnsupportedModel(
                 "in a trial the last token changed the logits before it; a causal model is needed"
@@ -102,17 +124,23 @@ class _Trial:
             )
 
     def why_not_together(self, logits: Tensor) -> str | None:
-        """What keeps both sequences from running in one batch, in any cut, on the bits of `alone()`."""
-        both, cut = slice(None), min(_CUT, self._length - 1)
+        """What keeps sequences from running in one batch, in any cut, on the bits of `alone()`."""
+        if any(isinstance(layer, torch.jit.ScriptModule) for layer in self._module.modules()):
+            return "torch.jit, into which nothing can look"
+        every, last, length = slice(None), slice(2, None), self._length
+        edges = [0, *(cut for cut in _CUTS if cut < length), length]
         try:
-            with Rowwise(strict=True):
-                found = [self._run(both, 0, self._length)]
-                if cut:
-                    cuts = self._run(both, 0, cut), self._run(both, cut, self._length)
-                    found.append(torch.cat(cuts, dim=1))
+            whole = self._run_together(every, 0, length)
+            cuts = [self._run_together(every, *edge) for edge in itertools.pairwise(edges)]
+            single = self._run_together(last, 0, length)
         except NotRowwise as step:
             return str(step)
-        if logits.isfinite().all() and not all(torch.equal(rows, logits) for rows in found):
+        same = (
+            torch.equal(whole[:2, : self._short], logits)
+            and torch.equal(whole, torch.cat(cuts, dim=1))
+            and torch.equal(whole[last], single)
+        )
+        if not same and whole.isfinite().all():
             return "in a trial its logits changed with the rows beside them"
         return None
 

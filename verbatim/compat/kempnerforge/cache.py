@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from verbatim.compat.kempnerforge.integers import integer
 from verbatim.errors import InvalidRequest
 
 
@@ -17,14 +20,14 @@ class KVCache:
         batch_size: rows; each has the same length.
         max_seq_len: positions there is room for.
         n_kv_heads, head_dim: of the layer.
-        dtype, device: of the memory; what is put in is converted.
+        dtype, device: of the memory; what is put in is converted, where the kind of number stays.
 
     Attributes:
         k, v: `[batch_size, n_kv_heads, max_seq_len, head_dim]`, zero where nothing is yet.
         seq_len: positions that are there.
 
     Raises:
-        InvalidRequest: a size that is no integer above 0.
+        InvalidRequest: a size that is no integer above 0, or memory that can't be had.
     """
 
     def __init__(
@@ -42,11 +45,14 @@ class KVCache:
             "max_seq_len": max_seq_len,
             "head_dim": head_dim,
         }
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-        self.k = torch.zeros(*sizes.values(), dtype=dtype, device=device)
-        self.v = torch.zeros(*sizes.values(), dtype=dtype, device=device)
+        shape = [integer(name, value, 1) for name, value in sizes.items()]
+        try:
+            with torch.inference_mode(False):  # its memory is written to in any mode
+                self.k = torch.zeros(shape, dtype=dtype, device=device)
+                self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except (TypeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(f"K and V of {shape}, {dtype} on {device}: {reason}") from None
         self.seq_len = 0
 
     @property
@@ -64,11 +70,12 @@ class KVCache:
             Views of all keys and all values so far, `[batch_size, n_kv_heads, seq_len, head_dim]`.
 
         Raises:
-            InvalidRequest: other shapes, or more positions than there is room for; the cache is as it
-                was then.
+            InvalidRequest: other shapes, a dtype that the cache's can't hold, or more positions than there
+                is room for; the cache is as it was then.
         """
         rows, heads, room, width = self.k.shape
         for name, new in (("k_new", k_new), ("v_new", v_new)):
+            self._check_kind(name, new)
             fits = new.dim() == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (
                 rows,
                 heads,
@@ -89,3 +96,13 @@ class KVCache:
         self.v[:, :, self.seq_len : end] = v_new.detach()
         self.seq_len = end
         return self.k[:, :, :end], self.v[:, :, :end]
+
+    def _check_kind(self, name: str, new: Any) -> None:
+        if not isinstance(new, Tensor):
+            raise InvalidRequest(f"{name} is {type(new).__name__}; it must be a tensor")
+        nowhere = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
+        if nowhere or not torch.can_cast(new.dtype, self.k.dtype):
+            raise InvalidRequest(
+                f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
+                f"that become {self.k.dtype} on {self.k.device}"
+            )

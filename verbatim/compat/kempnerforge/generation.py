@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import verbatim
+from verbatim.compat.kempnerforge.integers import integer
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM
+from verbatim.placement.foreign import on_cpu
 from verbatim.tensors import engine_of
 
 _KEEPS_ONE_ID = 1e-30  # a top_p that the likeliest id alone reaches
@@ -40,12 +44,14 @@ def sample(
         InvalidRequest: a value out of its range, a row from which nothing can be drawn, or one of seed
             and position without the other.
     """
+    _check_holds("logits", logits)
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
     if seed is None and position is None and _is_greedy(temperature):
         seed, position = 0, 0  # nothing is drawn, from torch's generator neither
-    return verbatim.sample(
-        logits, **_filters(temperature, top_k, top_p, width), seed=seed, position=position
-    )
+    with on_cpu():
+        return verbatim.sample(
+            logits, **_filters(temperature, top_k, top_p, width), seed=seed, position=position
+        )
 
 
 def generate(
@@ -81,29 +87,38 @@ def generate(
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() not in (1, 2):
         shape = getattr(prompt_tokens, "shape", type(prompt_tokens).__name__)
         raise InvalidRequest(f"prompt_tokens is {shape}; it must be a tensor [B, P] or [P]")
+    _check_holds("prompt_tokens", prompt_tokens)
     rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens[None]
-    llm = engine_of(model)
-    filters = _filters(temperature, top_k, top_p, llm._admission.vocab_size)
-    _check_length(llm, rows.shape[1], max_new_tokens)
+    num_new = integer("max_new_tokens", max_new_tokens, 0)
+    eos = None if eos_token_id is None else integer("eos_token_id", eos_token_id, 0)
     if seed is None and _is_greedy(temperature):
         seed = 0
-    tokens = verbatim.generate(
-        model,
-        rows,
-        None,
-        max_new_tokens,
-        pad_token_id=eos_token_id,
-        stop_token_ids=() if eos_token_id is None else (eos_token_id,),
-        ignore_eos=True,
-        seed=seed,
-        **filters,
-    )
+    with on_cpu():
+        llm = engine_of(model)
+        _check_length(llm, rows.shape[1], num_new)
+        tokens = verbatim.generate(
+            model,
+            rows,
+            None,
+            num_new,
+            pad_token_id=eos,
+            stop_token_ids=() if eos is None else (eos,),
+            ignore_eos=True,
+            seed=seed,
+            **_filters(temperature, top_k, top_p, llm._admission.vocab_size),
+        )
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
 
-def _check_length(llm: LLM, prompt_length: int, max_new_tokens: Any) -> None:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-        raise InvalidRequest(f"max_new_tokens={max_new_tokens!r}: must be an integer, 0 or more")
+def _check_holds(name: str, x: Any) -> None:
+    """Anything but a tensor is refused later, with the shape that is wanted."""
+    if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta):
+        raise InvalidRequest(
+            f"{name} is {x.layout} on {x.device}; it must be dense, and hold values"
+        )
+
+
+def _check_length(llm: LLM, prompt_length: int, max_new_tokens: int) -> None:
     total = prompt_length + max_new_tokens
     if total > llm.max_length:
         source = llm._admission.limit_source
@@ -115,15 +130,15 @@ def _check_length(llm: LLM, prompt_length: int, max_new_tokens: Any) -> None:
 
 
 def _is_greedy(temperature: Any) -> bool:
-    return not isinstance(temperature, bool) and bool(temperature == 0)
+    return isinstance(temperature, Real) and temperature is not False and temperature == 0
 
 
-def _filters(temperature: float, top_k: int, top_p: float, vocab_size: int) -> dict[str, Any]:
+def _filters(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> dict[str, Any]:
     """The house's names and ranges; what is out of range is refused there."""
-    plain = isinstance(top_k, int) and not isinstance(top_k, bool)
-    nothing = isinstance(top_p, int | float) and not isinstance(top_p, bool) and top_p == 0
+    some = isinstance(top_k, Integral) and not isinstance(top_k, bool)
+    nothing = isinstance(top_p, Real) and top_p is not False and top_p == 0
     return {
         "temperature": temperature,
-        "top_k": min(top_k, vocab_size) if plain else top_k,
+        "top_k": min(int(top_k), vocab_size) if some else top_k,
         "top_p": _KEEPS_ONE_ID if nothing else top_p,
     }
