@@ -103,6 +103,7 @@ def main() -> None:
         told["scored"] = list(rl.score(llm, rows, process_group=group).shape)
         told["blocks"] = llm.stats()["blocks_used"]
     print(json.dumps(told), flush=True)
+    dist.barrier()  # or one is gone while another still talks to it
     dist.destroy_process_group()
 
 

@@ -25,4 +25,5 @@ for number, (name, tensor) in enumerate(model.state_dict().items()):
     state[name] = distribute_tensor(tensor, mesh, [ways[number % 3]])
 moments = {name: {"exp_avg": tensor * 0 + 1, "step": 5} for name, tensor in state.items()}
 dcp.save({"model": state, "optimizer": {"state": moments, "lr": 0.1}}, checkpoint_id=sys.argv[4])
+dist.barrier()  # or one is gone while the other still talks to it
 dist.destroy_process_group()

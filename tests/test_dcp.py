@@ -118,10 +118,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
              place / "step_1", fields],
             cwd=HERE.parent,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
     yield place / "step_1"
     shutil.rmtree(place)
 
