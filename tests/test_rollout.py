@@ -238,6 +238,8 @@ class TestExperts:
         assert rl.rollout(make("mixtral"), PROMPTS, asked, record_routing=False).routing is None
         with pytest.raises(NotSupported, match="record_routing"):
             rl.rollout(make("llama"), PROMPTS, PARAMS, record_routing=True)
+        with pytest.raises(NotSupported, match="record_routing"):
+            rl.rollout(make("llama"), PROMPTS, asked)
         found = rl.rollout(make("mixtral"), PROMPTS, PARAMS)
         with pytest.raises(InvalidRequest, match="routing has shape"):
             rl.score(make("mixtral"), found.sequences, routing=found.routing[0])

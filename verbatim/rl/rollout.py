@@ -154,7 +154,9 @@ def rollout(
         settled = _settle(params, group_size, padding_side)
         llm = engine_of(model)
         pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
-        record = llm.can_record_routing if record_routing is None else record_routing
+        record = record_routing
+        if record is None:
+            record = settled.record_routing or llm.can_record_routing
         settled = dataclasses.replace(settled, record_routing=switch("record_routing", record))
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
         first, rank = _first_seed(seed), rank_of(process_group)
