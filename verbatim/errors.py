@@ -45,3 +45,9 @@ class EngineClosed(VerbatimError, RuntimeError):
 
 class RequestFailed(VerbatimError, RuntimeError):
     """A request that was accepted and failed while it ran; the cause is chained."""
+
+
+def first_line(error: Exception) -> str:
+    """An error of a library in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip() if lines else type(error).__name__

@@ -8,7 +8,6 @@ from verbatim.batch import SCRATCH_BLOCK, Batch
 from verbatim.core import Request
 from verbatim.engine.driver import Driver
 from verbatim.engine.traffic import Mode, Traffic
-from verbatim.errors import VerbatimError
 
 
 def dummy_batch() -> Batch:
@@ -32,8 +31,7 @@ def dummy_forward(driver: Driver) -> None:
     """
 
     def forward() -> None:
-        if driver._asleep:
-            raise VerbatimError("the engine sleeps; call wake() first")
+        driver.check_awake()
         driver.engine.runner.forward(dummy_batch())
 
     driver._traffic.visit(forward)

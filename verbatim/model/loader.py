@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.errors import ModelChanged, ModelError, NotSupported, UnsupportedModel
+from verbatim.errors import (
+    ModelChanged,
+    ModelError,
+    NotSupported,
+    UnsupportedModel,
+    first_line,
+)
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
@@ -250,7 +256,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **where)
     except Exception as error:  # a config is checked by its own class, in its own ways
-        first = _first_line(error)
+        first = first_line(error)
         if "model type" in first or "Unrecognized model" in first:
             raise UnsupportedModel(f"{source}: {first}") from None
         raise ModelError(f"{source}: {first}") from None
@@ -273,7 +279,7 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
     except Exception as error:  # building and unpickling raise whatever a damaged file leads to
-        raise ModelError(f"{source}: can't be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
@@ -334,9 +340,3 @@ def _tokenizer(source: str, where: dict[str, Any]) -> Any:
         revision=where.get("revision"),
         trust_remote_code=where["trust_remote_code"],
     ).hf
-
-
-def _first_line(error: Exception) -> str:
-    """An error of a library in one line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__

@@ -101,7 +101,7 @@ class Actor(Foreign):
             num_threads=num_threads,
         )
 
-    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+    def run(self, pieces: list[Piece]) -> list[Tensor]:
         with lent(self.module):
             return [self._rows(piece) for piece in pieces]
 

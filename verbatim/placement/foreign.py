@@ -38,7 +38,7 @@ class Piece:
 
     Attributes:
         ids: `[L]` int64, everything the sequence holds once this forward is done.
-        start: the first position that is new; logits are wanted for `start` to `L`.
+        start: the first position that is new.
         slots: `[L]` int64, where in the store each position lives (block times block size plus offset).
         wanted: int64, ascending: the positions whose logits somebody needs; often the last alone, and
             none where a prompt is cut in the middle.
@@ -102,16 +102,8 @@ class Foreign:
         return module
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:
-        """Logits `[L - start, V]` of each piece, in any floating dtype."""
+        """Logits `[len(wanted), V]` of each piece, in any floating dtype."""
         raise NotImplementedError
-
-    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
-        """Logits `[len(wanted), V]` of each piece.
-
-        For whoever need not keep the others', which may be large: override it in place of `run`.
-        """
-        found = self.run(pieces)
-        return [rows[piece.wanted - piece.start] for rows, piece in zip(found, pieces, strict=True)]
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
@@ -126,7 +118,7 @@ class Foreign:
                 self._ids[target] = self._ids[source]
             self.copy_blocks(batch.block_copies)
             self._ids.view(-1)[batch.slots(self.block_size)] = batch.token_ids
-            return Forward(torch.cat(self.run_wanted(self._pieces(batch))).detach())
+            return Forward(torch.cat(self.run(self._pieces(batch))).detach())
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks `(from, to)` of whatever is stored besides the ids."""

@@ -123,7 +123,7 @@ class Hooked(Foreign):
                     "well; give pads an id of the vocabulary (pad_token_id=)"
                 )
 
-    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+    def run(self, pieces: list[Piece]) -> list[Tensor]:
         drawn = [piece for piece in pieces if len(piece.wanted)]
         if not drawn:
             return [torch.empty(0, self.vocab_size) for _ in pieces]

@@ -96,7 +96,7 @@ class KVCachesRunner(Foreign):
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.store.copy_blocks(copies)
 
-    def run_wanted(self, pieces: list[Piece]) -> list[Tensor]:
+    def run(self, pieces: list[Piece]) -> list[Tensor]:
         self.look_again()
         with taken(self.module, hooks=True):
             if self.rowwise_reason is None:

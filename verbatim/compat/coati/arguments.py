@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
 from verbatim.params import SamplingParams
 from verbatim.tensors import check_padded, rows_of
@@ -103,7 +103,7 @@ class Ask:
             stops=_stops(given["stop_token_ids"]),
             eos_id=eos_id,
             pad_id=eos_id if pad_id is None else pad_id,
-            interval=2 if interval is None else _integer("stream_interval", interval, 1),
+            interval=2 if interval is None else integer("stream_interval", interval, 1),
             seed=seed,
             sampling=sampling,
             model_kwargs=kwargs,
@@ -153,7 +153,7 @@ def _sampling(
     num_beams: Any, do_sample: bool, top_k: Any, top_p: Any, temperature: Any
 ) -> dict[str, Any]:
     """The fields of `SamplingParams`; None is off."""
-    beams = _integer("num_beams", num_beams, 1)
+    beams = integer("num_beams", num_beams, 1)
     if beams > 1 and do_sample:
         raise NotSupported(
             f"num_beams={beams} with do_sample=True: beams search and do not sample; set do_sample=False"
@@ -174,12 +174,12 @@ def _sampling(
 
 
 def _new_tokens(num_given: int, max_length: Any, max_new_tokens: Any) -> int:
-    length = _integer("max_length", max_length, 0)
+    length = integer("max_length", max_length, 0)
     if num_given > length:
         raise PromptTooLong(f"input_ids is {num_given} tokens wide, and max_length={length}")
     if max_new_tokens is None:
         return length - num_given
-    return min(_integer("max_new_tokens", max_new_tokens, 0), length - num_given)
+    return min(integer("max_new_tokens", max_new_tokens, 0), length - num_given)
 
 
 def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -216,17 +216,7 @@ def _check_side(mask: Tensor) -> Tensor:
 
 
 def _id(name: str, value: Any) -> int | None:
-    found = None if value is None else _integer(name, value, 0)
+    found = None if value is None else integer(name, value, 0)
     if found is not None and found > _LARGEST_ID:
         raise InvalidRequest(f"{name}={found}: must be at most {_LARGEST_ID}, the largest int64")
-    return found
-
-
-def _integer(name: str, value: Any, low: int) -> int:
-    try:
-        found = low - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = low - 1
-    if found < low:
-        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low} or more")
     return found

@@ -13,14 +13,13 @@ import typer
 from verbatim.cli.options import MODEL, open_llm, seeded
 from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
 from verbatim.compat.kempnerforge.config import parse
+from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import EngineClosed, InvalidRequest, ModelError, NotSupported, VerbatimError
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
-
-_KEEPS_ONE_ID = 1e-30  # what the house takes for a top_p of 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,10 +60,8 @@ def _params(flags: argparse.Namespace, config: KempnerConfig) -> SamplingParams:
     """The flags as the house takes them, in its ranges."""
     return SamplingParams(
         max_tokens=flags.max_tokens,
-        temperature=flags.temperature,
-        top_k=min(flags.top_k, config.model.vocab_size),
-        top_p=flags.top_p if flags.top_p != 0 else _KEEPS_ONE_ID,
         seed=flags.seed,
+        **filters(flags.temperature, flags.top_k, flags.top_p, config.model.vocab_size),
     )
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import verbatim
-from verbatim.compat.kempnerforge.integers import integer
+from verbatim.compat.integers import integer
+from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM
 from verbatim.placement.foreign import on_cpu
 from verbatim.tensors import engine_of
-
-_KEEPS_ONE_ID = 1e-30  # a top_p that the likeliest id alone reaches
 
 
 def sample(
@@ -50,7 +49,7 @@ def sample(
         seed, position = 0, 0  # nothing is drawn, from torch's generator neither
     with on_cpu():
         return verbatim.sample(
-            logits, **_filters(temperature, top_k, top_p, width), seed=seed, position=position
+            logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
         )
 
 
@@ -105,7 +104,7 @@ def generate(
             stop_token_ids=() if eos is None else (eos,),
             ignore_eos=True,
             seed=seed,
-            **_filters(temperature, top_k, top_p, llm._admission.vocab_size),
+            **filters(temperature, top_k, top_p, llm._admission.vocab_size),
         )
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
@@ -131,14 +130,3 @@ def _check_length(llm: LLM, prompt_length: int, max_new_tokens: int) -> None:
 
 def _is_greedy(temperature: Any) -> bool:
     return isinstance(temperature, Real) and temperature is not False and temperature == 0
-
-
-def _filters(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> dict[str, Any]:
-    """The house's names and ranges; what is out of range is refused there."""
-    some = isinstance(top_k, Integral) and not isinstance(top_k, bool)
-    nothing = isinstance(top_p, Real) and top_p is not False and top_p == 0
-    return {
-        "temperature": temperature,
-        "top_k": min(int(top_k), vocab_size) if some else top_k,
-        "top_p": _KEEPS_ONE_ID if nothing else top_p,
-    }

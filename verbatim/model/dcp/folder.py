@@ -11,7 +11,7 @@ from reprlib import repr as shown
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError
+from verbatim.errors import ModelError, first_line
 from verbatim.model.dcp.metadata import Metadata, StoredTensor
 from verbatim.model.dcp.payload import read_chunk
 
@@ -185,7 +185,6 @@ class _Stage:
             try:
                 into.detach()[box].copy_(read_chunk(path, chunk.place, stored.dtype, chunk.sizes))
             except Exception as error:  # damaged bytes fail in any way they like
-                what = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ModelError(
-                    f"{path}: {key} is no tensor as torch.save writes it: {what}"
+                    f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
                 ) from None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
 from verbatim.model.kempner.config import KempnerConfig
@@ -150,7 +150,7 @@ class _Plan:
                 )
             module.tie_weights()
         except Exception as error:  # a config is taken apart by its own class, in its own ways
-            what = (str(error).splitlines() or [type(error).__name__])[0]
+            what = first_line(error)
             raise ModelError(f"no model can be built by the config: {what}") from error
         if self.kempner is not None:
             from verbatim.model.kempner.layout import adjust

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from verbatim.errors import ModelError
+from verbatim.errors import ModelError, first_line
 
 MOST_DIMENSIONS = 64  # of a tensor; numpy has no more either
 _MOST_ARGUMENTS = 64
@@ -162,5 +162,4 @@ def read_records(path: Path) -> Any:
     except ModelError as error:
         raise ModelError(f"{path} is refused: {error}") from None
     except Exception as error:  # a damaged pickle fails in any way it likes
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{path} can't be read: {what}") from None
+        raise ModelError(f"{path} can't be read: {first_line(error)}") from None
