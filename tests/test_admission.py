@@ -218,7 +218,9 @@ def test_one_bad_prompt_among_good_ones_runs_nothing() -> None:
     [
         (dict(device="cuda"), NotSupported, "device='cuda'"),
         (dict(placement=object()), NotSupported, "placement"),
-        (dict(draft="ngram"), NotSupported, "draft='ngram'"),
+        (dict(draft=3), InvalidRequest, "draft=3"),
+        (dict(num_draft_tokens=2), InvalidRequest, "num_draft_tokens=2"),
+        (dict(draft="ngram", num_draft_tokens=65), InvalidRequest, "num_draft_tokens=65"),
         (dict(quantization="int8"), NotSupported, "quantization='int8'"),
         (dict(prefix_cache="yes"), InvalidRequest, "prefix_cache"),
         (dict(fused=True), NotSupported, "fused"),

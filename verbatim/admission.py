@@ -33,6 +33,7 @@ class Admission:
         runner: where the model lives; it says what can be asked of the model.
         max_length: prompt and completion together, in tokens.
         eos_ids: the model's end-of-sequence ids.
+        drafts: somebody guesses tokens ahead.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Admission:
         max_length: int,
         limit_source: str,
         eos_ids: frozenset[int],
+        *,
+        drafts: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.runner = runner
@@ -49,6 +52,7 @@ class Admission:
         self.max_length = max_length
         self.limit_source = limit_source
         self.eos_ids = eos_ids
+        self.drafts = drafts
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # made when a structure is first asked for
 
@@ -179,7 +183,11 @@ class Admission:
                     f"{wanted}={getattr(params, wanted)} is more than the vocabulary of "
                     f"{self.vocab_size}"
                 )
-
+        if params.num_beams > 1 and params.draft and self.drafts:
+            raise NotSupported(
+                f"num_beams={params.num_beams} on an engine that drafts: a beam's next token is not drawn, "
+                "so none can be guessed; set draft=False for this request"
+            )
         if params.hidden_states and not self.runner.has_hidden:
             raise NotSupported(f"hidden_states: {self.runner.hidden_reason}")
         if params.record_routing and not self.runner.routed_layers:

@@ -53,6 +53,13 @@ class Batch:
         return blocks * block_size + self.positions % block_size
 
 
+def block_tables(blocks: list[list[int]]) -> Tensor:
+    """`Batch.block_tables` of sequences that hold these blocks."""
+    width = max(map(len, blocks))
+    padded = [row + [SCRATCH_BLOCK] * (width - len(row)) for row in blocks]
+    return torch.tensor(padded, dtype=torch.int32)
+
+
 @dataclass(slots=True)
 class SampleRow:
     """How one row of logits becomes a token id.

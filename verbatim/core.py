@@ -5,6 +5,7 @@ Ids are the truth; text is a view of them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,6 +106,44 @@ class Completion:
 
 
 @dataclass(slots=True)
+class DraftFigures:
+    """What drafting came to, for one request or since an engine was opened.
+
+    Entry `j` of a list counts the `j + 1`-th tokens of drafts.
+    """
+
+    num_drafted: list[int] = field(default_factory=list)  # tokens that a forward looked at
+    num_accepted: list[int] = field(default_factory=list)  # of those: what the model drew itself
+    num_forwards: int = 0  # in which a sequence that could be drafted for drew tokens, each counted
+    num_tokens: int = 0  # drawn in those
+    num_cut: int = 0  # proposed ids that can't come next, or were too many; with all behind them
+    num_errors: int = 0  # times that the proposer raised, or answered nonsense
+    time_s: float = 0.0  # spent in the proposer
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Of the tokens drafted at each place of a draft, the share that stood; NaN for none."""
+        pairs = zip(self.num_accepted, self.num_drafted, strict=True)
+        return [accepted / drafted if drafted else math.nan for accepted, drafted in pairs]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Drawn for a sequence in one forward, at the mean; 1 without drafts, NaN before any."""
+        return self.num_tokens / self.num_forwards if self.num_forwards else math.nan
+
+    def note(self, drafted: int, accepted: int, tokens: int) -> None:
+        """One forward has looked at `drafted` tokens, of which the first `accepted` stand."""
+        missing = [0] * (drafted - len(self.num_drafted))
+        self.num_drafted += missing
+        self.num_accepted += missing
+        for j in range(drafted):
+            self.num_drafted[j] += 1
+            self.num_accepted[j] += j < accepted
+        self.num_forwards += 1
+        self.num_tokens += tokens
+
+
+@dataclass(slots=True)
 class Metrics:
     """Where a request's time went. Seconds on a monotonic clock."""
 
@@ -114,6 +153,7 @@ class Metrics:
     per_token_s: float = 0.0  # from the first token to the last, over the tokens between
     num_cached_tokens: int = 0  # prompt tokens whose KV was there already
     preemptions: int = 0
+    draft: DraftFigures = field(default_factory=DraftFigures)
 
 
 @dataclass(slots=True)
@@ -154,7 +194,7 @@ class Delta:
     result: Result | None = None  # with the last delta of the request
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One growing row of ids with its block table: one sample, or one beam, of one request."""
 
@@ -174,6 +214,8 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
     num_remembered: int = 0  # its first blocks that others can find by their keys
+    # By layer of those that draft for the model: positions whose K and V are in its blocks.
+    num_draft_computed: dict[int, int] = field(default_factory=dict)
     candidates: list[Candidate] | None = (
         None  # how a beam may go on, until its request's others know
     )

@@ -13,6 +13,7 @@ from torch import nn
 
 from verbatim.admission import Prompt
 from verbatim.core import Delta, Request, Result, TopLogprobs
+from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
@@ -65,7 +66,12 @@ class LLM:
         config: what a folder of torch.distributed.checkpoint (DCP) is a checkpoint of, which needs one:
             KempnerForge's TOML (a path that ends in .toml), a transformers config, or the folder,
             config.json or hub id of one. None for everything else.
-        placement, draft, num_draft_tokens, quantization, fused: not built yet; refused by name.
+        draft: who guesses tokens ahead, which the model then looks at in one forward; no word depends on
+            it. None, "ngram", "mtp", "early-exit", the folder or hub id of a smaller model with the same
+            tokenizer, or such a module; or one of `verbatim.draft`'s classes, with their own settings; or
+            anything with the method of `verbatim.draft.proposer.Proposer`.
+        num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
+        placement, quantization, fused: not built yet; refused by name.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -103,8 +109,6 @@ class LLM:
     ) -> None:
         refuse_unbuilt(
             placement=placement,
-            draft=draft,
-            num_draft_tokens=num_draft_tokens,
             quantization=quantization,
             fused=fused,
         )
@@ -120,9 +124,14 @@ class LLM:
             prefix_cache=switch("prefix_cache", prefix_cache),
             num_threads=thread_count(num_threads),
         )
+        drafts = DraftOptions(
+            settle_draft(draft),
+            num_tokens=settle_draft_tokens(num_draft_tokens, draft),
+        )
         max_unread = positive("max_unread", max_unread)
         loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code, config)
-        self._start(loaded.name, open_engine(loaded, options, weak=_weak), max_unread)
+        opened = open_engine(loaded, options, drafts, weak=_weak)
+        self._start(loaded.name, opened, max_unread)
 
     @classmethod
     def _over(

@@ -12,7 +12,11 @@ from torch import nn
 
 from verbatim import kernels, storyteller
 from verbatim.admission import Admission
+from verbatim.draft.choice import Draft, DraftModel, DraftOptions, EarlyExit, Mtp
+from verbatim.draft.proposer import Proposer
+from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
+from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
@@ -60,22 +64,33 @@ class Opened:
         }
 
 
-def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = False) -> Opened:
+def open_engine(
+    loaded: LoadedModel,
+    options: EngineOptions,
+    drafts: DraftOptions | None = None,
+    *,
+    weak: bool = False,
+) -> Opened:
     """Build the rooms under `LLM`; `weak` holds the module only weakly."""
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
+    drafts = drafts or DraftOptions()
     module: Any = loaded.module
     if speaks_kv_caches(module):
         config = module.config
         limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
         runner: Runner = open_kv_caches(module, options, limit, weak=weak)
+        if isinstance(drafts.draft, EarlyExit | Mtp):
+            raise NotSupported(
+                f"draft={drafts.draft!r}: the layers of a module with kv_caches can't be run one by one"
+            )
+        proposer = _open_proposer(drafts.draft, runner, options, loaded)
     else:
         decoder = Decoder(module, weak=weak)
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        store = _make_store(decoder, options, limit)
-        runner = Resident(decoder, store, options.num_threads)
-        runner.checkpoint = loaded.checkpoint
+        resident = open_resident(decoder, loaded, options, limit)
+        runner, proposer = resident, _open_proposer(drafts.draft, resident, options, loaded)
     return open_runner(
         runner,
         options,
@@ -85,7 +100,32 @@ def open_engine(loaded: LoadedModel, options: EngineOptions, *, weak: bool = Fal
         live=loaded.live,
         config=config,
         generation_config=loaded.generation_config,
+        drafting=None if proposer is None else _drafting(proposer, drafts, runner),
     )
+
+
+def open_resident(
+    decoder: Decoder, loaded: LoadedModel, options: EngineOptions, limit: int | None
+) -> Resident:
+    """The decoder with K and V in memory."""
+    runner = Resident(decoder, _make_store(decoder, options, limit), options.num_threads)
+    runner.checkpoint = loaded.checkpoint
+    return runner
+
+
+def _open_proposer(
+    draft: Draft | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
+) -> Proposer | None:
+    """Whoever drafts for `runner`."""
+    if isinstance(draft, DraftModel | EarlyExit | Mtp):
+        raise NotSupported(f"draft={draft!r} is not built yet")
+    return draft
+
+
+def _drafting(proposer: Proposer, drafts: DraftOptions, runner: Runner) -> Drafting:
+    number = drafts.num_tokens
+    lengths = AdaptiveLengths() if number is None else FixedLengths(number)
+    return Drafting(proposer, lengths, runner.vocab_size)
 
 
 def settle_length(options: EngineOptions, limit: int | None, source: str) -> tuple[int | None, str]:
@@ -109,6 +149,7 @@ def open_runner(
     live: bool,
     config: Any = None,
     generation_config: Any = None,
+    drafting: Drafting | None = None,
 ) -> Opened:
     """Build the engine over a runner.
 
@@ -133,10 +174,11 @@ def open_runner(
         runner,
         scheduler,
         max_waiting=options.max_waiting,
+        drafting=drafting,
         live=live,
     )
     text = None if tokenizer is None else Tokenizer(tokenizer)
-    admission = Admission(text, runner, length, source, eos_ids)
+    admission = Admission(text, runner, length, source, eos_ids, drafts=drafting is not None)
     return Opened(admission, engine, config, generation_config)
 
 

@@ -29,7 +29,7 @@ from verbatim.engine.scheduler import Chunk, Scheduler
 def commit(
     chunk: Chunk, draws: Draws, hidden: Tensor | None, scheduler: Scheduler
 ) -> list[Sequence]:
-    """Take in what one step computed for one sequence.
+    """Take in what one step computed for one sequence: one token, or more where a draft stands.
 
     Args:
         hidden: `[R, H]` of the step's rows of logits, where anybody wanted them.
@@ -52,31 +52,60 @@ def commit(
         return finish(request, FinishReason.LENGTH)
     if not chunk.draws:
         return []
-    seen = hidden[last].clone() if request.params.hidden_states and hidden is not None else None
+    drawn = hidden[last:] if request.params.hidden_states and hidden is not None else None
     if request.search is not None:
+        seen = None if drawn is None else drawn[0].clone()
         return beams.note(sequence, draws, targets.stop, seen, scheduler)
     drawers = drawing(chunk)
     for sibling in drawers[1:]:
         scheduler.fork(sequence, sibling)
-    for row, drawer in enumerate(drawers, start=targets.stop):
-        grow(drawer, draws, [row], seen)
+    rows = counted_rows(chunk, draws)[len(targets) :]
+    if len(drawers) > 1:
+        for row, drawer in zip(rows, drawers, strict=True):
+            grow(drawer, draws, [row], drawn)
+    else:
+        chunk.num_accepted = grow(sequence, draws, rows, drawn) - 1
+        if chunk.max_draft:
+            scheduler.accept(sequence, chunk.num_accepted)
     return list(drawers)
 
 
-def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor | None) -> None:
-    """Append the ids drawn in `rows`, in order, through the first that ends the sequence."""
-    request = sequence.request
-    for row in rows:
+def counted_rows(chunk: Chunk, draws: Draws) -> range:
+    """The chunk's rows of `draws` that tell something: all but those behind drafted tokens that the model
+    has not drawn itself.
+    """
+    num_rows = chunk.num_draws
+    if chunk.draft.ids:
+        first = chunk.first_draw + chunk.num_prompt_targets
+        drawn = draws.ids[first : chunk.first_draw + chunk.num_draws]
+        equal = [a == b for a, b in zip(chunk.draft.ids, drawn, strict=False)]
+        if False in equal:
+            num_rows = chunk.num_prompt_targets + equal.index(False) + 1
+    return range(chunk.first_draw, chunk.first_draw + num_rows)
+
+
+def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor | None) -> int:
+    """Append the ids drawn in `rows`, in order, through the first that ends the sequence.
+
+    Args:
+        hidden: what the head saw in those rows, one behind the other; None where nobody wants it.
+
+    Returns:
+        How many were appended.
+    """
+    before, request = len(sequence.output_ids), sequence.request
+    for place, row in enumerate(rows):
         sequence.logprobs.append(draws.logprobs[row])
         sequence.sampled_logprobs.append(draws.sampled_logprobs[row])
         if request.params.logprobs is not None:
             sequence.top_logprobs.append(draws.top(row))
         if hidden is not None:
-            sequence.hidden.append(hidden)
+            sequence.hidden.append(hidden[place].clone())
         request.note_token()
         sequence.push(draws.ids[row])
         if sequence.finished:
             break
+    return len(sequence.output_ids) - before
 
 
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:

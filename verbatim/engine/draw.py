@@ -17,11 +17,11 @@ from verbatim.engine.scheduler import Chunk
 from verbatim.errors import RequestFailed
 from verbatim.placement.runner import Forward, Runner
 from verbatim.sampling.logprobs import Mass
-from verbatim.sampling.processors import blocked_by_bad_words
+from verbatim.sampling.rows import draw_row
 from verbatim.sampling.sampler import merge, sample_rows
-from verbatim.sampling.stopping import banned_until_min_tokens
 
 Fail = Callable[[Request, BaseException], None]
+Placed = tuple[int, SampleRow]  # a row of the plan, and the row of logits that it is for
 
 
 def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> Draws:
@@ -31,56 +31,99 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
     and has no rows.
     """
     rows: list[SampleRow] = []
-    logits_rows: list[int] = []
+    places: list[int] = []  # the row of logits of each
     fetched: dict[int, Tensor] = {}  # rows of logits that processors have seen
+
+    def fetch(place: int) -> Tensor:
+        if place not in fetched:
+            fetched[place] = runner.logits(forward, [place])[0]
+        return fetched[place]
+
     for chunk in chunks:
-        request, first = chunk.sequence.request, chunk.first_logits_row
         try:
-            made = [*_target_rows(chunk), *_draw_rows(chunk)]
-            places = [*range(first, first + chunk.num_prompt_targets)]
-            places += [first + chunk.num_prompt_targets] * (len(made) - len(places))
-            if chunk.draws and request.params.logits_processors:
-                fetched[places[-1]] = runner.logits(forward, places[-1:])[0]
-                _process(chunk, made, fetched[places[-1]])
+            made = _target_rows(chunk)
+            made += _processed_rows(chunk, fetch) if _has_processors(chunk) else _draw_rows(chunk)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a processor's sys.exit, a panic in a library: its own, too
-            fail(request, error)
+            fail(chunk.sequence.request, error)
             continue
         chunk.first_draw, chunk.num_draws = len(rows), len(made)
-        rows += made
-        logits_rows += places
+        rows += [row for _, row in made]
+        places += [place for place, _ in made]
     here = [i for i, row in enumerate(rows) if row.processed is not None]
     if not here:
-        return runner.sample(forward, SamplePlan(rows, logits_rows))
+        return runner.sample(forward, SamplePlan(rows, places))
     there = [i for i, row in enumerate(rows) if row.processed is None]
-    logits = torch.stack([fetched[logits_rows[i]] for i in here])
-    remote = SamplePlan([rows[i] for i in there], [logits_rows[i] for i in there])
+    logits = torch.stack([fetched[places[i]] for i in here])
+    remote = SamplePlan([rows[i] for i in there], [places[i] for i in there])
     parts = sample_rows(logits, SamplePlan([rows[i] for i in here])), runner.sample(forward, remote)
     return merge(parts, (here, there))
 
 
-def _target_rows(chunk: Chunk) -> list[SampleRow]:
+def _target_rows(chunk: Chunk) -> list[Placed]:
     request = chunk.sequence.request
     known = request.num_prompt_rows_read
     return [
-        SampleRow(
-            request.params,
-            request.seed,
-            chunk.sequence.sample_index,
-            position,
-            target=request.prompt_ids[position],
-            num_logprobs=request.params.prompt_logprobs or 0,
+        (
+            chunk.first_logits_row + i,
+            SampleRow(
+                request.params,
+                request.seed,
+                chunk.sequence.sample_index,
+                known + 1 + i,
+                target=request.prompt_ids[known + 1 + i],
+                num_logprobs=request.params.prompt_logprobs or 0,
+            ),
         )
-        for position in range(known + 1, known + 1 + chunk.num_prompt_targets)
+        for i in range(chunk.num_prompt_targets)
     ]
 
 
-def _draw_rows(chunk: Chunk) -> list[SampleRow]:
-    """One row for the sequence, and one for each sample that is born with this draw."""
+def _draw_rows(chunk: Chunk) -> list[Placed]:
+    """One row for the sequence, one behind each token of its draft, and one for each sample that is born
+    with this draw.
+    """
     if not chunk.draws:
         return []
-    return [_draw_row(sequence) for sequence in drawing(chunk)]
+    place = chunk.first_logits_row + chunk.num_prompt_targets
+    made = [(place, draw_row(s, (), _mask(s))) for s in drawing(chunk)]
+    for ahead, mask in enumerate(chunk.draft.masks, start=1):
+        row = draw_row(chunk.sequence, chunk.draft.ids[:ahead], mask)
+        made.append((place + ahead, row))
+    return made
+
+
+def _has_processors(chunk: Chunk) -> bool:
+    return chunk.draws and bool(chunk.sequence.request.params.logits_processors)
+
+
+def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Placed]:
+    """`_draw_rows` of a request with processors, which are called exactly as if there were no draft.
+
+    So the row behind a drafted token is made only once the rows before have drawn that very token.
+    """
+    request, drawers = chunk.sequence.request, drawing(chunk)
+    made: list[Placed] = []
+    for place, row in _draw_rows(chunk):
+        logits = fetch(place)
+        # As in transformers, processors of a beam search see log-probs.
+        mass = Mass.of(logits) if request.search is not None else None
+        row_in = logits.clone() if mass is None else mass.row(logits)
+        ahead = place - chunk.first_logits_row - chunk.num_prompt_targets
+        sequence = drawers[min(len(made), len(drawers) - 1)]  # who has a draft draws alone
+        history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:ahead]]
+        row.processed = _processed(request, torch.tensor(history, dtype=torch.int64), row_in)
+        made.append((place, row))
+        if ahead < len(chunk.draft.ids):
+            (drawn,) = sample_rows(logits[None], SamplePlan([row])).ids
+            if drawn != chunk.draft.ids[ahead]:
+                break
+    return made
+
+
+def _mask(sequence: Sequence) -> Tensor | None:
+    return None if sequence.grammar is None else sequence.grammar.mask()
 
 
 def drawing(chunk: Chunk) -> list[Sequence]:
@@ -88,41 +131,6 @@ def drawing(chunk: Chunk) -> list[Sequence]:
     sequence, request = chunk.sequence, chunk.sequence.request
     first = sequence.index == 0 and not sequence.output_ids and request.search is None
     return request.sequences if first else [sequence]
-
-
-def _draw_row(sequence: Sequence) -> SampleRow:
-    request, params = sequence.request, sequence.request.params
-    banned = banned_until_min_tokens(params, request.eos_ids, len(sequence.output_ids))
-    if request.bad_word_ids:
-        banned += blocked_by_bad_words(
-            request.bad_word_ids, request.prompt_ids + sequence.output_ids
-        )
-    penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    needs_history = penalized != (1.0, 0.0, 0.0)
-    return SampleRow(
-        params,
-        request.seed,
-        sequence.sample_index,
-        sequence.num_tokens,
-        prompt_ids=request.prompt_ids if needs_history else (),
-        output_ids=sequence.output_ids if needs_history else (),
-        banned_ids=banned,
-        num_logprobs=params.logprobs or 0,
-        mask=None if sequence.grammar is None else sequence.grammar.mask(),
-        num_candidates=0 if request.search is None else request.search.num_candidates,
-    )
-
-
-def _process(chunk: Chunk, rows: list[SampleRow], logits: Tensor) -> None:
-    """Pass the drawn rows of a chunk through its request's own processors."""
-    request = chunk.sequence.request
-    # As in transformers, processors of a beam search see log-probs.
-    mass = Mass.of(logits) if request.search is not None else None
-    row_in = logits if mass is None else mass.row(logits)
-    drawn = rows[chunk.num_prompt_targets :]
-    for sequence, row in zip(drawing(chunk), drawn, strict=True):
-        ids = torch.tensor(request.prompt_ids + sequence.output_ids, dtype=torch.int64)
-        row.processed = _processed(request, ids, row_in.clone())
 
 
 def _processed(request: Request, ids: Tensor, row: Tensor) -> Tensor:

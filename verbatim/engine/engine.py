@@ -9,7 +9,8 @@ from typing import Any
 
 from verbatim.batch import Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
-from verbatim.engine.commit import commit, delta, finish
+from verbatim.engine.commit import commit, counted_rows, delta, finish
+from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Chunk, Schedule, Scheduler
 from verbatim.engine.shield import Shield
@@ -24,6 +25,7 @@ class Engine:
 
     Args:
         max_waiting: requests that may wait for a seat at most; None sets no limit.
+        drafting: guesses tokens ahead, for the model to look at several in one forward; None does not.
         live: somebody else owns the model and may change its weights at any time. What can be seen of
             that counts as an update; what can't is why cached prefixes go whenever nothing runs.
     """
@@ -34,9 +36,11 @@ class Engine:
         scheduler: Scheduler,
         *,
         max_waiting: int | None = None,
+        drafting: Drafting | None = None,
         live: bool = False,
     ) -> None:
         self.runner = runner
+        self.drafting = drafting
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self.live = live
@@ -93,11 +97,13 @@ class Engine:
             self.expire(time.monotonic())
             if self.live and self.has_work and self.runner.stamp() != self._stamp:
                 self._renew(None, restart=False)
-            work = self.scheduler.schedule()
+            drafting = self.drafting
+            lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
+            work = self.scheduler.schedule(lengths)
             if work is None:
                 return False
             try:
-                forward, draws = self._compute(work)
+                forward, draws = self._compute(work, drafting)
             except Exception as error:
                 self._fail_all(
                     work, error
@@ -116,16 +122,22 @@ class Engine:
             if work is None:
                 return None
             try:
-                _, draws = self._compute(work)
+                _, draws = self._compute(work, None)
             finally:
                 self.scheduler.interrupted(work)
             return work.chunks, draws
 
-    def _compute(self, work: Schedule) -> tuple[Forward, Draws]:
+    def _compute(self, work: Schedule, drafting: Drafting | None) -> tuple[Forward, Draws]:
         """The middle of a step, where nothing counts yet and Ctrl-C is let through."""
         with self._shield.down():
-            forward = self.runner.forward(work.batch)
-            return forward, draw(self.runner, forward, work.chunks, self.fail)
+            if drafting is not None:
+                drafting.propose(work.chunks)
+            begin = time.perf_counter()
+            forward = self.runner.forward(work.batch())
+            draws = draw(self.runner, forward, work.chunks, self.fail)
+            if drafting is not None:
+                drafting.note_step(work.chunks, time.perf_counter() - begin)
+            return forward, draws
 
     def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
         """Let every sequence of the step grow, and hand out what is new."""
@@ -134,9 +146,12 @@ class Engine:
             if request.finished:  # it failed in this step
                 continue
             try:
-                if DRAW_FAILED in draws.ids[chunk.first_draw : chunk.first_draw + chunk.num_draws]:
+                if any(draws.ids[row] == DRAW_FAILED for row in counted_rows(chunk, draws)):
                     raise RequestFailed(_nothing_to_draw(request))
-                for sequence in commit(chunk, draws, forward.hidden, self.scheduler):
+                grown = commit(chunk, draws, forward.hidden, self.scheduler)
+                if self.drafting is not None:
+                    self.drafting.note_commit(chunk)
+                for sequence in grown:
                     self._hand_out(sequence)
             except Exception as error:
                 self.fail(request, error)  # whatever it is, it is this request's
@@ -250,6 +265,7 @@ class Engine:
             "blocks_used": pool.num_used,
             "blocks_cached": pool.num_cached,
             "blocks_free": pool.num_free,
+            "draft": None if self.drafting is None else self.drafting.stats(),
         }
 
     def _fail_all(self, work: Schedule, error: Exception) -> None:

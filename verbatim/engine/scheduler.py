@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from verbatim.batch import SCRATCH_BLOCK, Batch
+from verbatim.batch import Batch, block_tables
 from verbatim.core import Request, Sequence
 from verbatim.engine.waiting import WaitingRoom
 from verbatim.kv.blocks import BlockPool
@@ -19,16 +20,32 @@ from verbatim.kv.prefixes import Prefixes
 
 
 @dataclass(slots=True)
+class Draft:
+    """Ids that may come next, for the model to look at all at once.
+
+    What stands in it can come next as far as anybody knows before the forward: ids of the vocabulary,
+    within the sequence's structure and length.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    # Which ids the structure allows behind each of them (`SampleRow.mask`); None where there is none.
+    masks: list[torch.Tensor | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Chunk:
     """The rows of one sequence in one batch."""
 
     sequence: Sequence
-    num_rows: int
+    num_rows: int  # without those of its draft
     num_prompt_targets: int  # leading logits rows that report on positions of the prompt
-    draws: bool  # the last logits row draws the next token
+    draws: bool  # the last logits row draws the next token, and those of the draft the next ones
+    max_draft: int = 0  # rows for which there is room behind
+    draft: Draft = field(default_factory=Draft)
     first_logits_row: int = 0
     first_draw: int = 0  # where its rows begin in the step's `Draws`
     num_draws: int = 0
+    num_accepted: int = 0  # tokens of the draft that stand
 
 
 @dataclass(slots=True)
@@ -36,7 +53,11 @@ class Schedule:
     """One step's work."""
 
     chunks: list[Chunk]
-    batch: Batch
+    block_copies: list[tuple[int, int]]  # (from, to), to be made first
+
+    def batch(self) -> Batch:
+        """The forward to run, once the drafts are there; each chunk notes where its rows of logits begin."""
+        return _build(self.chunks, self.block_copies)
 
 
 @dataclass(slots=True)
@@ -127,21 +148,29 @@ class Scheduler:
             if child.blocks:
                 self._parked[child] = None
 
-    def schedule(self) -> Schedule | None:
-        """Pick the rows of the next step; None when nothing can run."""
+    def schedule(self, draft_lengths: Mapping[Sequence, int] | None = None) -> Schedule | None:
+        """Pick the rows of the next step; None when nothing can run.
+
+        Args:
+            draft_lengths: rows that sequences would like behind theirs for a draft. They get what is left:
+                nobody waits or loses blocks for a draft.
+        """
         budget = _Budget(self.max_batch_tokens, self.max_prompt_targets)
         self._make_way()
         # A beam that has its candidates waits for the others of its request.
         active = [s for s in self.running if s.candidates is None]
-        for sequence in sorted(active, key=lambda s: (s.num_uncomputed > 1, s.rank)):
-            if sequence.num_uncomputed > 1:
-                # Among prefills, whoever waits at a better rank is first.
-                self._begin_waiting(budget, before=sequence)
-            # An earlier one may have preempted it, after which it may even have begun anew.
-            if budget.rows and sequence in self.running and sequence not in budget.scheduled:
-                self._continue(sequence, budget)
+        active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
+        num_decodes = sum(s.num_uncomputed == 1 for s in active)
+        for sequence in active[:num_decodes]:
+            self._continue(sequence, budget)
+        if draft_lengths:
+            self._make_room_for_drafts(draft_lengths, budget)
+        for sequence in active[num_decodes:]:
+            # Among prefills, whoever waits at a better rank is first.
+            self._begin_waiting(budget, before=sequence)
+            self._continue(sequence, budget)
         self._begin_waiting(budget)
-        return self._build(budget) if budget.chunks else None
+        return Schedule(budget.chunks, budget.copies) if budget.chunks else None
 
     def _begin_waiting(self, budget: _Budget, before: Sequence | None = None) -> None:
         """Let those who wait begin, in order of rank, while there are rows, seats and blocks."""
@@ -162,9 +191,15 @@ class Scheduler:
         chunk.sequence.num_computed += chunk.num_rows
         self.waiting.readmit(self.prefixes.computed(chunk.sequence))
 
+    def accept(self, sequence: Sequence, num_drafts: int) -> None:
+        """So many rows of its draft stand as well; the blocks that only the others needed go back."""
+        sequence.num_computed += num_drafts
+        self._give_back_behind(sequence, sequence.num_computed)
+        self.waiting.readmit(self.prefixes.computed(sequence))
+
     def interrupted(self, work: Schedule) -> None:
         """A step was broken off in its middle: nobody can tell whether its block copies were made."""
-        if work.batch.block_copies:
+        if work.block_copies:
             for chunk in work.chunks:
                 if chunk.sequence in self.running:
                     self._preempt(chunk.sequence)
@@ -191,17 +226,54 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, budget: _Budget) -> None:
         """The next rows of a running sequence, at the cost of those behind it if need be."""
+        # An earlier one may have preempted it, after which it may even have begun anew.
+        if not budget.rows or sequence not in self.running or sequence in budget.scheduled:
+            return
         chunk = self._chunk(sequence, budget)
         if not chunk.num_rows:
             return
         while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
-            if not self._free_parked():
+            if not self._free_parked() and not self._take_back_from_drafts(budget):
                 others = (s for s in self.running if s not in budget.scheduled)
                 last = max(others, key=_dispensable)
                 self._preempt(last)
                 if last is sequence:
                     return
         self._grow(chunk, budget)
+
+    def _make_room_for_drafts(self, lengths: Mapping[Sequence, int], budget: _Budget) -> None:
+        """Rows and blocks for drafts behind the chunks so far: what is left, and half of the rows at most."""
+        rows = budget.rows // 2
+        for chunk in budget.chunks:
+            sequence = chunk.sequence
+            wanted = min(lengths.get(sequence, 0), rows) if chunk.draws else 0
+            # Drafting may write to a block, and would do so before it is copied.
+            if not wanted or any(own in sequence.blocks for _, own in budget.copies):
+                continue
+            end = sequence.num_computed + chunk.num_rows
+            blocks = len(sequence.blocks) + self.pool.num_free
+            chunk.max_draft = max(0, min(wanted, blocks * self.block_size - end))
+            missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
+            sequence.blocks += self.pool.take(max(0, missing))
+            rows -= chunk.max_draft
+            budget.rows -= chunk.max_draft
+
+    def _take_back_from_drafts(self, budget: _Budget) -> bool:
+        """Blocks that only a draft would have needed go back; False where there are none."""
+        before = self.pool.num_free
+        for chunk in budget.chunks if any(chunk.max_draft for chunk in budget.chunks) else ():
+            end = chunk.sequence.num_computed + chunk.num_rows
+            self._give_back_behind(chunk.sequence, end)
+            chunk.max_draft = min(
+                chunk.max_draft, len(chunk.sequence.blocks) * self.block_size - end
+            )
+        return self.pool.num_free > before
+
+    def _give_back_behind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give back the blocks that hold none of the first `num_tokens` positions."""
+        needed = -(-num_tokens // self.block_size)
+        self.pool.give_back(sequence.blocks[needed:])
+        del sequence.blocks[needed:]
 
     def _next_waiting(self) -> Sequence | None:
         """The first in rank of those that wait, and for nobody else's prefill."""
@@ -248,7 +320,9 @@ class Scheduler:
             short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
             if not short_of_blocks and len(self.running) < self.max_sequences:
                 return True
-            if short_of_blocks and self._free_parked(but=sequence):
+            if short_of_blocks and (
+                self._free_parked(but=sequence) or self._take_back_from_drafts(budget)
+            ):
                 continue
             yielding = [
                 s for s in self.running if s not in budget.scheduled and _yields(s, sequence)
@@ -327,41 +401,39 @@ class Scheduler:
         sequence.blocks += self.pool.take(missing)
         budget.add(chunk)
 
-    def _build(self, budget: _Budget) -> Schedule:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        query_starts = [0]
-        context_lens: list[int] = []
-        logit_rows: list[int] = []
-        for chunk in budget.chunks:
-            sequence, rows = chunk.sequence, chunk.num_rows
-            start, stop = sequence.num_computed, sequence.num_computed + rows
-            first_row = len(token_ids)
-            token_ids += sequence.token_ids(start, stop)
-            positions += range(start, stop)
-            query_starts.append(len(token_ids))
-            context_lens.append(stop)
-            chunk.first_logits_row = len(logit_rows)
-            if chunk.num_prompt_targets:
-                known = first_row + sequence.request.num_prompt_rows_read - start
-                logit_rows += range(known, known + chunk.num_prompt_targets)
-            if chunk.draws:
-                logit_rows.append(len(token_ids) - 1)
-        requests = [chunk.sequence.request for chunk in budget.chunks]
-        return Schedule(
-            budget.chunks,
-            Batch(
-                token_ids=torch.tensor(token_ids, dtype=torch.int64),
-                positions=torch.tensor(positions, dtype=torch.int64),
-                query_starts=torch.tensor(query_starts, dtype=torch.int32),
-                context_lens=torch.tensor(context_lens, dtype=torch.int32),
-                block_tables=_table([chunk.sequence.blocks for chunk in budget.chunks]),
-                logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-                block_copies=budget.copies,
-                wants_hidden=any(request.params.hidden_states for request in requests),
-                forced_experts=_forced_experts(budget.chunks, len(token_ids)),
-            ),
-        )
+
+def _build(chunks: list[Chunk], block_copies: list[tuple[int, int]]) -> Batch:
+    token_ids: list[int] = []
+    positions: list[int] = []
+    query_starts = [0]
+    context_lens: list[int] = []
+    logit_rows: list[int] = []
+    for chunk in chunks:
+        sequence, draft = chunk.sequence, chunk.draft.ids
+        start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
+        first_row = len(token_ids)
+        token_ids += sequence.token_ids(start, stop) + draft
+        positions += range(start, stop + len(draft))
+        query_starts.append(len(token_ids))
+        context_lens.append(stop + len(draft))
+        chunk.first_logits_row = len(logit_rows)
+        if chunk.num_prompt_targets:
+            known = first_row + sequence.request.num_prompt_rows_read - start
+            logit_rows += range(known, known + chunk.num_prompt_targets)
+        if chunk.draws:
+            logit_rows += range(len(token_ids) - 1 - len(draft), len(token_ids))
+    requests = [chunk.sequence.request for chunk in chunks]
+    return Batch(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        query_starts=torch.tensor(query_starts, dtype=torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        block_tables=block_tables([chunk.sequence.blocks for chunk in chunks]),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        block_copies=block_copies,
+        wants_hidden=any(request.params.hidden_states for request in requests),
+        forced_experts=_forced_experts(chunks, len(token_ids)),
+    )
 
 
 def _dispensable(running: Sequence) -> tuple[bool, tuple[float, int]]:
@@ -382,12 +454,6 @@ def _yields(running: Sequence, waiting: Sequence) -> bool:
     )
 
 
-def _table(blocks: list[list[int]]) -> torch.Tensor:
-    width = max(map(len, blocks))
-    padded = [row + [SCRATCH_BLOCK] * (width - len(row)) for row in blocks]
-    return torch.tensor(padded, dtype=torch.int32)
-
-
 def _forced_experts(chunks: list[Chunk], num_rows: int) -> torch.Tensor | None:
     """`Batch.forced_experts`: the recorded routing of the rows that have one."""
     recorded = [chunk.sequence.request.params.replay_routing for chunk in chunks]
@@ -399,7 +465,7 @@ def _forced_experts(chunks: list[Chunk], num_rows: int) -> torch.Tensor | None:
     for chunk, routing in zip(chunks, recorded, strict=True):
         if routing is not None:
             start = chunk.sequence.num_computed
-            mine = routing[start : start + chunk.num_rows]
+            mine = routing[start : start + chunk.num_rows + len(chunk.draft.ids)]
             forced[row : row + len(mine)] = mine
-        row += chunk.num_rows
+        row += chunk.num_rows + len(chunk.draft.ids)
     return forced

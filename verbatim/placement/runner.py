@@ -19,8 +19,20 @@ class Forward:
     hidden: Tensor | None = None  # [R, H], what the head saw in them; where the batch wants it
 
 
-class Runner(Protocol):
-    """Something that runs a `Batch`."""
+class Forwarder(Protocol):
+    """Something that computes a `Batch` and draws from what it computed."""
+
+    def forward(self, batch: Batch) -> Forward:
+        """Run the model on `batch`, writing K and V to the blocks it names."""
+        ...
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        """Draw one id for each row of `forward`, where its logits are."""
+        ...
+
+
+class Runner(Forwarder, Protocol):
+    """Where a model lives: whatever can be asked of it."""
 
     vocab_size: int
     block_size: int
@@ -32,14 +44,6 @@ class Runner(Protocol):
     experts_per_token: int  # in each of them; 0 where there are none
     num_experts: int
     routing_reason: str | None  # why no layer is recorded
-
-    def forward(self, batch: Batch) -> Forward:
-        """Run the model on `batch`, writing K and V to the blocks it names."""
-        ...
-
-    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        """Draw one id for each row of `forward`, where its logits are."""
-        ...
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         """Some rows of the logits, as `[len(rows), V]` float32 on the CPU; a copy."""

@@ -1,0 +1,7 @@
+"""Proposers: who guesses the next tokens of a sequence before the model has seen them."""
+
+from verbatim.draft.choice import DraftModel, EarlyExit, Mtp
+from verbatim.draft.ngram import Ngram
+from verbatim.draft.proposer import Proposer
+
+__all__ = ["DraftModel", "EarlyExit", "Mtp", "Ngram", "Proposer"]

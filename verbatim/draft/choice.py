@@ -1,0 +1,107 @@
+"""What `LLM(draft=...)` may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from verbatim.draft.ngram import Ngram
+from verbatim.draft.proposer import Proposer
+from verbatim.engine.lengths import MAX_FIXED
+from verbatim.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Draft with a smaller model that has the same tokenizer.
+
+    Attributes:
+        model: a folder, a hub id or a live module.
+        dtype: as `LLM`'s.
+        kv_memory: what its K and V may take, as `LLM`'s; None: enough for as many tokens as the model's,
+            within a tenth of what is available.
+    """
+
+    model: str | os.PathLike[str] | nn.Module
+    dtype: Any = "auto"
+    kv_memory: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExit:
+    """Draft with the model's own first layers, followed by its own last norm and head.
+
+    Needs no memory. Pays where those layers say much of what all of them say, as in models trained for it.
+
+    Attributes:
+        layers: how many of the first layers; None takes a quarter of them, 1 at least.
+    """
+
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        value = self.layers
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise InvalidRequest(f"layers={value!r}: must be an integer, 1 or more, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """Draft with the layers for multi-token prediction that came with the model."""
+
+
+Draft = Proposer | DraftModel | EarlyExit | Mtp
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """`LLM`'s options about drafts, checked."""
+
+    draft: Draft | None = None
+    num_tokens: int | None = None  # of each draft; None: as many as pay
+
+
+_BY_NAME: dict[str, Callable[[], Draft]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
+
+
+def settle_draft(draft: Any) -> Draft | None:
+    """Who drafts, for what a user may write.
+
+    Raises:
+        InvalidRequest: it is nothing that can.
+    """
+    if draft is None or isinstance(draft, DraftModel | EarlyExit | Mtp):
+        return draft
+    if isinstance(draft, str) and draft in _BY_NAME:
+        return _BY_NAME[draft]()
+    if isinstance(draft, str | os.PathLike | nn.Module) and draft != "":
+        return DraftModel(draft)
+    if isinstance(draft, Proposer) and not isinstance(draft, type):
+        return draft
+    raise InvalidRequest(
+        f"draft={draft!r}: must be None, {', '.join(map(repr, _BY_NAME))}, a folder, a hub id, a module, or "
+        "have a method propose(sequences, lengths)"
+    )
+
+
+def settle_draft_tokens(value: Any, draft: Any) -> int | None:
+    """`num_draft_tokens`, checked.
+
+    Raises:
+        InvalidRequest: out of range, or there is nobody who drafts.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_FIXED:
+        raise InvalidRequest(
+            f"num_draft_tokens={value!r}: must be an integer, 0 to {MAX_FIXED}, or None"
+        )
+    if draft is None:
+        raise InvalidRequest(f"num_draft_tokens={value}: there is no draft=... to make them")
+    return value
