@@ -41,14 +41,15 @@ class Times:
     decode: list[float] = field(default_factory=list)
 
 
-def make_model(dtype: torch.dtype) -> Any:
+def make_model(dtype: torch.dtype, *, seed: int = 0, **changes: Any) -> Any:
+    """Qwen3-0.6B's shape, or one that differs from it in some numbers, with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return Qwen3ForCausalLM(Qwen3Config(**WIDTH)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**{**WIDTH, **changes})).eval()
     finally:
         torch.set_default_dtype(before)
 

@@ -27,7 +27,7 @@ LEFT_ALONE = {
     "replay_routing",  # an array that Python recorded
     "priority",  # no other request waits
     "cache_salt",  # nor shares a prefix
-    "draft",  # nothing drafts
+    "draft",  # one who wants no drafts asks the engine for none
 }
 
 

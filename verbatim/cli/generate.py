@@ -117,6 +117,9 @@ def _summary(result: Result | None, params: SamplingParams, num_new: int, second
         return f"{speed}, seed {params.seed}, interrupted"
     finish = ", ".join(str(c.finish_reason.value) for c in result.outputs)
     prompt = _count(len(result.prompt_token_ids), "prompt token")
+    drafts = result.metrics.draft
+    if drafts.num_drafted:
+        speed += f", {drafts.tokens_per_forward:.1f} tokens a forward"
     return f"{prompt}, {speed}, seed {params.seed}, finish: {finish}"
 
 

@@ -199,6 +199,14 @@ MODEL = (
     Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
     Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
     Option("max_sequences", int, _ENGINE, "Sequences per forward."),
+    Option(
+        "draft",
+        str,
+        _ENGINE,
+        "Who guesses tokens ahead, for speed alone: ngram, mtp, early-exit, or a smaller model's folder or "
+        "hub id.",
+    ),
+    Option("num_draft_tokens", int, _ENGINE, "Tokens of each draft; as many as pay if left out."),
 )
 
 

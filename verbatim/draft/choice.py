@@ -11,7 +11,6 @@ from torch import nn
 
 from verbatim.draft.ngram import Ngram
 from verbatim.draft.proposer import Proposer
-from verbatim.engine.lengths import MAX_FIXED
 from verbatim.errors import InvalidRequest
 
 
@@ -66,6 +65,8 @@ class DraftOptions:
     draft: Draft | None = None
     num_tokens: int | None = None  # of each draft; None: as many as pay
 
+
+MAX_FIXED = 64  # tokens of a draft, where the length is given
 
 _BY_NAME: dict[str, Callable[[], Draft]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
 

@@ -11,7 +11,6 @@ from verbatim.core import Sequence
 from verbatim.engine.scheduler import Chunk
 
 MAX_ADAPTIVE = 8  # tokens of a draft whose length is left to us
-MAX_FIXED = 64
 
 _MEMORY = 0.95  # what a forward leaves of a sequence's record: some twenty forwards count
 _PRIOR_TRIES = 4.0  # what the record of all sequences counts in that of each
@@ -89,9 +88,10 @@ class AdaptiveLengths:
                 if not record.pause and most > 0:
                     lengths[sequence] = 1  # whatever is expected: things may have changed
                 continue
-            chance = 1.0 - record.empty
+            chance, each = 1.0 - record.empty, None
             for j in range(min(most, MAX_ADAPTIVE)):
-                chance *= self._chance(record, j)
+                each = self._chance(record, j, each)
+                chance *= each
                 if chance < 0.02:
                     break
                 offers.append((chance, j, sequence))
@@ -146,9 +146,15 @@ class AdaptiveLengths:
             record = self._records[sequence] = Record()
         return record
 
-    def _chance(self, record: Record, place: int) -> float:
-        """That the token at a place of a draft stands if those before it do."""
+    def _chance(self, record: Record, place: int, before: float | None) -> float:
+        """That the token at a place of a draft stands if those before it do.
+
+        Args:
+            before: the same of the place before, which tells of this one where little else is known.
+        """
         prior = (self._all.hits[place] + _FIRST_GUESS) / (self._all.tries[place] + 1)
+        if before is not None:
+            prior = (prior + before) / 2
         hits = record.hits[place] + _PRIOR_TRIES * prior
         return hits / (record.tries[place] + _PRIOR_TRIES)
 

@@ -1,0 +1,160 @@
+"""How long drafts are: only speed depends on it, so a made-up machine with a clock of its own will do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from verbatim import SamplingParams
+from verbatim.core import Request, Sequence
+from verbatim.engine.lengths import MAX_ADAPTIVE, AdaptiveLengths, FixedLengths
+from verbatim.engine.scheduler import Chunk, Draft
+
+
+def sequences(count: int) -> list[Sequence]:
+    request = Request("r", None, [1], SamplingParams(), 0, 99, frozenset(), [], 0.0, lambda r: None)
+    return [Sequence(request, i, watch=None) for i in range(count)]  # type: ignore[arg-type]
+
+
+class Machine:
+    """Forwards and drafts that take the time they are told to, and drafts that stand by chance."""
+
+    def __init__(
+        self,
+        acceptance: Callable[[int], float],
+        forward_s: Callable[[int], float],
+        draft_s: float = 0.0,
+        *,
+        rows: int = 1,
+        proposes: float = 1.0,
+        noise: float = 0.0,
+    ) -> None:
+        self.lengths = AdaptiveLengths()
+        self.sequences = sequences(rows)
+        self.acceptance, self.forward_s, self.draft_s = acceptance, forward_s, draft_s
+        self.proposes, self.noise = proposes, noise
+        self.random = random.Random(7)
+        self.tokens = 0
+        self.seconds = 0.0
+        self.asked: list[int] = []
+
+    def steps(self, count: int, room: int = 99) -> None:
+        for _ in range(count):
+            wanted = self.lengths.choose(dict.fromkeys(self.sequences, room))
+            self.asked.append(sum(wanted.values()))
+            chunks = [Chunk(s, 1, 0, True, max_draft=wanted.get(s, 0)) for s in self.sequences]
+            if asking := [chunk for chunk in chunks if chunk.max_draft]:
+                spent = self._noisy(self.draft_s * max(chunk.max_draft for chunk in asking))
+                for chunk in asking:
+                    size = chunk.max_draft if self.random.random() < self.proposes else 0
+                    chunk.draft = Draft([5] * size, [None] * size)
+                self.lengths.note_proposal(asking, spent)
+                self.seconds += spent
+            spent = self._noisy(self.forward_s(len(chunks) + sum(len(c.draft.ids) for c in chunks)))
+            self.lengths.note_step(chunks, spent)
+            self.seconds += spent
+            for chunk in chunks:
+                places = range(len(chunk.draft.ids))
+                stands = (self.random.random() < self.acceptance(j) for j in places)
+                accepted = sum(1 for _ in itertools.takewhile(bool, stands))
+                self.lengths.note_draft(
+                    chunk.sequence, chunk.max_draft, len(chunk.draft.ids), accepted
+                )
+                self.tokens += accepted + 1
+
+    def _noisy(self, seconds: float) -> float:
+        return seconds * (1 + self.noise * self.random.expovariate(1))
+
+    def speed(self, count: int = 2000) -> float:
+        """Tokens a second against the same machine without drafts."""
+        self.steps(count)
+        rows = len(self.sequences)
+        plain = rows / self.forward_s(rows) / (1 + self.noise)
+        return self.tokens / self.seconds / plain
+
+
+def memory_bound(rows: int) -> float:
+    return 1.0 + 0.02 * rows
+
+
+def compute_bound(rows: int) -> float:
+    return 0.2 + 1.0 * rows
+
+
+def test_what_always_stands_is_drafted_at_full_length() -> None:
+    machine = Machine(lambda j: 1.0, memory_bound)
+    assert machine.speed() > 7
+    assert machine.asked[-1] == MAX_ADAPTIVE
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("draft_s", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("rows", [1, 8, 48])
+@pytest.mark.parametrize("forward_s", [memory_bound, compute_bound])
+def test_what_never_stands_is_hardly_drafted(
+    forward_s: Callable[[int], float], rows: int, draft_s: float, noise: float
+) -> None:
+    machine = Machine(lambda j: 0.0, forward_s, draft_s, rows=rows, noise=noise)
+    assert machine.speed(1500) > 0.97
+    assert sum(machine.asked[500:]) < 0.02 * rows * 1000
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("draft_s", [0.0, 0.15, 0.5])
+@pytest.mark.parametrize("forward_s", [memory_bound, compute_bound])
+def test_close_to_the_best_fixed_length_whatever_that_is(
+    forward_s: Callable[[int], float], draft_s: float, acceptance: float
+) -> None:
+    def fixed(length: int) -> float:
+        tokens = sum(acceptance**j for j in range(length + 1))
+        return tokens * forward_s(1) / (forward_s(1 + length) + draft_s * length)
+
+    best = max(fixed(length) for length in range(MAX_ADAPTIVE + 1))
+    assert Machine(lambda j: acceptance, forward_s, draft_s).speed(3000) > 0.95 * best
+
+
+def test_drafts_that_get_worse_along_the_way_stay_short() -> None:
+    machine = Machine(lambda j: 0.95 if j < 2 else 0.05, memory_bound, 0.1)
+    machine.steps(500)
+    assert set(machine.asked[-100:]) <= {2, 3}
+
+
+def test_what_was_given_up_is_taken_up_again() -> None:
+    machine = Machine(lambda j: 0.0, memory_bound, 0.1)
+    machine.steps(400)
+    machine.acceptance = lambda j: 0.9
+    machine.steps(400)
+    assert min(machine.asked[-100:]) >= 2
+
+
+def test_each_sequence_has_its_own_length() -> None:
+    machine = Machine(lambda j: 0.0, lambda rows: 1.0 + 0.15 * rows, 0.02, rows=2)
+    good, bad = machine.sequences
+    for _ in range(300):
+        machine.sequences, machine.acceptance = [good], lambda j: 0.95
+        machine.steps(1)
+        machine.sequences, machine.acceptance = [bad], lambda j: 0.0
+        machine.steps(1)
+    wanted = machine.lengths.choose({good: 99, bad: 99})
+    assert wanted.get(good, 0) >= 4 and wanted.get(bad, 0) <= 1
+
+
+def test_a_proposer_that_seldom_has_anything_to_say_costs_nothing() -> None:
+    assert Machine(lambda j: 0.9, memory_bound, 0.001, proposes=0.1).speed() > 1.0
+
+
+def test_a_draft_is_never_longer_than_there_is_room() -> None:
+    machine = Machine(lambda j: 1.0, memory_bound, rows=3)
+    machine.steps(50, room=2)
+    assert max(machine.asked) <= 6
+    machine.steps(5, room=0)
+    assert machine.asked[-5:] == [0] * 5
+
+
+def test_a_fixed_length_is_just_that() -> None:
+    a, b, c = sequences(3)
+    assert FixedLengths(4).choose({a: 9, b: 2, c: 0}) == {a: 4, b: 2}
+    assert FixedLengths(0).choose({a: 9}) == {}
