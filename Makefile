@@ -16,10 +16,10 @@ kernels:  ## build the kernels in place, for working without an install
 	  cp $$so $$so.new && mv $$so.new verbatim/kernels/$$(basename $$so); done
 
 test:  ## the fast tests
-	python -m pytest
+	python -m pytest -n 2
 
 slow:  ## the slow tests too
-	python -m pytest -m "not gpu"
+	python -m pytest -n 2 -m "not gpu"
 
 lint:  ## ruff, without changing anything
 	ruff check . && ruff format --check .
