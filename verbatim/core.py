@@ -265,6 +265,11 @@ class Sequence:
             return self.output_ids[start - len(prompt) : stop - len(prompt)]
         return prompt[start:] + self.output_ids[: stop - len(prompt)]
 
+    def rewind_drafters(self, num_slots: int) -> None:
+        """Of what drafting layers have computed of it, at most the first `num_slots` are there."""
+        for layer, count in self.num_draft_computed.items():
+            self.num_draft_computed[layer] = min(count, num_slots)
+
     def push(self, token_id: int) -> None:
         """Grow by one token; its watch decides whether that ends it, or its structure where nothing can
         follow.

@@ -8,7 +8,7 @@ from verbatim.core import Sequence
 from verbatim.errors import InvalidRequest
 
 _MAX_CANDIDATES = 16  # earlier places that are compared at most
-_LONG_ENOUGH = 32  # a match of this many tokens is as good as any longer one
+MAX_MATCH = 32  # a match of this many tokens is as good as any longer one
 
 
 class Ngram:
@@ -17,16 +17,17 @@ class Ngram:
     Costs no forward, and pays where completions repeat their prompt: summaries, edits, code, extraction.
 
     Args:
-        min_match: tokens that must agree, 1 or more. With 1 nearly every sequence is drafted for, and
+        min_match: tokens that must agree, 1 to 32. With 1 nearly every sequence is drafted for, and
             most drafts are wrong.
 
     Raises:
-        InvalidRequest: `min_match` is not an integer of 1 or more.
+        InvalidRequest: `min_match` is not an integer, or out of range.
     """
 
     def __init__(self, min_match: int = 2) -> None:
-        if isinstance(min_match, bool) or not isinstance(min_match, int) or min_match < 1:
-            raise InvalidRequest(f"min_match={min_match!r}: must be an integer, 1 or more")
+        is_integer = isinstance(min_match, int) and not isinstance(min_match, bool)
+        if not is_integer or not 1 <= min_match <= MAX_MATCH:
+            raise InvalidRequest(f"min_match={min_match!r}: must be an integer, 1 to {MAX_MATCH}")
         self.min_match = min_match
         self._histories: weakref.WeakKeyDictionary[Sequence, History] = weakref.WeakKeyDictionary()
 
@@ -34,10 +35,10 @@ class Ngram:
         """See `Proposer`."""
         drafts = []
         for sequence, length in zip(sequences, lengths, strict=True):
-            history = self._histories.get(sequence)
-            if history is None or len(history.ids) > sequence.num_tokens:
-                history = self._histories[sequence] = History(self.min_match)
+            # Out of its place while it grows: one that Ctrl-C left half-way is never met again.
+            history = self._histories.pop(sequence, None) or History(self.min_match)
             history.extend(sequence.token_ids(len(history.ids), sequence.num_tokens))
+            self._histories[sequence] = history
             drafts.append(history.continuation(length))
         return drafts
 
@@ -73,7 +74,7 @@ class History:
         ids, best, best_size = self.ids, -1, self._min_match - 1
         place = self._before[-1] if ids else -1
         for _ in range(_MAX_CANDIDATES):
-            if place < 0 or best_size >= _LONG_ENOUGH:
+            if place < 0 or best_size >= MAX_MATCH:
                 break
             size = self._match(place)
             if size > best_size:
@@ -88,6 +89,6 @@ class History:
         """How many ids up to `place` equal those up to the end."""
         ids, last = self.ids, len(self.ids) - 1
         size = self._min_match
-        while size < _LONG_ENOUGH and size <= place and ids[place - size] == ids[last - size]:
+        while size < MAX_MATCH and size <= place and ids[place - size] == ids[last - size]:
             size += 1
         return size

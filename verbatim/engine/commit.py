@@ -25,6 +25,8 @@ from verbatim.engine import beams
 from verbatim.engine.draw import drawing
 from verbatim.engine.scheduler import Chunk, Scheduler
 
+DRAW_FAILED = -1  # the sampler's id for a row from which nothing can be drawn
+
 
 def commit(
     chunk: Chunk, draws: Draws, hidden: Tensor | None, scheduler: Scheduler
@@ -73,15 +75,22 @@ def commit(
 def counted_rows(chunk: Chunk, draws: Draws) -> range:
     """The chunk's rows of `draws` that tell something: all but those behind drafted tokens that the model
     has not drawn itself.
+
+    A row from which nothing can be drawn counts only if it is the first: behind a draft the sequence may
+    have ended before it comes to that, and if not, the next step finds it.
     """
-    num_rows = chunk.num_draws
-    if chunk.draft.ids:
-        first = chunk.first_draw + chunk.num_prompt_targets
-        drawn = draws.ids[first : chunk.first_draw + chunk.num_draws]
-        equal = [a == b for a, b in zip(chunk.draft.ids, drawn, strict=False)]
-        if False in equal:
-            num_rows = chunk.num_prompt_targets + equal.index(False) + 1
-    return range(chunk.first_draw, chunk.first_draw + num_rows)
+    rows = range(chunk.first_draw, chunk.first_draw + chunk.num_draws)
+    if not chunk.draft.ids:
+        return rows
+    drawn = [draws.ids[row] for row in rows]  # in prefill nothing is drafted: all are draws
+    count = 1
+    while (
+        count < len(drawn)
+        and drawn[count - 1] == chunk.draft.ids[count - 1]
+        and drawn[count] != DRAW_FAILED
+    ):
+        count += 1
+    return rows[:count]
 
 
 def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor | None) -> int:

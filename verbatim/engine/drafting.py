@@ -6,10 +6,13 @@ import logging
 import operator
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from verbatim.core import DraftFigures, Sequence
+from torch import Tensor
+
+from verbatim.core import DraftFigures, GrammarState, Sequence
 from verbatim.draft.proposer import Proposer
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.scheduler import Chunk, Draft
@@ -49,9 +52,11 @@ class Drafting:
         sequences, lengths = [c.sequence for c in chunks], [c.max_draft for c in chunks]
         begin = time.perf_counter()
         try:
-            answers = list(self.proposer.propose(list(sequences), list(lengths)))
+            proposed = self.proposer.propose(list(sequences), list(lengths))
+            answers = list(islice(proposed, len(chunks) + 1))  # one that never ends is too long
             if len(answers) != len(chunks):
-                raise ValueError(f"{len(answers)} drafts for {len(chunks)} sequences")
+                given = len(answers) if len(answers) < len(chunks) else f"more than {len(chunks)}"
+                raise ValueError(f"{given} drafts for {len(chunks)} sequences")
             for chunk, answer in zip(chunks, answers, strict=True):
                 chunk.draft, num_cut = vetted(
                     chunk.sequence, answer, chunk.max_draft, self._vocab_size
@@ -63,7 +68,8 @@ class Drafting:
         except BaseException as error:  # whatever it is, no draft is needed to go on
             for chunk in chunks:
                 chunk.draft = Draft()
-                chunk.sequence.request.metrics.draft.num_errors += 1
+            for request in {chunk.sequence.request for chunk in chunks}:
+                request.metrics.draft.num_errors += 1
             self.figures.num_errors += 1
             self._report(error)
         spent = time.perf_counter() - begin
@@ -84,12 +90,20 @@ class Drafting:
             for figures in self._figures_of(chunk):
                 figures.note(drafted, accepted, accepted + 1)
 
+    def tell(self, method: str, *args: Any) -> None:
+        """Call the proposer's own "sleep", "wake" or "close", where it has one."""
+        function = getattr(self.proposer, method, None)
+        if function is not None:
+            function(*args)
+
     def stats(self) -> dict[str, Any]:
         """What drafting came to since the engine was opened, as plain values."""
         figures = self.figures
         return {
             "acceptance": figures.acceptance,
             "tokens_per_forward": figures.tokens_per_forward,
+            "forwards": figures.num_forwards,
+            "tokens": figures.num_tokens,
             "drafted": sum(figures.num_drafted),
             "accepted": sum(figures.num_accepted),
             "cut": figures.num_cut,
@@ -102,7 +116,9 @@ class Drafting:
         return self.figures, chunk.sequence.request.metrics.draft
 
     def _report(self, error: BaseException) -> None:
-        said = f"{type(error).__name__}: {error}"
+        said = type(error).__name__
+        with suppress(Exception):  # its text is made by code of the proposer's
+            said = f"{said}: {error}"
         if self.last_error is None:
             name = type(self.proposer).__name__
             _log.warning("the proposer %s failed (%s); decoding goes on without drafts", name, said)
@@ -143,25 +159,28 @@ def vetted(
             return draft, len(given) - j
         if token_id in last_ids:
             break
+        mask = None
         if grammar is not None:
-            mask = grammar.mask()
-            if not bool(mask[token_id // 32] >> (token_id % 32) & 1):
+            mask = _mask_behind(grammar, token_id)
+            if mask is None:
                 break
-            try:
-                complete = grammar.push(token_id)
-                mask = grammar.mask()
-            except Exception:  # it gives up behind this token; whether it is drawn is not said yet
-                break
-            if complete:
-                break
-            draft.masks.append(mask)
-        else:
-            draft.masks.append(None)
         draft.ids.append(token_id)
+        draft.masks.append(mask)
     return draft, max(0, len(given) - length)
 
 
+def _mask_behind(grammar: GrammarState, token_id: int) -> Tensor | None:
+    """What a structure allows behind a token; None where that can't come, or nothing can follow it."""
+    try:
+        if not bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1):
+            return None
+        return None if grammar.push(token_id) else grammar.mask()
+    except Exception:  # it gives up here; whether it comes to that is not said yet
+        return None
+
+
 def _as_id(value: Any) -> int:
+    """A plain integer, whatever is given; -1 for what is none."""
     try:
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Draws, SamplePlan, SampleRow
-from verbatim.core import Request, Sequence
+from verbatim.core import Request, Sequence, Watch
 from verbatim.engine.scheduler import Chunk
 from verbatim.errors import RequestFailed
 from verbatim.placement.runner import Forward, Runner
@@ -101,9 +101,11 @@ def _has_processors(chunk: Chunk) -> bool:
 def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Placed]:
     """`_draw_rows` of a request with processors, which are called exactly as if there were no draft.
 
-    So the row behind a drafted token is made only once the rows before have drawn that very token.
+    So the row behind a drafted token is made only once the rows before have drawn that very token, and
+    that has not ended the sequence. If its processor raises there, those rows stand all the same.
     """
     request, drawers = chunk.sequence.request, drawing(chunk)
+    watch: Watch | None = None
     made: list[Placed] = []
     for place, row in _draw_rows(chunk):
         logits = fetch(place)
@@ -113,11 +115,20 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Placed
         ahead = place - chunk.first_logits_row - chunk.num_prompt_targets
         sequence = drawers[min(len(made), len(drawers) - 1)]  # who has a draft draws alone
         history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:ahead]]
-        row.processed = _processed(request, torch.tensor(history, dtype=torch.int64), row_in)
+        try:
+            row.processed = _processed(request, torch.tensor(history, dtype=torch.int64), row_in)
+        except RequestFailed as error:
+            if not ahead:
+                raise
+            chunk.error = error
+            break
         made.append((place, row))
         if ahead < len(chunk.draft.ids):
             (drawn,) = sample_rows(logits[None], SamplePlan([row])).ids
             if drawn != chunk.draft.ids[ahead]:
+                break
+            watch = watch or sequence.watch.fork()
+            if watch.push(drawn) is not None:
                 break
     return made
 

@@ -46,6 +46,7 @@ class Chunk:
     first_draw: int = 0  # where its rows begin in the step's `Draws`
     num_draws: int = 0
     num_accepted: int = 0  # tokens of the draft that stand
+    error: BaseException | None = None  # of the request, behind the tokens that stand
 
 
 @dataclass(slots=True)
@@ -163,13 +164,13 @@ class Scheduler:
         num_decodes = sum(s.num_uncomputed == 1 for s in active)
         for sequence in active[:num_decodes]:
             self._continue(sequence, budget)
-        if draft_lengths:
-            self._make_room_for_drafts(draft_lengths, budget)
         for sequence in active[num_decodes:]:
             # Among prefills, whoever waits at a better rank is first.
             self._begin_waiting(budget, before=sequence)
             self._continue(sequence, budget)
         self._begin_waiting(budget)
+        if draft_lengths:
+            self._make_room_for_drafts(draft_lengths, budget)
         return Schedule(budget.chunks, budget.copies) if budget.chunks else None
 
     def _begin_waiting(self, budget: _Budget, before: Sequence | None = None) -> None:
@@ -199,10 +200,12 @@ class Scheduler:
 
     def interrupted(self, work: Schedule) -> None:
         """A step was broken off in its middle: nobody can tell whether its block copies were made."""
-        if work.block_copies:
-            for chunk in work.chunks:
-                if chunk.sequence in self.running:
-                    self._preempt(chunk.sequence)
+        for chunk in work.chunks:
+            sequence = chunk.sequence
+            if work.block_copies and sequence in self.running:
+                self._preempt(sequence)
+            elif chunk.max_draft:  # the next step may have no draft, and need the blocks
+                self._give_back_behind(sequence, sequence.num_computed + chunk.num_rows)
 
     def evict_all(self) -> None:
         """Everybody who runs goes back to waiting, and no block holds anything any more."""
@@ -233,7 +236,7 @@ class Scheduler:
         if not chunk.num_rows:
             return
         while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
-            if not self._free_parked() and not self._take_back_from_drafts(budget):
+            if not self._free_parked():
                 others = (s for s in self.running if s not in budget.scheduled)
                 last = max(others, key=_dispensable)
                 self._preempt(last)
@@ -242,32 +245,21 @@ class Scheduler:
         self._grow(chunk, budget)
 
     def _make_room_for_drafts(self, lengths: Mapping[Sequence, int], budget: _Budget) -> None:
-        """Rows and blocks for drafts behind the chunks so far: what is left, and half of the rows at most."""
-        rows = budget.rows // 2
+        """Rows and blocks for drafts, of what all others have left."""
+        if budget.copies:
+            return  # drafting may write to a block, and would do so before it is copied from or to
         for chunk in budget.chunks:
             sequence = chunk.sequence
-            wanted = min(lengths.get(sequence, 0), rows) if chunk.draws else 0
-            # Drafting may write to a block, and would do so before it is copied.
-            if not wanted or any(own in sequence.blocks for _, own in budget.copies):
+            wanted = min(lengths.get(sequence, 0), budget.rows)
+            # Whoever lost its blocks since the lengths were chosen has more to compute than one row.
+            if not wanted or not chunk.draws or chunk.num_rows > 1:
                 continue
             end = sequence.num_computed + chunk.num_rows
             blocks = len(sequence.blocks) + self.pool.num_free
-            chunk.max_draft = max(0, min(wanted, blocks * self.block_size - end))
+            chunk.max_draft = min(wanted, blocks * self.block_size - end)
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
             sequence.blocks += self.pool.take(max(0, missing))
-            rows -= chunk.max_draft
             budget.rows -= chunk.max_draft
-
-    def _take_back_from_drafts(self, budget: _Budget) -> bool:
-        """Blocks that only a draft would have needed go back; False where there are none."""
-        before = self.pool.num_free
-        for chunk in budget.chunks if any(chunk.max_draft for chunk in budget.chunks) else ():
-            end = chunk.sequence.num_computed + chunk.num_rows
-            self._give_back_behind(chunk.sequence, end)
-            chunk.max_draft = min(
-                chunk.max_draft, len(chunk.sequence.blocks) * self.block_size - end
-            )
-        return self.pool.num_free > before
 
     def _give_back_behind(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the blocks that hold none of the first `num_tokens` positions."""
@@ -320,9 +312,7 @@ class Scheduler:
             short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
             if not short_of_blocks and len(self.running) < self.max_sequences:
                 return True
-            if short_of_blocks and (
-                self._free_parked(but=sequence) or self._take_back_from_drafts(budget)
-            ):
+            if short_of_blocks and self._free_parked(but=sequence):
                 continue
             yielding = [
                 s for s in self.running if s not in budget.scheduled and _yields(s, sequence)
@@ -376,6 +366,7 @@ class Scheduler:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
+        sequence.num_draft_computed.clear()
         self._parked.pop(sequence, None)
         self.waiting.readmit(self.prefixes.withdraw(sequence))
 

@@ -63,7 +63,10 @@ class Prefixes:
             return []
         keys = self._keys(sequence)
         for i in range(first, full):
-            sequence.blocks[i] = self.pool.remember(sequence.blocks[i], keys[i])
+            block = self.pool.remember(sequence.blocks[i], keys[i])
+            if block != sequence.blocks[i]:  # somebody else's, who perhaps was not drafted for
+                sequence.blocks[i] = block
+                sequence.rewind_drafters(i * self.block_size)
         sequence.num_remembered = full
         return self._drop(sequence, set(keys[first:full]))
 
