@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from torch import nn
 from verbatim import kernels, storyteller
 from verbatim.admission import Admission
 from verbatim.draft.choice import Draft, DraftModel, DraftOptions, EarlyExit, Mtp
+from verbatim.draft.early_exit import EarlyExitProposer
+from verbatim.draft.model import DraftModelProposer
+from verbatim.draft.mtp import MtpProposer
 from verbatim.draft.proposer import Proposer
+from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
@@ -21,13 +25,16 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.model import early_exit as cut
 from verbatim.model.anatomy import inner_model
 from verbatim.model.dcp.folder import find_dcp
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import DTYPES, LoadedModel, load
+from verbatim.model.mtp import MtpLayers
+from verbatim.model.mtp_source import given_mtp, load_mtp
 from verbatim.model.products import probe_report
-from verbatim.options import dtype_name
+from verbatim.options import available_memory, dtype_name, memory_bytes, total_memory
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident
@@ -36,6 +43,7 @@ from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
+_DRAFT_KV_SHARE = 0.1  # of the memory that is available when a draft model is opened
 
 
 @dataclass(slots=True)
@@ -89,7 +97,8 @@ def open_engine(
         decoder = Decoder(module, weak=weak)
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        resident = open_resident(decoder, loaded, options, limit)
+        mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
+        resident = open_resident(decoder, loaded, options, limit, mtp)
         runner, proposer = resident, _open_proposer(drafts.draft, resident, options, loaded)
     return open_runner(
         runner,
@@ -105,21 +114,87 @@ def open_engine(
 
 
 def open_resident(
-    decoder: Decoder, loaded: LoadedModel, options: EngineOptions, limit: int | None
+    decoder: Decoder,
+    loaded: LoadedModel,
+    options: EngineOptions,
+    limit: int | None,
+    mtp: MtpLayers | None = None,
 ) -> Resident:
-    """The decoder with K and V in memory."""
-    runner = Resident(decoder, _make_store(decoder, options, limit), options.num_threads)
+    """The decoder with K and V in memory, and `mtp`, which draft for it, with theirs."""
+    store = _make_store(decoder, options, limit, mtp)
+    runner = Resident(decoder, store, options.num_threads, mtp)
     runner.checkpoint = loaded.checkpoint
     return runner
+
+
+def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
+    """The model's layers for multi-token prediction, without stores yet.
+
+    Raises:
+        InvalidRequest, NotSupported, ModelError: it has none, or none that can be run; the message tells.
+    """
+    inner = inner_model(decoder.module)
+    if draft.model is not None:
+        return MtpLayers(given_mtp(draft.model, inner), decoder)
+    if loaded.checkpoint is None:
+        raise InvalidRequest(
+            "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
+            "draft=Mtp(model=...), transformers' MtpModel made of it"
+        )
+    return MtpLayers(load_mtp(inner, loaded.checkpoint.folder), decoder)
 
 
 def _open_proposer(
     draft: Draft | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Proposer | None:
     """Whoever drafts for `runner`."""
-    if isinstance(draft, DraftModel | EarlyExit | Mtp):
-        raise NotSupported(f"draft={draft!r} is not built yet")
+    if isinstance(draft, Mtp):
+        assert isinstance(runner, Resident) and runner.mtp is not None
+        return MtpProposer(runner.mtp, options.max_batch_tokens, options.num_threads)
+    if isinstance(draft, EarlyExit):
+        assert isinstance(runner, Resident)
+        layers = cut.EarlyExit(runner.decoder, draft.layers)
+        return EarlyExitProposer(
+            layers, runner.store, options.max_batch_tokens, options.num_threads
+        )
+    if isinstance(draft, DraftModel):
+        return _open_draft_model(draft, runner, options, loaded)
     return draft
+
+
+def _open_draft_model(
+    draft: DraftModel, runner: Runner, options: EngineOptions, loaded: LoadedModel
+) -> DraftModelProposer:
+    """A model that drafts for `runner`, with K and V of its own.
+
+    Raises:
+        ModelError, UnsupportedModel, NotSupported: it can't be opened.
+        InvalidRequest: it has another vocabulary.
+        OutOfBlocks: its `kv_memory` is too small for one block.
+    """
+    small = open_model(draft.model, None, draft.dtype, None, False)
+    if speaks_kv_caches(small.module):
+        raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
+    decoder = Decoder(small.module)
+    inner, anatomy = inner_model(small.module), decoder.anatomy
+    check_same_ids(
+        small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, anatomy.vocab_size
+    )
+    if draft.kv_memory is None:
+        per_token = bytes_per_token(anatomy.layers, options.kv_dtype or anatomy.dtype)
+        as_many = runner.num_blocks * runner.block_size * per_token
+        kv_bytes = min(as_many, int(available_memory() * _DRAFT_KV_SHARE))
+    else:
+        kv_bytes = memory_bytes(draft.kv_memory, total_memory())
+    limit, _ = max_length_of(inner.config)
+    return DraftModelProposer(
+        open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit),
+        vocab_size=runner.vocab_size,
+        num_embeddings=num_embeddings(inner, anatomy.vocab_size),
+        max_length=limit,
+        max_rows=options.max_batch_tokens,
+        live=small.live,
+    )
 
 
 def _drafting(proposer: Proposer, drafts: DraftOptions, runner: Runner) -> Drafting:
@@ -267,9 +342,15 @@ def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
             )
 
 
-def _make_store(decoder: Decoder, options: EngineOptions, max_length: int | None) -> KVStore:
+def _make_store(
+    decoder: Decoder, options: EngineOptions, max_length: int | None, mtp: MtpLayers | None
+) -> KVStore:
     anatomy = decoder.anatomy
     dtype = options.kv_dtype or anatomy.dtype
     recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + recorded, max_length)
+    drafting = 0 if mtp is None else mtp.bytes_per_token(dtype)
+    token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded + drafting
+    blocks = options.num_blocks(token_bytes, max_length)
+    if mtp is not None:
+        mtp.open_stores(blocks, options.block_size, dtype)
     return make_store(anatomy.layers, blocks, options.block_size, dtype, torch.device("cpu"))

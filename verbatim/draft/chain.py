@@ -12,6 +12,7 @@ from verbatim.batch import Batch, SamplePlan, SampleRow, block_tables
 from verbatim.core import GrammarState, Sequence
 from verbatim.placement.runner import Forwarder
 from verbatim.sampling.rows import draw_row
+from verbatim.sampling.stopping import single_stop_ids
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Line:
     blocks: list[int]  # where the drafter keeps K and V of it
     ids: list[int] = field(default_factory=list)  # drafted so far
     grammar: GrammarState | None = None  # where its structure stands behind them
+    last_ids: frozenset[int] = frozenset()  # behind which nothing comes
 
     @property
     def wants_more(self) -> bool:
@@ -54,6 +56,8 @@ class Chain:
         """See `Proposer`."""
         lines = self.begin(sequences, lengths)
         for line in lines:
+            request = line.sequence.request
+            line.last_ids = single_stop_ids(request.params, request.eos_ids)
             if line.sequence.grammar is not None:
                 line.grammar = line.sequence.grammar.fork()
         step, live = 0, [line for line in lines if line.wants_more]
@@ -130,6 +134,8 @@ def _extend(line: Line, token_id: int) -> bool:
     if token_id < 0:
         return False
     line.ids.append(token_id)
+    if token_id in line.last_ids:
+        return False
     try:
         return line.grammar is None or not line.grammar.push(token_id)
     except Exception:  # the structure gives up behind this token, which may never be drawn

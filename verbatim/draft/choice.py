@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,22 +12,38 @@ from torch import nn
 from verbatim.draft.ngram import Ngram
 from verbatim.draft.proposer import Proposer
 from verbatim.errors import InvalidRequest
+from verbatim.options import memory_bytes, total_memory
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """Draft with a smaller model that has the same tokenizer.
 
+    Its weights stay as they are when the model's are updated: drafts get worse then, and no word changes.
+    `LLM`'s `kv_dtype`, `block_size`, `max_batch_tokens` and `num_threads` are its own as well.
+
     Attributes:
-        model: a folder, a hub id or a live module.
+        model: a folder, a hub id or a live module, whose owner may change its weights at any time. Python
+            code that comes with a checkpoint is not run.
         dtype: as `LLM`'s.
         kv_memory: what its K and V may take, as `LLM`'s; None: enough for as many tokens as the model's,
             within a tenth of what is available.
+
+    Raises:
+        InvalidRequest: a model or an amount of memory that can't be one.
     """
 
     model: str | os.PathLike[str] | nn.Module
     dtype: Any = "auto"
     kv_memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model == "" or not isinstance(self.model, str | os.PathLike | nn.Module):
+            raise InvalidRequest(
+                f"DraftModel({self.model!r}): must be a folder, a hub id or a module"
+            )
+        if self.kv_memory is not None:
+            memory_bytes(self.kv_memory, total_memory())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,17 @@ class EarlyExit:
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """Draft with the layers for multi-token prediction that came with the model."""
+    """Draft with the layers for multi-token prediction that came with the model.
+
+    What they keep of each token lies beside its K and V, and counts as KV memory. They stay when weights
+    sleep, and as they are when weights are updated: drafts get worse then, and no word changes.
+
+    Attributes:
+        model: for a live module, which has no files: transformers' `MtpModel`, made of that very module.
+            None reads the layers from the model's checkpoint.
+    """
+
+    model: Any = field(default=None, repr=False)
 
 
 Draft = Proposer | DraftModel | EarlyExit | Mtp

@@ -237,7 +237,7 @@ class Driver:
         self._asleep = True  # first: whatever breaks this off half-way, nothing runs until wake()
         self._traffic.change(Mode.PAUSED)
         try:
-            self.engine.runner.sleep(weights)
+            self.engine.sleep(weights)
         except VerbatimError:  # refused
             self._asleep = before[1]
             self._traffic.change(before[0])
@@ -256,7 +256,7 @@ class Driver:
     def _wake(self) -> None:
         if self._asleep:
             self.engine.evict_all()  # again, for a sleep that was broken off
-            self.engine.runner.wake()
+            self.engine.wake()
             self._asleep = False
             self._traffic.change(Mode.RUNNING)
 
@@ -307,7 +307,7 @@ class Driver:
             try:
                 self._traffic.shut()
             finally:
-                self.engine.runner.close()
+                self.engine.close()
 
 
 def _after_fork() -> None:

@@ -9,15 +9,13 @@ from typing import Any
 
 from verbatim.batch import Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
-from verbatim.engine.commit import commit, counted_rows, delta, finish
+from verbatim.engine.commit import DRAW_FAILED, commit, counted_rows, delta, finish
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Chunk, Schedule, Scheduler
 from verbatim.engine.shield import Shield
-from verbatim.errors import QueueFull, RequestFailed
+from verbatim.errors import QueueFull, RequestFailed, VerbatimError
 from verbatim.placement.runner import Forward, Runner
-
-DRAW_FAILED = -1  # the sampler's id for a row from which nothing can be drawn
 
 
 class Engine:
@@ -153,6 +151,8 @@ class Engine:
                     self.drafting.note_commit(chunk)
                 for sequence in grown:
                     self._hand_out(sequence)
+                if chunk.error is not None and not request.finished:
+                    self.fail(request, chunk.error)
             except Exception as error:
                 self.fail(request, error)  # whatever it is, it is this request's
 
@@ -250,6 +250,31 @@ class Engine:
             else:
                 self.scheduler.revise(request)
             request.weight_version = self.weight_version
+
+    def sleep(self, weights: bool) -> None:
+        """Give memory back, as `Runner.sleep`; whoever drafts does, too."""
+        if self.drafting is not None:
+            self.drafting.tell("sleep", weights)
+        try:
+            self.runner.sleep(weights)
+        except VerbatimError:  # refused
+            if self.drafting is not None:
+                self.drafting.tell("wake")
+            raise
+
+    def wake(self) -> None:
+        """Take it again, as `Runner.wake`."""
+        self.runner.wake()
+        if self.drafting is not None:
+            self.drafting.tell("wake")
+
+    def close(self) -> None:
+        """Give back memory, processes and files."""
+        try:
+            if self.drafting is not None:
+                self.drafting.tell("close")
+        finally:
+            self.runner.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts since it was opened, and what is held now."""

@@ -1,0 +1,138 @@
+"""A model cut after its first layers: the same parameters, the same K and V, sooner at the head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from verbatim.batch import Batch
+from verbatim.errors import InvalidRequest, UnsupportedModel
+from verbatim.kv.store import KVStore
+from verbatim.model.anatomy import Anatomy, inner_model
+from verbatim.model.decoder import Decoder, Output
+
+
+class EarlyExit:
+    """Runs the first layers of a decoder's model and, right behind them, its last norm and its head.
+
+    The first layers store the same K and V at the same places as they do in the whole model. Nothing of
+    the module is changed or copied but the way from it to its layers: each module on that way has a twin
+    that shares everything with it, down to the list of layers, whose twin is shorter.
+
+    Args:
+        decoder: of the whole model.
+        layers: how many of the first ones; None takes a quarter, 1 at least.
+
+    Raises:
+        InvalidRequest: the model has no more layers than that.
+        UnsupportedModel: it can't be cut; the message tells why.
+    """
+
+    def __init__(self, decoder: Decoder, layers: int | None = None) -> None:
+        self._whole = decoder
+        self._wanted = layers
+        self._cut()
+
+    def run(self, batch: Batch, store: KVStore) -> Output:
+        """`Decoder.run` of the first layers, on the whole model's `store`.
+
+        Raises:
+            ModelChanged: as the whole model's; what of a live module can be followed is.
+        """
+        self._whole.look_again()
+        if self._whole.anatomy is not self._anatomy:  # there was something new
+            self._cut()
+        return self._short.run(batch, store)
+
+    def close(self) -> None:
+        """Let go of the module."""
+        self._short.close()
+
+    def _cut(self) -> None:
+        module, anatomy = self._whole.module, self._whole.anatomy
+        name = type(inner_model(module)).__name__
+        try:
+            layers = _list_of_layers(module, anatomy)
+            self.num_layers = _settle(self._wanted, len(layers), name)
+            first = _twin(layers)
+            kept = list(layers._modules.items())[: self.num_layers]
+            first.__dict__["_modules"] = dict(kept)
+            self._short = Decoder(_with(module, layers, first))
+            _check_prefix(self._short.anatomy, anatomy, self.num_layers)
+        except UnsupportedModel as reason:
+            raise UnsupportedModel(f"{name} can't exit early: {reason}") from reason.__cause__
+        self._anatomy = anatomy
+
+
+def _settle(wanted: int | None, num_layers: int, name: str) -> int:
+    if wanted is None and num_layers > 1:
+        return max(1, num_layers // 4)
+    if wanted is None or wanted >= num_layers:
+        given = "" if wanted is None else f"layers={wanted}: "
+        raise InvalidRequest(
+            f"draft='early-exit': {given}{name} has {num_layers} layers, so at most {num_layers - 1} "
+            "of them can draft for all"
+        )
+    return wanted
+
+
+def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
+    """The innermost list of modules in which everything that attends is."""
+    attending = {owner for owner, _ in anatomy.slots}
+    found: nn.ModuleList | None = None
+    for candidate in module.modules():  # parents before children
+        if isinstance(candidate, nn.ModuleList) and attending <= set(map(id, candidate.modules())):
+            found = candidate
+    if found is None:
+        raise UnsupportedModel("its layers are not in one list")
+    return found
+
+
+def _twin(module: Any) -> Any:
+    """A module of the same class that shares all that this one has; its children can be exchanged."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = dict(module._modules)
+    # transformers notes here that it has put its hooks into the layers, where a config asks for hidden
+    # states; they are the same layers, and would get them twice.
+    twin.__dict__["_output_capturing_hooks_installed"] = True
+    return twin
+
+
+def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """`module`, or a twin of it in which `new` stands wherever `old` stood."""
+    if module is old:
+        return new
+    changed = {
+        name: other
+        for name, child in module._modules.items()
+        if child is not None and (other := _with(child, old, new)) is not child
+    }
+    if not changed:
+        return module
+    if "forward" in module.__dict__:
+        raise UnsupportedModel(
+            f"the forward of {type(module).__name__} was replaced by one that knows all of its layers"
+        )
+    twin: nn.Module = _twin(module)
+    twin._modules.update(changed)
+    return twin
+
+
+def _check_prefix(short: Anatomy, whole: Anatomy, num_layers: int) -> None:
+    """Does the short model store what the whole one stores, at the same places, and nothing else?"""
+    count = len(short.layers)
+    if count >= len(whole.layers):
+        raise UnsupportedModel(
+            f"with {num_layers} layers in its list it attends {count} times, and {len(whole.layers)} "
+            "times with all of them"
+        )
+    if (
+        any(whole.slots.get(key) != layer for key, layer in short.slots.items())
+        or short.layers != whole.layers[:count]
+        or (short.dtype, short.vocab_size) != (whole.dtype, whole.vocab_size)
+    ):
+        raise UnsupportedModel(
+            f"what its first {num_layers} layers store is not the beginning of what all of them store"
+        )
