@@ -15,6 +15,8 @@ from torch import Tensor
 
 from verbatim.params import SamplingParams
 
+_FEW = 512  # numbers that are faster reckoned with in Python than by calls of torch
+
 SCRATCH_BLOCK = 0  # never given to a sequence: padding reads and writes it
 
 
@@ -47,6 +49,14 @@ class Batch:
 
     def slots(self, block_size: int) -> Tensor:
         """Where each row's K and V go: block times `block_size` plus offset, `[T]` int64."""
+        if self.num_tokens + self.block_tables.numel() <= _FEW:
+            positions, starts = self.positions.tolist(), self.query_starts.tolist()
+            found = [
+                table[position // block_size] * block_size + position % block_size
+                for s, table in enumerate(self.block_tables.tolist())
+                for position in positions[starts[s] : starts[s + 1]]
+            ]
+            return torch.tensor(found, dtype=torch.int64)
         lens = self.query_starts.diff().long()
         rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
         blocks = self.block_tables[rows, self.positions // block_size].long()

@@ -36,12 +36,17 @@ def _cpu_features() -> frozenset[str]:
 
 def available() -> list[str]:
     """The instruction sets that were built and that this processor has, best first."""
+    return list(_found())
+
+
+@functools.cache
+def _found() -> tuple[str, ...]:  # once: it is asked for several times in a step
     here = Path(__file__).parent
-    return [
+    return tuple(
         name
         for name, needs in _LEVELS
         if needs <= _cpu_features() and (here / f"verbatim_{name}.so").exists()
-    ]
+    )
 
 
 @functools.cache

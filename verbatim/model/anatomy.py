@@ -58,7 +58,7 @@ class Anatomy:
     hidden_reason: str | None
 
 
-class _Look:
+class Look:
     """A pass that notes every attention call and lets values flow through in their place."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
     signature = inspect.signature(inner.forward).parameters
     named = "position_ids" in signature
     positions = named if positions is None else positions
-    look, recorder, configs = _Look(), Recorder(), configs_of(module)
+    look, recorder, configs = Look(), Recorder(), configs_of(module)
     device = next(module.parameters()).device
     ids, head = torch.tensor(_IDS, device=device), head_of(inner)
     inputs: dict[str, Any] = {"input_ids": ids}

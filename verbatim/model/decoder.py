@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch
-from verbatim.errors import EngineClosed, ModelChanged, NotSupported
+from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, inner_model, look_at
 from verbatim.model.borrow import (
@@ -25,11 +26,11 @@ from verbatim.model.borrow import (
 )
 from verbatim.model.context import IMPLEMENTATION, activate, flat_attention
 from verbatim.model.experts import flat_experts
-from verbatim.model.hidden import head_inputs, head_of, hidden_rows
+from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
 
-_TRIAL_TOKENS = 8  # of the one sequence with which replay is tried out
+_TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
 
 
 class Output(NamedTuple):
@@ -119,8 +120,15 @@ class Decoder:
         """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""
         return self.run(batch, store).logits
 
-    def run(self, batch: Batch, store: KVStore, records: RoutingStore | None = None) -> Output:
-        """One forward; K and V go to `store`, the experts that were chosen to `records`.
+    def run(
+        self,
+        batch: Batch,
+        store: KVStore,
+        records: RoutingStore | None = None,
+        body: HiddenStore | None = None,
+    ) -> Output:
+        """One forward; K and V go to `store`, the experts that were chosen to `records`, and what the
+        model's body makes of every row, with the last norm behind it, to `body`.
 
         Raises:
             NotSupported: the batch wants hidden states or forces experts, and the model can't.
@@ -136,7 +144,7 @@ class Decoder:
                 raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
             if records is not None:
                 records.copy_blocks(batch.block_copies)
-            output = self._forward(self.module, batch, store, routing)
+            output = self._forward(self.module, batch, store, routing, body=body)
             if records is not None and routing is not None:
                 records.write(batch.slots(records.block_size), routing.record())
             return output
@@ -156,27 +164,53 @@ class Decoder:
                 name = type(inner_model(self.module)).__name__
                 raise NotSupported(f"{name}: {self._replay_reason}")
 
+    def check_body(self, hidden_size: int) -> None:
+        """Try once whether `run` can keep what the model's body makes, `hidden_size` numbers a row.
+
+        Raises:
+            NotSupported: it can't; the message tells why.
+        """
+        with exclusive:
+            self.look_again()
+            store, device = self._trial_store(), next(self.module.parameters()).device
+            body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
+            batch = self._trial_batch(None)
+            try:
+                self._forward(self.module, batch, store, None, body=body, hooks=False)
+            except Exception as error:  # a body of any architecture
+                raise NotSupported(
+                    f"{type(inner_model(self.module)).__name__}: the hidden states of its body can't be "
+                    f"kept: {type(error).__name__}: {first_line(error)}"
+                ) from error
+
     def _try_replay(self) -> str | None:
-        anatomy, layers, tokens = self.anatomy, self.anatomy.routed, _TRIAL_TOKENS
+        layers = self.anatomy.routed
         if layers is None:
-            return anatomy.routing_reason
-        device = next(self.module.parameters()).device
-        store = KVStore(anatomy.layers, 2, tokens, anatomy.dtype, device)
+            return self.anatomy.routing_reason
+        store = self._trial_store()
 
         def run(forced: Tensor | None) -> tuple[Tensor, Routing]:
-            batch = Batch(
-                token_ids=torch.arange(tokens) * 7 % max(1, anatomy.vocab_size - 3) + 1,
-                positions=torch.arange(tokens),
-                query_starts=torch.tensor([0, tokens], dtype=torch.int32),
-                context_lens=torch.tensor([tokens], dtype=torch.int32),
-                block_tables=torch.ones(1, 1, dtype=torch.int32),
-                logit_rows=torch.arange(tokens),
-                forced_experts=forced,
-            )
+            batch = self._trial_batch(forced)
             routing = Routing(layers, forced, keep_weights=True)
             return self._forward(self.module, batch, store, routing, hooks=False).logits, routing
 
-        return why_not_replayable(run, tokens)
+        return why_not_replayable(run, _TRIAL_TOKENS)
+
+    def _trial_store(self) -> KVStore:
+        anatomy, device = self.anatomy, next(self.module.parameters()).device
+        return KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
+
+    def _trial_batch(self, forced: Tensor | None) -> Batch:
+        tokens = _TRIAL_TOKENS
+        return Batch(
+            token_ids=torch.arange(tokens) * 7 % max(1, self.anatomy.vocab_size - 3) + 1,
+            positions=torch.arange(tokens),
+            query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+            context_lens=torch.tensor([tokens], dtype=torch.int32),
+            block_tables=torch.ones(1, 1, dtype=torch.int32),
+            logit_rows=torch.arange(tokens),
+            forced_experts=forced,
+        )
 
     def _forward(
         self,
@@ -185,9 +219,11 @@ class Decoder:
         store: KVStore,
         routing: Routing | None,
         *,
+        body: HiddenStore | None = None,
         hooks: bool = True,
     ) -> Output:
         anatomy = self.anatomy
+        walk = FlatPass(anatomy.slots, batch, store, routing)
         store.copy_blocks(batch.block_copies)
         inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
         if anatomy.takes_positions:
@@ -196,12 +232,16 @@ class Decoder:
             inputs["logits_to_keep"] = batch.logit_rows
         with (
             borrow(module, self._forwards, self._configs, hooks=hooks),
-            activate(_FlatPass(anatomy, batch, store, routing)),
+            activate(walk),
             _mode(module, anatomy, None if batch.forced_experts is None else routing),
             head_inputs(head_of(inner_model(module)) if batch.wants_hidden else None) as seen,
+            body_outputs(None if body is None else inner_model(module)) as made,
         ):
             logits: Tensor = module(**inputs).logits[0]
             hidden = hidden_rows(seen, batch.logit_rows) if batch.wants_hidden else None
+            if body is not None:
+                (last,) = made
+                body.write(walk.rows, last.flatten(0, -2))
         if not anatomy.takes_logit_rows:
             logits = logits[batch.logit_rows]
         return Output(logits, hidden)
@@ -218,17 +258,29 @@ def _mode(
     return InvariantMode() if safety_net else nullcontext()
 
 
-class _FlatPass:
-    """Attention for one batch: write K and V at the batch's slots, then attend through the blocks."""
+class FlatPass:
+    """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
+
+    Args:
+        slots: as `Anatomy.slots`.
+        routing: takes note of where the tokens go; None does not.
+
+    Attributes:
+        rows: the batch's slots.
+    """
 
     def __init__(
-        self, anatomy: Anatomy, batch: Batch, store: KVStore, routing: Routing | None
+        self,
+        slots: dict[tuple[int, int], int],
+        batch: Batch,
+        store: KVStore,
+        routing: Routing | None = None,
     ) -> None:
-        self._slots = anatomy.slots
+        self._slots = slots
         self._batch = batch
         self._store = store
         self._routing = routing
-        self._rows = batch.slots(store.block_size)
+        self.rows = batch.slots(store.block_size)
         self._calls: dict[int, int] = {}
 
     def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
@@ -241,7 +293,7 @@ class _FlatPass:
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
         layer = self._slots[id(module), call]
-        self._store.write(layer, k, v, self._rows)
+        self._store.write(layer, k, v, self.rows)
         batch = self._batch
         return self._store.attend(
             layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options

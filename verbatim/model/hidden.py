@@ -1,4 +1,4 @@
-"""What a model's head sees: the last hidden state of each row that needs logits."""
+"""Hidden states: what a model's head sees of the rows that need logits, what its body makes of all."""
 
 from __future__ import annotations
 
@@ -44,6 +44,30 @@ def head_inputs(head: nn.Module | None) -> Iterator[list[Any]]:
     handle = head.register_forward_pre_hook(note, with_kwargs=True)
     try:
         yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def body_outputs(inner: Any) -> Iterator[list[Tensor]]:
+    """Note the last hidden states that the body of the transformers model `inner` returns in this
+    thread's pass; nothing is left behind on it. `inner` None notes nothing.
+
+    A hook, as in `head_inputs`. It sees all rows, whether or not any of them has logits.
+    """
+    made: list[Tensor] = []
+    if inner is None:
+        yield made
+        return
+    walk = active_pass()
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if active_pass() is walk:
+            made.append(output[0])  # a `ModelOutput`, or the tuple of it
+
+    handle = inner.get_decoder().register_forward_hook(note)
+    try:
+        yield made
     finally:
         handle.remove()
 

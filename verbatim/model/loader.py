@@ -274,7 +274,7 @@ def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any])
     from transformers import AutoModelForCausalLM
 
     try:
-        with _quiet(progress=_weight_bytes(source) > _BIG):
+        with quiet(progress=_weight_bytes(source) > _BIG):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
@@ -309,7 +309,7 @@ def _weight_bytes(source: str) -> int:
 
 
 @contextmanager
-def _quiet(*, progress: bool) -> Iterator[None]:
+def quiet(*, progress: bool) -> Iterator[None]:
     """Without transformers' report of keys it did not need, and with a bar only where one waits."""
     from transformers.utils import logging
 

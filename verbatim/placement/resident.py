@@ -16,6 +16,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import Checkpoint
+from verbatim.model.mtp import MtpLayers
 from verbatim.model.routing import RoutingStore
 from verbatim.model.weights import NewWeights, writes_to
 from verbatim.options import dtype_name
@@ -30,13 +31,21 @@ class Resident:
         decoder: the model.
         store: its K and V.
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
+        mtp: the model's layers for multi-token prediction, where they draft, with their stores open.
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
 
-    def __init__(self, decoder: Decoder, store: KVStore, num_threads: int | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        num_threads: int | None,
+        mtp: MtpLayers | None = None,
+    ) -> None:
         self.decoder = decoder
         self.store = store
+        self.mtp = mtp
         self.vocab_size = decoder.anatomy.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
@@ -63,8 +72,12 @@ class Resident:
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
+        body = None
+        if self.mtp is not None:
+            self.mtp.copy_blocks(batch.block_copies)
+            body = self.mtp.hidden
         with threads(self._num_threads):
-            return Forward(*self.decoder.run(batch, self.store, self._records))
+            return Forward(*self.decoder.run(batch, self.store, self._records, body))
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads):
@@ -83,8 +96,9 @@ class Resident:
             self.decoder.check_replay()
 
     def info(self) -> dict[str, Any]:
-        module, anatomy = self.decoder.module, self.decoder.anatomy
+        module, anatomy, mtp = self.decoder.module, self.decoder.anatomy, self.mtp
         kv_dtype = settle_kv_dtype(self.store.dtype_name)
+        drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
         return {
             "architecture": type(inner_model(module)).__name__,
             "placement": "resident",
@@ -92,9 +106,10 @@ class Resident:
             "dtype": dtype_name(anatomy.dtype),
             "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
-            "kv_bytes": self.store.nbytes,
+            "kv_bytes": self.store.nbytes + (0 if mtp is None else mtp.nbytes),
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype),
+            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype) + drafting,
+            **({} if mtp is None else mtp.info()),
             "safety_net": sorted(anatomy.needs_safety_net),
         }
 
@@ -117,16 +132,22 @@ class Resident:
                 )
             self.checkpoint.drop(self.decoder.module)
         self.store.release()  # the routing's records are a hundredth of it, and stay
+        if self.mtp is not None:
+            self.mtp.release()
         _give_back_freed()
 
     def wake(self) -> None:
         if self.checkpoint is not None:
             self.checkpoint.restore(self.decoder.module)
         self.store.allocate()
+        if self.mtp is not None:
+            self.mtp.allocate()
 
     def close(self) -> None:
         self._records = None
         self.store.release()
+        if self.mtp is not None:
+            self.mtp.close()
         self.decoder.close()
 
 
