@@ -26,7 +26,7 @@ class Machine:
         self,
         acceptance: Callable[[int], float],
         forward_s: Callable[[int], float],
-        draft_s: float = 0.0,
+        draft_s: float | Callable[[int], float] = 0.0,  # of one more token for so many sequences
         *,
         rows: int = 1,
         proposes: float = 1.0,
@@ -34,7 +34,8 @@ class Machine:
     ) -> None:
         self.lengths = AdaptiveLengths()
         self.sequences = sequences(rows)
-        self.acceptance, self.forward_s, self.draft_s = acceptance, forward_s, draft_s
+        self.acceptance, self.forward_s = acceptance, forward_s
+        self.draft_s = draft_s if callable(draft_s) else lambda lines: draft_s
         self.proposes, self.noise = proposes, noise
         self.random = random.Random(7)
         self.tokens = 0
@@ -43,11 +44,14 @@ class Machine:
 
     def steps(self, count: int, room: int = 99) -> None:
         for _ in range(count):
-            wanted = self.lengths.choose(dict.fromkeys(self.sequences, room))
+            asks = self.lengths.begin_step()
+            wanted = self.lengths.choose(dict.fromkeys(self.sequences, room)) if asks else {}
             self.asked.append(sum(wanted.values()))
             chunks = [Chunk(s, 1, 0, True, max_draft=wanted.get(s, 0)) for s in self.sequences]
             if asking := [chunk for chunk in chunks if chunk.max_draft]:
-                spent = self._noisy(self.draft_s * max(chunk.max_draft for chunk in asking))
+                sizes = [chunk.max_draft for chunk in asking]
+                lines = [sum(size > j for size in sizes) for j in range(max(sizes))]
+                spent = self._noisy(sum(map(self.draft_s, lines)))
                 for chunk in asking:
                     size = chunk.max_draft if self.random.random() < self.proposes else 0
                     chunk.draft = Draft([5] * size, [None] * size)
@@ -60,9 +64,8 @@ class Machine:
                 places = range(len(chunk.draft.ids))
                 stands = (self.random.random() < self.acceptance(j) for j in places)
                 accepted = sum(1 for _ in itertools.takewhile(bool, stands))
-                self.lengths.note_draft(
-                    chunk.sequence, chunk.max_draft, len(chunk.draft.ids), accepted
-                )
+                if chunk.max_draft:
+                    self.lengths.note_draft(chunk.sequence, len(chunk.draft.ids), accepted)
                 self.tokens += accepted + 1
 
     def _noisy(self, seconds: float) -> float:
@@ -120,6 +123,20 @@ def test_drafts_that_get_worse_along_the_way_stay_short() -> None:
     machine = Machine(lambda j: 0.95 if j < 2 else 0.05, memory_bound, 0.1)
     machine.steps(500)
     assert set(machine.asked[-100:]) <= {2, 3}
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.9])
+def test_many_who_come_and_go_are_not_slowed_down_by_trying(acceptance: float) -> None:
+    # 32 rows that cost little together, a drafter that costs the more the more it drafts for.
+    machine = Machine(
+        lambda j: acceptance, lambda n: 3.0 + 0.1 * n, lambda lines: 1.0 + 0.2 * lines, rows=32
+    )
+    machine.steps(120)
+    machine.tokens, machine.seconds = 0, 0.0
+    for _ in range(5):
+        machine.sequences = sequences(32)
+        machine.steps(120)
+    assert machine.tokens / machine.seconds > 0.97 * 32 / machine.forward_s(32)
 
 
 def test_what_was_given_up_is_taken_up_again() -> None:

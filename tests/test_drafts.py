@@ -132,8 +132,8 @@ def test_quantized_kv_changes_no_bit_under_drafts(kv_dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_whole_product_of_drafters_lengths_and_schedules(name: str, dtype: str) -> None:
-    for shift in range(2 * len(SCHEDULES)):
+def test_every_length_of_a_draft_in_every_schedule_changes_no_bit(name: str, dtype: str) -> None:
+    for shift in range(len(SCHEDULES)):
         check_schedules(name, dtype, shift)
 
 
@@ -172,27 +172,29 @@ def test_a_hostile_drafter_costs_speed_and_is_reported(
     assert (stats["draft"]["last_error"] is None) != drafter.fails
 
 
-def test_ids_that_cannot_be_there_are_cut_and_counted() -> None:
-    cut = {
-        "outside the vocabulary": 2,  # with what is behind
-        "negative": 3,
-        "too many": 1,
-        "an endless draft": 1,  # nobody counts to its end
-        "floats": 2,
-        "a string": 3,
-        "end of sequence": 0,  # drawn in the row before, and no fault
-    }
-    params = SamplingParams(max_tokens=6, seed=3, temperature=0.0, ignore_eos=False)
-    for name, each in cut.items():
-        with open_toy("llama", draft=Hostile(name), num_draft_tokens=3) as llm:
-            (result,) = llm.generate(random_ids(5, 3), params)
-            assert len(result.outputs[0].token_ids) == 6
-            # Drafts of 3, 3, 2 and 1 tokens are asked for.
-            calls = 2 if each and name not in ("negative", "floats", "a string") else None
-            count = llm.stats()["draft"]["cut"]
-            assert (count > 0) == (each > 0), name
-            assert calls is None or count >= calls * each, name
-            assert name != "end of sequence" or llm.stats()["draft"]["drafted"] == 0
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("outside the vocabulary", 7),  # with what is behind
+        ("negative", 9),
+        ("floats", 8),
+        ("a string", 11),
+        ("too many", 4),  # one more than was asked for tells that
+        ("an endless draft", 4),
+        ("end of sequence", 0),  # drawn in the row before, and no fault
+    ],
+)
+def test_ids_that_cannot_be_there_are_cut_and_counted(name: str, cut: int) -> None:
+    with open_toy("llama", draft=Hostile(name), num_draft_tokens=3) as llm:
+        greedy = SamplingParams(max_tokens=6, temperature=0.0)
+        (result,) = llm.generate(random_ids(5, 3), greedy)
+        stats = llm.stats()["draft"]
+    assert len(result.outputs[0].token_ids) == stats["tokens"] == 6
+    assert stats["accepted"] == 0  # so drafts of 3, 3, 2 and 1 tokens were asked for
+    assert stats["cut"] == result.metrics.draft.num_cut == cut
+    assert stats["drafted"] == {"end of sequence": 0, "outside the vocabulary": 4}.get(
+        name, 9 * (name in ("too many", "an endless draft"))
+    )
 
 
 def test_a_drafter_may_look_at_the_engine_and_not_use_it() -> None:

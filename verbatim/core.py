@@ -133,14 +133,16 @@ class DraftFigures:
 
     def note(self, drafted: int, accepted: int, tokens: int) -> None:
         """One forward has looked at `drafted` tokens, of which the first `accepted` stand."""
+        self.num_forwards += 1
+        self.num_tokens += tokens
+        if not drafted:
+            return
         missing = [0] * (drafted - len(self.num_drafted))
         self.num_drafted += missing
         self.num_accepted += missing
         for j in range(drafted):
             self.num_drafted[j] += 1
             self.num_accepted[j] += j < accepted
-        self.num_forwards += 1
-        self.num_tokens += tokens
 
 
 @dataclass(slots=True)

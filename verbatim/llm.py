@@ -18,7 +18,7 @@ from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.model.weights import Weights, named_weights
-from verbatim.opening import Opened, open_engine, open_model, open_runner
+from verbatim.opening import Opened, open_engine, open_runner
 from verbatim.options import (
     check_device,
     memory_bytes,
@@ -32,6 +32,7 @@ from verbatim.params import SamplingParams
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
+from verbatim.source import open_model
 from verbatim.text.chat import render_chat
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Sequence
 from verbatim.draft.chain import Chain, Line, Rows
@@ -60,6 +62,10 @@ class EarlyExitProposer(Chain):
         """See `Forwarder`."""
         with threads(self._num_threads):
             return sample_rows(forward.logits, plan)
+
+    def info(self) -> dict[str, Any]:
+        """How much of the model it runs."""
+        return {"layers": self.layers.num_layers}
 
     def close(self) -> None:
         """Let go of the module."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Request, Sequence
 from verbatim.draft.chain import Chain, Line, Rows
@@ -44,11 +46,11 @@ class DraftModelProposer(Chain):
             self._forwarder = _Within(vocab_size, runner)
         self._num_embeddings = num_embeddings
         self._max_length = max_length
-        self._live = live
+        self.live = live
         self._stamp = runner.stamp() if live else None
 
     def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[Line]:
-        if self._live and (stamp := self.runner.stamp()) != self._stamp:
+        if self.live and (stamp := self.runner.stamp()) != self._stamp:
             self.holdings.forget()  # it is of other weights
             self._stamp = stamp
         using, beginning = set(sequences), set[Request]()
@@ -98,6 +100,21 @@ class DraftModelProposer(Chain):
             held.num_known = line.sequence.num_tokens
 
     # ---- with the engine
+
+    def info(self) -> dict[str, Any]:
+        """The draft model's sizes."""
+        found = self.runner.info()
+        return {
+            name: found[name]
+            for name in (
+                "architecture",
+                "parameters",
+                "weight_bytes",
+                "dtype",
+                "kv_bytes",
+                "layers",
+            )
+        }
 
     def sleep(self, weights: bool) -> None:
         """Give memory back, as `Runner.sleep`."""

@@ -16,9 +16,6 @@ class Proposer(Protocol):
     and noise, and a guess only tells for which tokens that can be done at once. A guess that is drawn as
     the engine draws it (`verbatim.sampling.rows.draw_row`: same seed, same position, same noise) is right
     far more often than any other.
-
-    Whoever holds memory may have, besides, `sleep(weights: bool)`, `wake()` and `close()`, which are called
-    with `LLM`'s; `sleep` may refuse with a VerbatimError.
     """
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> SequenceOf[SequenceOf[int]]:

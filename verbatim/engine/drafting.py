@@ -28,19 +28,33 @@ class Drafting:
         proposer: who guesses.
         lengths: how many tokens are asked for.
         vocab_size: ids are below it.
+        owns: the proposer was made for this engine alone, and sleeps and ends with it.
+        runs_live_module: proposing makes forwards of a module that somebody else owns.
     """
 
     def __init__(
-        self, proposer: Proposer, lengths: AdaptiveLengths | FixedLengths, vocab_size: int
+        self,
+        proposer: Proposer,
+        lengths: AdaptiveLengths | FixedLengths,
+        vocab_size: int,
+        *,
+        owns: bool = False,
+        runs_live_module: bool = False,
     ) -> None:
         self.proposer = proposer
+        self._owns = owns
+        self.runs_live_module = runs_live_module
         self.figures = DraftFigures()
         self.last_error: str | None = None
         self._lengths = lengths
+        self._proposing_s = 0.0  # of this step
         self._vocab_size = vocab_size
 
     def lengths(self, running: Iterable[Sequence]) -> dict[Sequence, int]:
         """How long a draft each sequence that decodes should get, where one is worth while."""
+        self._proposing_s = 0.0
+        if not self._lengths.begin_step():
+            return {}
         decoding = {s: _room(s) for s in running if _is_drafted(s)}
         return self._lengths.choose(decoding) if decoding else {}
 
@@ -73,28 +87,41 @@ class Drafting:
             self.figures.num_errors += 1
             self._report(error)
         spent = time.perf_counter() - begin
+        self._proposing_s = spent
         self._lengths.note_proposal(chunks, spent)
         self.figures.time_s += spent
         for chunk in chunks:
             chunk.sequence.request.metrics.draft.time_s += spent / len(chunks)
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        """A step's forward and draws have taken this long."""
-        self._lengths.note_step(chunks, spent_s)
+        """A whole step has taken this long."""
+        self._lengths.note_step(chunks, spent_s - self._proposing_s)
 
     def note_commit(self, chunk: Chunk) -> None:
         """What became of a chunk's draft."""
-        if chunk.draws and chunk.sequence.request.params.draft:
-            drafted, accepted = len(chunk.draft.ids), chunk.num_accepted
-            self._lengths.note_draft(chunk.sequence, chunk.max_draft, drafted, accepted)
-            for figures in self._figures_of(chunk):
-                figures.note(drafted, accepted, accepted + 1)
+        request = chunk.sequence.request
+        if not chunk.draws or not request.params.draft:
+            return
+        drafted, accepted = len(chunk.draft.ids), chunk.num_accepted
+        if chunk.max_draft:
+            self._lengths.note_draft(chunk.sequence, drafted, accepted)
+        request.metrics.draft.note(drafted, accepted, accepted + 1)
+        self.figures.note(drafted, accepted, accepted + 1)
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call the proposer's own "sleep", "wake" or "close", where it has one."""
-        function = getattr(self.proposer, method, None)
+        """Call "sleep", "wake" or "close" of a proposer that was opened for this engine, if it has it."""
+        function = getattr(self.proposer, method, None) if self._owns else None
         if function is not None:
             function(*args)
+
+    def info(self) -> dict[str, Any]:
+        """Who drafts, and what it holds besides the model, as plain values."""
+        own = getattr(self.proposer, "info", None) if self._owns else None
+        return {
+            "proposer": type(self.proposer).__name__,
+            "num_draft_tokens": self._lengths.fixed,
+            **({} if own is None else own()),
+        }
 
     def stats(self) -> dict[str, Any]:
         """What drafting came to since the engine was opened, as plain values."""

@@ -95,7 +95,7 @@ class Engine:
             self.expire(time.monotonic())
             if self.live and self.has_work and self.runner.stamp() != self._stamp:
                 self._renew(None, restart=False)
-            drafting = self.drafting
+            begin, drafting = time.perf_counter(), self.drafting
             lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
             work = self.scheduler.schedule(lengths)
             if work is None:
@@ -111,6 +111,8 @@ class Engine:
                 self.scheduler.interrupted(work)
                 raise
             self._commit(work, forward, draws)
+            if drafting is not None:
+                drafting.note_step(work.chunks, time.perf_counter() - begin)
             return True
 
     def peek(self) -> tuple[list[Chunk], Draws] | None:
@@ -130,12 +132,8 @@ class Engine:
         with self._shield.down():
             if drafting is not None:
                 drafting.propose(work.chunks)
-            begin = time.perf_counter()
             forward = self.runner.forward(work.batch())
-            draws = draw(self.runner, forward, work.chunks, self.fail)
-            if drafting is not None:
-                drafting.note_step(work.chunks, time.perf_counter() - begin)
-            return forward, draws
+            return forward, draw(self.runner, forward, work.chunks, self.fail)
 
     def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
         """Let every sequence of the step grow, and hand out what is new."""

@@ -15,8 +15,13 @@ MAX_ADAPTIVE = 8  # tokens of a draft whose length is left to us
 _MEMORY = 0.95  # what a forward leaves of a sequence's record: some twenty forwards count
 _PRIOR_TRIES = 4.0  # what the record of all sequences counts in that of each
 _FIRST_GUESS = 0.7  # of acceptance, before anything is known
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128  # forwards without a draft before another one is tried
-_WORTH = 1.03  # a draft must promise to be so much faster than none: what is measured is noisy
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128  # steps without a draft before another one is tried
+# What drafts must promise to gain: what is measured is noisy, and of many that run side by side some run
+# ahead, so that the last ones are left with a batch that is half empty.
+_WORTH, _WORTH_OF_MANY = 1.05, 1.25
+_TRYING = 0.005  # share of the time for drafts that are not expected to pay
+_GRADES = 5  # of the chance that a drafted token stands
+_LONGEST_SLEEP = 8  # steps in which nobody is asked, where drafts pay for nobody
 _NEW = 0.2  # share of a new measurement in what is expected
 
 
@@ -24,20 +29,24 @@ class FixedLengths:
     """The same length for everybody, at every step."""
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.fixed = length
+
+    def begin_step(self) -> bool:
+        """Another step begins; is there anything to choose in it?"""
+        return True
 
     def choose(self, room: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Tokens to ask for, for sequences with `room` for some; those without are left out."""
-        return {s: min(self._length, n) for s, n in room.items() if min(self._length, n) > 0}
+        return {s: min(self.fixed, n) for s, n in room.items() if min(self.fixed, n) > 0}
 
     def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:
         """Proposing for these has taken this long."""
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        """A step's forward and draws have taken this long."""
+        """A step has taken this long, without proposing."""
 
-    def note_draft(self, sequence: Sequence, asked: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens, where `asked` were wanted, the first `accepted` stand."""
+    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Of the `drafted` tokens of one that was asked for, the first `accepted` stand."""
 
 
 @dataclass(slots=True)
@@ -47,8 +56,13 @@ class Record:
     tries: list[float] = field(default_factory=lambda: [0.0] * MAX_ADAPTIVE)
     hits: list[float] = field(default_factory=lambda: [0.0] * MAX_ADAPTIVE)
     empty: float = 0.0  # share of the proposals that came back with nothing
-    pause: int = 0  # forwards to go without a draft
+    paused_until: int = 0  # the step in which a draft is tried again
     next_pause: int = _FIRST_PAUSE
+
+    def pause(self, step: int) -> None:
+        """No drafts for a while, and next time for twice as long."""
+        self.paused_until = step + self.next_pause
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
 
     def note(self, drafted: int, accepted: int) -> None:
         """A token counts as tried if those before it stood."""
@@ -61,32 +75,45 @@ class Record:
 
 
 class AdaptiveLengths:
-    """As many tokens as pay, from what was accepted and from what forwards and drafts have cost so far.
+    """As many tokens as pay, from what was accepted and from what steps and drafts have cost so far.
 
     For each step it picks the drafts with which the most tokens come out of a second: the probability
-    that a drafted token stands falls along the draft, the cost of a forward grows with its rows, and that
-    of drafting with the longest draft. Only speed depends on any of it.
+    that a drafted token stands falls along the draft, the cost of a step grows with its rows, and that of
+    drafting with the longest draft. Where none pays, a token is drafted now and then, in case things
+    have changed, for a two-hundredth of the time. Only speed depends on any of it.
     """
+
+    fixed = None
 
     def __init__(self) -> None:
         self._all = Record()
         self._records: weakref.WeakKeyDictionary[Sequence, Record] = weakref.WeakKeyDictionary()
-        self._forward_s = Costs()
-        self._per_token_s: float | None = None  # of drafting one more token for everybody
+        self._step_s = Costs()  # by rows
+        self._draft_s = Costs()  # of one more token for so many sequences
+        self._credit_s = 0.0  # what may be spent on trying
+        self._step = 0
+        self._sleeps_until = 0
+
+    def begin_step(self) -> bool:
+        """Another step begins; is there anything to choose in it?"""
+        self._step += 1
+        return self._step >= self._sleeps_until
 
     def choose(self, room: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Tokens to ask for, for sequences with `room` for some; those without are left out."""
-        base_s = self._forward_s.expected(len(room))
+        base_s = self._step_s.expected(len(room))
         if base_s is None:
             return {}  # the first forward tells what one without drafts costs
         lengths: dict[Sequence, int] = {}
         offers: list[tuple[float, int, Sequence]] = []  # chance that it stands, place, whose
         for sequence, most in room.items():
             record = self._record(sequence)
-            if record.pause:
-                record.pause -= 1
-                if not record.pause and most > 0:
-                    lengths[sequence] = 1  # whatever is expected: things may have changed
+            if record.paused_until > self._step:
+                continue
+            if record.paused_until and most > 0:  # whatever is expected: things may have changed
+                if self._may_try(len(lengths) + 1):
+                    lengths[sequence] = 1
+                    record.paused_until = 0
                 continue
             chance, each = 1.0 - record.empty, None
             for j in range(min(most, MAX_ADAPTIVE)):
@@ -95,44 +122,62 @@ class AdaptiveLengths:
                 if chance < 0.02:
                     break
                 offers.append((chance, j, sequence))
-        offers.sort(key=lambda offer: -offer[0])
-        for _, _, sequence in offers[: self._how_many([o[:2] for o in offers], len(room), base_s)]:
+        # Among about equal chances nobody runs ahead of the others: a batch ends with its last sequence.
+        offers.sort(key=lambda offer: (-int(offer[0] * _GRADES), offer[1]))
+        for _, _, sequence in offers[: self._how_many(offers, len(room), base_s)]:
             lengths[sequence] = lengths.get(sequence, 0) + 1
-        for sequence in room.keys() - lengths.keys():
-            record = self._record(sequence)
-            if not record.pause:
-                record.pause = record.next_pause
-                record.next_pause = min(2 * record.next_pause, _LONGEST_PAUSE)
+        if not lengths:
+            for sequence in room:
+                record = self._record(sequence)
+                if not record.paused_until:
+                    record.pause(self._step)
+            first = min(self._record(sequence).paused_until for sequence in room)
+            self._sleeps_until = min(first, self._step + _LONGEST_SLEEP)
         return lengths
 
-    def _how_many(self, offers: list[tuple[float, int]], num_rows: int, base_s: float) -> int:
+    def _how_many(
+        self, offers: list[tuple[float, int, Sequence]], num_rows: int, base_s: float
+    ) -> int:
         """How many of the offers, the best first, give the most tokens a second."""
-        best, best_rate, tokens, longest = 0, _WORTH * num_rows / base_s, float(num_rows), 0
-        for count, (chance, place) in enumerate(offers, start=1):
+        worth = _WORTH_OF_MANY - (_WORTH_OF_MANY - _WORTH) / num_rows
+        best, best_rate, tokens, draft_s = 0, worth * num_rows / base_s, float(num_rows), 0.0
+        lines = [0] * MAX_ADAPTIVE  # how many drafts have a token at each place
+        for count, (chance, place, _) in enumerate(offers, start=1):
             tokens += chance
-            longest = max(longest, place + 1)
-            forward_s = self._forward_s.expected(num_rows + count)
-            if forward_s is None:
+            step_s = self._step_s.expected(num_rows + count)
+            one_more_s = self._draft_s.expected(lines[place] + 1)
+            if step_s is None or (one_more_s is None and self._draft_s.known):
                 break
-            rate = tokens / (forward_s + longest * (self._per_token_s or 0.0))
+            before_s = self._draft_s.expected(lines[place]) if lines[place] else 0.0
+            draft_s += (one_more_s or 0.0) - (before_s or 0.0)
+            lines[place] += 1
+            rate = tokens / (step_s + draft_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
 
+    def _may_try(self, lines: int) -> bool:
+        """Is there time to draft a token that is not expected to pay? Then it is taken."""
+        cost_s = self._draft_s.expected(lines) or 0.0
+        if cost_s > self._credit_s:
+            return False
+        self._credit_s -= cost_s
+        return True
+
     def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:
         """Proposing for these has taken this long."""
-        each_s = spent_s / max(chunk.max_draft for chunk in chunks)
-        self._per_token_s = _mixed(self._per_token_s, each_s)
+        longest = max(chunk.max_draft for chunk in chunks)
+        lines = -(-sum(chunk.max_draft for chunk in chunks) // longest)
+        self._draft_s.note(lines, spent_s / longest)
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        """A step's forward and draws have taken this long."""
+        """A step has taken this long, without proposing."""
+        self._credit_s = min(self._credit_s + _TRYING * spent_s, 2 * spent_s)
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
-            self._forward_s.note(len(chunks) + sum(len(c.draft.ids) for c in chunks), spent_s)
+            self._step_s.note(len(chunks) + sum(len(c.draft.ids) for c in chunks), spent_s)
 
-    def note_draft(self, sequence: Sequence, asked: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` tokens, where `asked` were wanted, the first `accepted` stand."""
-        if not asked:
-            return
+    def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Of the `drafted` tokens of one that was asked for, the first `accepted` stand."""
         record = self._record(sequence)
         record.empty += 0.1 * ((not drafted) - record.empty)
         for each in (record, self._all):
@@ -160,11 +205,16 @@ class AdaptiveLengths:
 
 
 class Costs:
-    """Seconds of a forward by its number of rows, as measured so far."""
+    """Seconds of something by its number of rows, as measured so far."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
         self._seconds: dict[int, float] = {}
+
+    @property
+    def known(self) -> bool:
+        """Was anything measured?"""
+        return bool(self._rows)
 
     def note(self, rows: int, seconds: float) -> None:
         """One more measurement."""
@@ -174,7 +224,7 @@ class Costs:
         self._seconds[rows] = _mixed(self._seconds.get(rows), seconds)
 
     def expected(self, rows: int) -> float | None:
-        """Seconds of a forward of `rows`; None where it is too far from all that was measured."""
+        """Seconds for `rows`; None where that is too far from all that was measured."""
         known, rows = self._rows, _coarse(rows)
         if not known:
             return None

@@ -17,7 +17,7 @@ from verbatim.core import Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import dummy_forward
 from verbatim.engine.shield import Shield
-from verbatim.errors import InvalidRequest, RequestFailed
+from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 
 
 def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) -> list[Result]:
@@ -34,6 +34,7 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
 
     Raises:
         InvalidRequest: it is no group, or this process is not in it.
+        NotSupported: drafts for which somebody else's module makes forwards of its own.
         RequestFailed: another rank couldn't go on. What a request of this rank ended with.
     """
     if group is None:
@@ -47,6 +48,7 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
             try:
                 driver, requests = begin()
                 driver.check_awake()
+                _check_drafts(driver)
                 for request in requests:
                     driver.submit(request)
             except BaseException as raised:
@@ -71,6 +73,16 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
         if request.error is not None:
             raise request.error
     return [request.result for request in requests if request.result is not None]
+
+
+def _check_drafts(driver: Driver) -> None:
+    """Forwards of drafts differ in number from rank to rank, and nobody can know if they talk to others."""
+    drafting = driver.engine.drafting
+    if drafting is not None and drafting.runs_live_module:
+        raise NotSupported(
+            f"a process group with drafts by {type(drafting.proposer).__name__}: they run a live module "
+            "more often on some ranks than on others; leave draft at None, or take 'ngram'"
+        )
 
 
 def _meet(group: Any, left: int, *, failed: bool) -> tuple[int, int | None]:

@@ -35,11 +35,11 @@ class HiddenStore:
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
         """Put `hidden` `[T, H]` at `slots` `[T]`."""
-        self.rows[slots] = hidden.to(self.rows)
+        self.rows.index_copy_(0, slots, hidden.to(self.rows))  # indexing wakes all threads for it
 
     def read(self, slots: Tensor) -> Tensor:
         """What lies at `slots` `[T]`: `[T, H]`, a copy."""
-        return self.rows[slots]
+        return self.rows.index_select(0, slots)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to)."""

@@ -76,6 +76,7 @@ class Decoder:
         self._structure = structure(module)
         self._forwards = replaced_forwards(module)
         self._configs = configs_of(module)
+        self._body: nn.Module | None = None
         self._replay_tried = False
         self._replay_reason: str | None = None
 
@@ -114,6 +115,7 @@ class Decoder:
     def close(self) -> None:
         """Let go of the module."""
         self._module = lambda: None
+        self._body = None
         self._forwards, self._configs = [], []
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -126,9 +128,14 @@ class Decoder:
         store: KVStore,
         records: RoutingStore | None = None,
         body: HiddenStore | None = None,
+        *,
+        hooks: bool = True,
     ) -> Output:
         """One forward; K and V go to `store`, the experts that were chosen to `records`, and what the
         model's body makes of every row, with the last norm behind it, to `body`.
+
+        Args:
+            hooks: False silences the module's own, for a forward that its owner did not ask for.
 
         Raises:
             NotSupported: the batch wants hidden states or forces experts, and the model can't.
@@ -144,7 +151,7 @@ class Decoder:
                 raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
             if records is not None:
                 records.copy_blocks(batch.block_copies)
-            output = self._forward(self.module, batch, store, routing, body=body)
+            output = self._forward(self.module, batch, store, routing, body=body, hooks=hooks)
             if records is not None and routing is not None:
                 records.write(batch.slots(records.block_size), routing.record())
             return output
@@ -182,6 +189,12 @@ class Decoder:
                     f"{type(inner_model(self.module)).__name__}: the hidden states of its body can't be "
                     f"kept: {type(error).__name__}: {first_line(error)}"
                 ) from error
+
+    def _body_of(self, module: nn.Module) -> nn.Module:
+        """The model without its head; looked for once, since that takes as long as a small layer's norm."""
+        if self._body is None:
+            self._body = inner_model(module).get_decoder()
+        return self._body
 
     def _try_replay(self) -> str | None:
         layers = self.anatomy.routed
@@ -235,7 +248,7 @@ class Decoder:
             activate(walk),
             _mode(module, anatomy, None if batch.forced_experts is None else routing),
             head_inputs(head_of(inner_model(module)) if batch.wants_hidden else None) as seen,
-            body_outputs(None if body is None else inner_model(module)) as made,
+            body_outputs(None if body is None else self._body_of(module)) as made,
         ):
             logits: Tensor = module(**inputs).logits[0]
             hidden = hidden_rows(seen, batch.logit_rows) if batch.wants_hidden else None

@@ -37,13 +37,16 @@ class EarlyExit:
     def run(self, batch: Batch, store: KVStore) -> Output:
         """`Decoder.run` of the first layers, on the whole model's `store`.
 
+        The owner's hooks are silenced: a draft must not be seen by what counts the model's forwards, or
+        changes them by their number.
+
         Raises:
             ModelChanged: as the whole model's; what of a live module can be followed is.
         """
         self._whole.look_again()
         if self._whole.anatomy is not self._anatomy:  # there was something new
             self._cut()
-        return self._short.run(batch, store)
+        return self._short.run(batch, store, hooks=False)
 
     def close(self) -> None:
         """Let go of the module."""

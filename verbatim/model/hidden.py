@@ -49,23 +49,23 @@ def head_inputs(head: nn.Module | None) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def body_outputs(inner: Any) -> Iterator[list[Tensor]]:
-    """Note the last hidden states that the body of the transformers model `inner` returns in this
-    thread's pass; nothing is left behind on it. `inner` None notes nothing.
+def body_outputs(body: nn.Module | None) -> Iterator[list[Tensor]]:
+    """Note the last hidden states that a model's `body` (its `get_decoder()`) returns in this thread's
+    pass; nothing is left behind on it. None notes nothing.
 
     A hook, as in `head_inputs`. It sees all rows, whether or not any of them has logits.
     """
     made: list[Tensor] = []
-    if inner is None:
+    if body is None:
         yield made
         return
     walk = active_pass()
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if active_pass() is walk:
-            made.append(output[0])  # a `ModelOutput`, or the tuple of it
+            made.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    handle = inner.get_decoder().register_forward_hook(note)
+    handle = body.register_forward_hook(note)
     try:
         yield made
     finally:

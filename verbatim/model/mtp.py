@@ -27,7 +27,7 @@ from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwar
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder, FlatPass
 from verbatim.model.invariant import InvariantMode, Recorder
-from verbatim.placement.runner import weight_info
+from verbatim.model.weights import weight_info
 
 _LOOK_TOKENS = 4
 

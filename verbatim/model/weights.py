@@ -231,3 +231,12 @@ def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) ->
         )
     if check_finite and both and not torch.isfinite(tensor.to(target.dtype)).all():
         raise InvalidRequest(f"weights: {name} holds NaN or infinity")
+
+
+def weight_info(module: nn.Module) -> dict[str, int]:
+    """What a module's parameters come to, tied ones counted once."""
+    parameters = list(module.parameters())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "weight_bytes": sum(p.nbytes for p in parameters),
+    }

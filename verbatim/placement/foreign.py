@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
-from verbatim.model.weights import NewWeights, writes_to
+from verbatim.model.weights import NewWeights, weight_info, writes_to
 from verbatim.options import dtype_name
-from verbatim.placement.runner import Forward, weight_info
+from verbatim.placement.runner import Forward
 from verbatim.sampling.sampler import sample_rows
 
 

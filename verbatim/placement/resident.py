@@ -6,21 +6,23 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
-from verbatim.kv.store import KVStore, bytes_per_token
+from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
-from verbatim.model.loader import Checkpoint
+from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.mtp import MtpLayers
 from verbatim.model.routing import RoutingStore
-from verbatim.model.weights import NewWeights, writes_to
+from verbatim.model.weights import NewWeights, weight_info, writes_to
 from verbatim.options import dtype_name
-from verbatim.placement.runner import Forward, weight_info
+from verbatim.placement.options import EngineOptions
+from verbatim.placement.runner import Forward
 from verbatim.sampling.sampler import sample_rows
 
 
@@ -156,3 +158,31 @@ def _give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
+
+
+def open_resident(
+    decoder: Decoder,
+    loaded: LoadedModel,
+    options: EngineOptions,
+    limit: int | None,
+    mtp: MtpLayers | None = None,
+) -> Resident:
+    """The decoder with K and V in memory, and `mtp`, which draft for it, with theirs."""
+    store = _make_store(decoder, options, limit, mtp)
+    runner = Resident(decoder, store, options.num_threads, mtp)
+    runner.checkpoint = loaded.checkpoint
+    return runner
+
+
+def _make_store(
+    decoder: Decoder, options: EngineOptions, max_length: int | None, mtp: MtpLayers | None
+) -> KVStore:
+    anatomy = decoder.anatomy
+    dtype = options.kv_dtype or anatomy.dtype
+    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    drafting = 0 if mtp is None else mtp.bytes_per_token(dtype)
+    token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded + drafting
+    blocks = options.num_blocks(token_bytes, max_length)
+    if mtp is not None:
+        mtp.open_stores(blocks, options.block_size, dtype)
+    return make_store(anatomy.layers, blocks, options.block_size, dtype, torch.device("cpu"))

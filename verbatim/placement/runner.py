@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from verbatim.batch import Batch, Draws, SamplePlan
 
@@ -122,12 +122,3 @@ class Runner(Forwarder, Protocol):
     def close(self) -> None:
         """Give back memory, processes and files."""
         ...
-
-
-def weight_info(module: nn.Module) -> dict[str, int]:
-    """What a module's parameters come to, tied ones counted once."""
-    parameters = list(module.parameters())
-    return {
-        "parameters": sum(p.numel() for p in parameters),
-        "weight_bytes": sum(p.nbytes for p in parameters),
-    }

@@ -1,0 +1,124 @@
+"""From `LLM(draft=...)` to a proposer that is ready to guess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.draft.chain import Chain
+from verbatim.draft.choice import Draft, DraftModel, DraftOptions, EarlyExit, Mtp
+from verbatim.draft.early_exit import EarlyExitProposer
+from verbatim.draft.model import DraftModelProposer
+from verbatim.draft.mtp import MtpProposer
+from verbatim.draft.proposer import Proposer
+from verbatim.draft.vocabulary import check_same_ids, num_embeddings
+from verbatim.engine.drafting import Drafting
+from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.kv.store import bytes_per_token
+from verbatim.model import early_exit as cut
+from verbatim.model.anatomy import inner_model
+from verbatim.model.decoder import Decoder
+from verbatim.model.limits import max_length_of
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp import MtpLayers
+from verbatim.model.mtp_source import given_mtp, load_mtp
+from verbatim.options import available_memory, memory_bytes, total_memory
+from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.options import EngineOptions
+from verbatim.placement.resident import Resident, open_resident
+from verbatim.placement.runner import Runner
+from verbatim.source import open_model
+
+_KV_SHARE = 0.1  # of the memory that is available when a draft model is opened
+
+
+def open_drafting(
+    drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
+) -> Drafting | None:
+    """Whoever drafts for `runner`, and what the engine needs besides; None where nobody does."""
+    proposer = open_proposer(drafts.draft, runner, options, loaded)
+    if proposer is None:
+        return None
+    number = drafts.num_tokens
+    lengths = AdaptiveLengths() if number is None else FixedLengths(number)
+    if isinstance(proposer, DraftModelProposer):
+        live = proposer.live
+    else:
+        live = loaded.live and isinstance(proposer, Chain)
+    return Drafting(
+        proposer,
+        lengths,
+        runner.vocab_size,
+        owns=proposer is not drafts.draft,
+        runs_live_module=live,
+    )
+
+
+def open_proposer(
+    draft: Draft | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
+) -> Proposer | None:
+    """Whoever drafts for `runner`."""
+    if isinstance(draft, Mtp):
+        assert isinstance(runner, Resident) and runner.mtp is not None
+        return MtpProposer(runner.mtp, options.max_batch_tokens, options.num_threads)
+    if isinstance(draft, EarlyExit):
+        assert isinstance(runner, Resident)
+        layers = cut.EarlyExit(runner.decoder, draft.layers)
+        return EarlyExitProposer(
+            layers, runner.store, options.max_batch_tokens, options.num_threads
+        )
+    if isinstance(draft, DraftModel):
+        return _open_draft_model(draft, runner, options, loaded)
+    return draft
+
+
+def _open_draft_model(
+    draft: DraftModel, runner: Runner, options: EngineOptions, loaded: LoadedModel
+) -> DraftModelProposer:
+    """A model that drafts for `runner`, with K and V of its own.
+
+    Raises:
+        ModelError, UnsupportedModel, NotSupported: it can't be opened.
+        InvalidRequest: it has another vocabulary.
+        OutOfBlocks: its `kv_memory` is too small for one block.
+    """
+    small = open_model(draft.model, None, draft.dtype, None, False)
+    if speaks_kv_caches(small.module):
+        raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
+    decoder = Decoder(small.module)
+    inner, anatomy = inner_model(small.module), decoder.anatomy
+    check_same_ids(
+        small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, anatomy.vocab_size
+    )
+    if draft.kv_memory is None:
+        per_token = bytes_per_token(anatomy.layers, options.kv_dtype or anatomy.dtype)
+        as_many = runner.num_blocks * runner.block_size * per_token
+        kv_bytes = min(as_many, int(available_memory() * _KV_SHARE))
+    else:
+        kv_bytes = memory_bytes(draft.kv_memory, total_memory())
+    limit, _ = max_length_of(inner.config)
+    return DraftModelProposer(
+        open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit),
+        vocab_size=runner.vocab_size,
+        num_embeddings=num_embeddings(inner, anatomy.vocab_size),
+        max_length=limit,
+        max_rows=options.max_batch_tokens,
+        live=small.live,
+    )
+
+
+def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
+    """The model's layers for multi-token prediction, without stores yet.
+
+    Raises:
+        InvalidRequest, NotSupported, ModelError: it has none, or none that can be run; the message tells.
+    """
+    inner = inner_model(decoder.module)
+    if draft.model is not None:
+        return MtpLayers(given_mtp(draft.model, inner), decoder)
+    if loaded.checkpoint is None:
+        raise InvalidRequest(
+            "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
+            "draft=Mtp(model=...), transformers' MtpModel made of it"
+        )
+    return MtpLayers(load_mtp(inner, loaded.checkpoint.folder), decoder)

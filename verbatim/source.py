@@ -1,0 +1,86 @@
+"""What `LLM`'s first argument means: a name, a folder, a live module."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim import storyteller
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.anatomy import inner_model
+from verbatim.model.dcp.folder import find_dcp
+from verbatim.model.loader import DTYPES, LoadedModel, load
+from verbatim.options import dtype_name
+from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.wrapped import check_runnable, unwrap
+from verbatim.text.tokenizer import Tokenizer
+
+
+def open_model(
+    model: Any,
+    tokenizer: Any,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    trust_remote_code: bool,
+    config: Any = None,
+) -> LoadedModel:
+    """The module and tokenizer that `LLM`'s first arguments mean."""
+    dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
+    if config is not None and dcp is None:
+        raise InvalidRequest(
+            f"config={config!r}: only a torch.distributed.checkpoint needs one, and model={model!r} is "
+            "none; leave it at None"
+        )
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = Tokenizer.open(
+            os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
+        ).hf
+    if dcp is not None:
+        from verbatim.model.dcp.load import load_dcp
+
+        return load_dcp(
+            dcp,
+            config,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if isinstance(model, nn.Module):
+        check_runnable(model)
+        model = unwrap(model)
+        _check_live(model, dtype)
+        if speaks_kv_caches(model):
+            return LoadedModel(model, tokenizer, None, type(model).__name__, live=True)
+        inner = inner_model(model)
+        name = getattr(inner.config, "name_or_path", "") or type(inner).__name__
+        generation_config = getattr(inner, "generation_config", None)
+        return LoadedModel(model, tokenizer, generation_config, name, live=True)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise InvalidRequest(
+            f"model={model!r}: must be None, a folder, a hub id or a transformers module"
+        )
+    loaded = load(
+        storyteller.path() if model is None else model,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        with_tokenizer=tokenizer is None,
+    )
+    loaded.name = "storyteller" if model is None else loaded.name
+    loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+    return loaded
+
+
+def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
+    """A live module is used as it is, in a dtype we compute in."""
+    if dtype != "auto":
+        raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype not in DTYPES.values():
+            raise NotSupported(
+                f"{name} is {dtype_name(parameter.dtype)}; a live module must be one of {sorted(DTYPES)}"
+            )
