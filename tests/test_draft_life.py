@@ -230,8 +230,41 @@ def test_ranks_keep_step_whatever_is_drafted() -> None:
                 )
                 found.append((rollout.responses.tolist(), rollout.logprobs.tolist()))
         assert found == found[:1] * 4
+        with LLM(module, draft="early-exit") as llm:  # forwards of a module that may talk to ranks
+            with pytest.raises(
+                NotSupported, match="process group with drafts by EarlyExitProposer"
+            ):
+                rl.rollout(llm, PROMPTS, LONG, process_group=dist.group.WORLD)
+            assert llm.stats()["forwards"] == 0
     finally:
         dist.destroy_process_group()
+
+
+def test_a_proposer_that_a_user_brings_is_not_closed_with_the_engine() -> None:
+    class Kept(Ngram):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    proposer = Kept()
+    for _ in range(2):
+        with open_toy(make_toy("llama"), proposer, 2) as llm:
+            assert llm.info()["draft"] == {"proposer": "Kept", "num_draft_tokens": 2}
+    assert not proposer.closed
+
+
+def test_what_a_drafter_holds_is_told() -> None:
+    module, small = make_toy("llama"), make_toy("llama", num_hidden_layers=1)
+    with LLM(module, draft=small) as llm:
+        told = llm.info()["draft"]
+    assert told["proposer"] == "DraftModelProposer" and told["num_draft_tokens"] is None
+    assert told["weight_bytes"] == sum(p.nbytes for p in small.parameters())
+    assert told["kv_bytes"] > 0 and told["layers"] == 1
+    with LLM(module, draft="early-exit") as llm:
+        assert llm.info()["draft"]["layers"] == 1
+    with LLM(module) as llm:
+        assert llm.info()["draft"] is None
 
 
 # ---- what is told

@@ -131,12 +131,8 @@ class DraftFigures:
         """Drawn for a sequence in one forward, at the mean; 1 without drafts, NaN before any."""
         return self.num_tokens / self.num_forwards if self.num_forwards else math.nan
 
-    def note(self, drafted: int, accepted: int, tokens: int) -> None:
-        """One forward has looked at `drafted` tokens, of which the first `accepted` stand."""
-        self.num_forwards += 1
-        self.num_tokens += tokens
-        if not drafted:
-            return
+    def note(self, drafted: int, accepted: int) -> None:
+        """A forward has looked at `drafted` tokens, of which the first `accepted` stand."""
         missing = [0] * (drafted - len(self.num_drafted))
         self.num_drafted += missing
         self.num_accepted += missing

@@ -102,11 +102,13 @@ class Drafting:
         request = chunk.sequence.request
         if not chunk.draws or not request.params.draft:
             return
-        drafted, accepted = len(chunk.draft.ids), chunk.num_accepted
         if chunk.max_draft:
-            self._lengths.note_draft(chunk.sequence, drafted, accepted)
-        request.metrics.draft.note(drafted, accepted, accepted + 1)
-        self.figures.note(drafted, accepted, accepted + 1)
+            self._lengths.note_draft(chunk.sequence, len(chunk.draft.ids), chunk.num_accepted)
+        for figures in (request.metrics.draft, self.figures):
+            figures.num_forwards += 1
+            figures.num_tokens += 1 + chunk.num_accepted
+            if chunk.draft.ids:
+                figures.note(len(chunk.draft.ids), chunk.num_accepted)
 
     def tell(self, method: str, *args: Any) -> None:
         """Call "sleep", "wake" or "close" of a proposer that was opened for this engine, if it has it."""

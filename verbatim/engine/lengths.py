@@ -114,6 +114,8 @@ class AdaptiveLengths:
                 if self._may_try(len(lengths) + 1):
                     lengths[sequence] = 1
                     record.paused_until = 0
+                else:
+                    record.paused_until = self._step + _LONGEST_SLEEP
                 continue
             chance, each = 1.0 - record.empty, None
             for j in range(min(most, MAX_ADAPTIVE)):
@@ -143,18 +145,24 @@ class AdaptiveLengths:
         best, best_rate, tokens, draft_s = 0, worth * num_rows / base_s, float(num_rows), 0.0
         lines = [0] * MAX_ADAPTIVE  # how many drafts have a token at each place
         for count, (chance, place, _) in enumerate(offers, start=1):
-            tokens += chance
-            step_s = self._step_s.expected(num_rows + count)
-            one_more_s = self._draft_s.expected(lines[place] + 1)
-            if step_s is None or (one_more_s is None and self._draft_s.known):
+            step_s, one_more_s = self._step_s.expected(num_rows + count), self._more_s(lines[place])
+            if step_s is None or one_more_s is None or count > best + 2 * num_rows + MAX_ADAPTIVE:
                 break
-            before_s = self._draft_s.expected(lines[place]) if lines[place] else 0.0
-            draft_s += (one_more_s or 0.0) - (before_s or 0.0)
+            tokens += chance
+            draft_s += one_more_s
             lines[place] += 1
             rate = tokens / (step_s + draft_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best
+
+    def _more_s(self, lines: int) -> float | None:
+        """What it costs to draft a token for one more sequence than `lines`; None if that is unknown."""
+        if not self._draft_s.known:
+            return 0.0  # hoped to be free, so that it is tried
+        with_it = self._draft_s.expected(lines + 1)
+        without = self._draft_s.expected(lines) if lines else 0.0
+        return None if with_it is None or without is None else with_it - without
 
     def _may_try(self, lines: int) -> bool:
         """Is there time to draft a token that is not expected to pay? Then it is taken."""
@@ -210,6 +218,7 @@ class Costs:
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
         self._seconds: dict[int, float] = {}
+        self._expected: dict[int, float | None] = {}  # until something is measured again
 
     @property
     def known(self) -> bool:
@@ -218,6 +227,7 @@ class Costs:
 
     def note(self, rows: int, seconds: float) -> None:
         """One more measurement."""
+        self._expected.clear()
         rows = _coarse(rows)
         if rows not in self._seconds:
             self._rows.insert(bisect_left(self._rows, rows), rows)
@@ -225,6 +235,11 @@ class Costs:
 
     def expected(self, rows: int) -> float | None:
         """Seconds for `rows`; None where that is too far from all that was measured."""
+        if rows not in self._expected:
+            self._expected[rows] = self._between(rows)
+        return self._expected[rows]
+
+    def _between(self, rows: int) -> float | None:
         known, rows = self._rows, _coarse(rows)
         if not known:
             return None
