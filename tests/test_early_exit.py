@@ -8,6 +8,7 @@ import random
 import signal
 import warnings
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from verbatim.draft import EarlyExit
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.errors import ModelChanged, UnsupportedModel
 from verbatim.kv.store import KVStore
+from verbatim.model.borrow import borrow
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit as FirstLayers
 
@@ -346,6 +348,23 @@ def test_a_module_that_is_edited_is_followed() -> None:
         del model.model.layers[2]
         with pytest.raises(ModelChanged):
             llm.generate(PROMPT, params)
+
+
+def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
+    class Breaking(OrderedDict[int, Any]):
+        def __init__(self, *given: Any) -> None:
+            if not given:  # an empty one, to stand in for it
+                raise KeyboardInterrupt
+            super().__init__(*given)
+
+    model, seen = make_toy("llama"), list[int]()
+    model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))
+    model.lm_head._forward_hooks = breaking = Breaking({0: lambda *_: seen.append(2)})
+    with pytest.raises(KeyboardInterrupt), borrow(model, [], [], hooks=False):
+        pass
+    assert model.lm_head._forward_hooks is breaking
+    model(torch.tensor([[3, 4]]))
+    assert seen == [1, 2]
 
 
 def test_training_mode_config_and_hooks_are_left_as_they_are() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import inspect
+import sys
 import threading
 import warnings
 import weakref
@@ -18,6 +20,7 @@ from toys import make_toy, random_ids
 
 import verbatim
 from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
+from verbatim.model import borrow
 from verbatim.tensors import _engines
 
 PROMPT = random_ids(12, seed=8)
@@ -343,3 +346,40 @@ def test_bad_tensors_are_refused_by_name(changes: dict[str, Any], message: str) 
     arguments: dict[str, Any] = dict(input_ids=torch.tensor([[5, 6]]), max_new_tokens=2)
     with pytest.raises(InvalidRequest, match=message):
         verbatim.generate(make_toy("llama"), **{**arguments, **changes})
+
+
+@pytest.mark.parametrize("draft", [None, "early-exit"])
+def test_ctrl_c_while_it_is_given_back_leaves_nothing_undone(draft: str | None) -> None:
+    giving_back = borrow._give_back.__code__
+    _, first = inspect.getsourcelines(borrow._give_back)
+    lines = sorted({line for *_, line in giving_back.co_lines() if line and line > first + 5})
+    assert len(lines) >= 8
+    module = make_toy("llama").train()
+    module.model.layers[2].register_forward_hook(lambda *args: None)
+    asked = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+    def press_at(line: int) -> Any:
+        pressed = False
+
+        def at_line(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal pressed
+            if event == "line" and frame.f_lineno == line and not pressed:
+                pressed = True
+                raise KeyboardInterrupt
+            return at_line
+
+        return lambda frame, event, arg: at_line if frame.f_code is giving_back else None
+
+    with LLM(module, draft=draft, num_draft_tokens=draft and 2) as llm:
+        for line in lines:
+            sys.settrace(press_at(line))
+            try:
+                llm.generate([3, 4, 5], asked)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            assert all(layer.training for layer in module.modules()), line
+            assert module.config._attn_implementation == "sdpa", line
+            assert not any("forward" in layer.__dict__ for layer in module.modules()), line
+            assert len(module.model.layers[2]._forward_hooks) == 1, line

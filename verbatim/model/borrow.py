@@ -25,6 +25,7 @@ from verbatim.model.context import IMPLEMENTATION, active_pass
 from verbatim.model.invariant import forward_for
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
+Silenced = list[tuple[nn.Module, str, Any]]  # a layer, a field of it, the hooks that stood there
 
 # Held while a module is borrowed, and while one is looked at, which must not find another engine's
 # forwards in it. Re-entrant: a hook may use another engine.
@@ -122,8 +123,10 @@ def _borrowed(
 ) -> Iterator[None]:
     training = [layer for layer in module.modules() if layer.training]
     settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
-    silenced = [] if hooks else _silence(module)
+    silenced: Silenced = []
     try:
+        if not hooks:
+            _silence(module, silenced)
         for layer in training:
             layer.training = False
         for config in configs:
@@ -138,25 +141,38 @@ def _borrowed(
         ):
             yield
     finally:
-        for attributes, _ in forwards:
-            attributes.pop("forward", None)
-        for config, values in settings:
-            config.__dict__.update(values)
-        for layer in training:
-            layer.training = True
-        for layer, field, value in silenced:
-            setattr(layer, field, value)
+        try:
+            _give_back(forwards, settings, training, silenced)
+        except KeyboardInterrupt:  # Ctrl-C in its middle: once more from the start
+            _give_back(forwards, settings, training, silenced)
+            raise
 
 
-def _silence(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    silenced = []
+def _give_back(
+    forwards: Forwards,
+    settings: list[tuple[Any, dict[str, Any]]],
+    training: list[nn.Module],
+    silenced: Silenced,
+) -> None:
+    """Put everything back; harmless when it is done twice."""
+    for attributes, _ in forwards:
+        attributes.pop("forward", None)
+    for config, values in settings:
+        config.__dict__.update(values)
+    for layer in training:
+        layer.training = True
+    for layer, field, value in silenced:
+        setattr(layer, field, value)
+
+
+def _silence(module: nn.Module, silenced: Silenced) -> None:
+    """Take the hooks away, each noted first, so that they come back if Ctrl-C breaks in here."""
     for layer in module.modules():
         for field in _HOOK_FIELDS:
             hooks = getattr(layer, field)
             if hooks:
                 silenced.append((layer, field, hooks))
                 setattr(layer, field, type(hooks)())
-    return silenced
 
 
 @contextmanager
