@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +23,10 @@ _WORTH, _WORTH_OF_MANY = 1.05, 1.25
 _TRYING = 0.005  # share of the time for drafts that are not expected to pay
 _GRADES = 5  # of the chance that a drafted token stands
 _LONGEST_SLEEP = 8  # steps in which nobody is asked, where drafts pay for nobody
-_NEW = 0.2  # share of a new measurement in what is expected
+_FIRST_PLAIN = 3  # steps that are measured before anybody is drafted for
+_PLAIN_EVERY = 64  # at least, a step without drafts tells anew what one costs
+_WINDOW = 6  # measurements that are remembered, of steps of one size
+_FORGOTTEN_AFTER = 512  # steps
 
 
 class FixedLengths:
@@ -93,17 +97,27 @@ class AdaptiveLengths:
         self._credit_s = 0.0  # what may be spent on trying
         self._step = 0
         self._sleeps_until = 0
+        self._num_plain = 0  # steps without drafts that were measured
+        self._last_plain = 0
 
     def begin_step(self) -> bool:
         """Another step begins; is there anything to choose in it?"""
         self._step += 1
-        return self._step >= self._sleeps_until
+        if self._step % _PLAIN_EVERY == 0:
+            for costs in (self._step_s, self._draft_s):
+                costs.forget(self._step - _FORGOTTEN_AFTER)
+        return self._step >= self._sleeps_until and not self._wants_plain_step
+
+    @property
+    def _wants_plain_step(self) -> bool:
+        long_ago = self._step - self._last_plain > _PLAIN_EVERY
+        return self._num_plain < _FIRST_PLAIN or long_ago
 
     def choose(self, room: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Tokens to ask for, for sequences with `room` for some; those without are left out."""
         base_s = self._step_s.expected(len(room))
         if base_s is None:
-            return {}  # the first forward tells what one without drafts costs
+            return {}
         lengths: dict[Sequence, int] = {}
         offers: list[tuple[float, int, Sequence]] = []  # chance that it stands, place, whose
         for sequence, most in room.items():
@@ -111,7 +125,8 @@ class AdaptiveLengths:
             if record.paused_until > self._step:
                 continue
             if record.paused_until and most > 0:  # whatever is expected: things may have changed
-                if self._may_try(len(lengths) + 1):
+                chance = (1.0 - record.empty) * self._chance(record, 0, None)
+                if self._may_try(len(lengths), chance * base_s / len(room)):
                     lengths[sequence] = 1
                     record.paused_until = 0
                 else:
@@ -164,25 +179,35 @@ class AdaptiveLengths:
         without = self._draft_s.expected(lines) if lines else 0.0
         return None if with_it is None or without is None else with_it - without
 
-    def _may_try(self, lines: int) -> bool:
-        """Is there time to draft a token that is not expected to pay? Then it is taken."""
-        cost_s = self._draft_s.expected(lines) or 0.0
-        if cost_s > self._credit_s:
+    def _may_try(self, lines: int, saved_s: float) -> bool:
+        """Is there time for one more draft of a token that will hardly pay? Then what it loses is taken.
+
+        Args:
+            lines: how many are tried in this step already.
+            saved_s: what the token is worth, with the chance that it stands.
+        """
+        lost_s = max(0.0, (self._more_s(lines) or 0.0) - saved_s)
+        if lost_s > self._credit_s:
             return False
-        self._credit_s -= cost_s
+        self._credit_s -= lost_s
         return True
 
     def note_proposal(self, chunks: list[Chunk], spent_s: float) -> None:
         """Proposing for these has taken this long."""
         longest = max(chunk.max_draft for chunk in chunks)
         lines = -(-sum(chunk.max_draft for chunk in chunks) // longest)
-        self._draft_s.note(lines, spent_s / longest)
+        self._draft_s.note(lines, spent_s / longest, self._step)
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
         """A step has taken this long, without proposing."""
-        self._credit_s = min(self._credit_s + _TRYING * spent_s, 2 * spent_s)
+        most_s = 2 * max(spent_s, self._draft_s.expected(1) or 0.0)
+        self._credit_s = min(self._credit_s + _TRYING * spent_s, most_s)
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
-            self._step_s.note(len(chunks) + sum(len(c.draft.ids) for c in chunks), spent_s)
+            num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
+            self._step_s.note(len(chunks) + num_drafted, spent_s, self._step)
+            if not num_drafted:
+                self._num_plain += 1
+                self._last_plain = self._step
 
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Of the `drafted` tokens of one that was asked for, the first `accepted` stand."""
@@ -213,11 +238,16 @@ class AdaptiveLengths:
 
 
 class Costs:
-    """Seconds of something by its number of rows, as measured so far."""
+    """Seconds of something by its number of rows, as measured lately.
+
+    A machine that has other things to do adds to some measurements and takes from none. So of the last few
+    one of the smallest counts, and what was not measured for long is forgotten, to be tried again.
+    """
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
-        self._seconds: dict[int, float] = {}
+        self._measured: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}  # the step in which each was measured last
         self._expected: dict[int, float | None] = {}  # until something is measured again
 
     @property
@@ -225,13 +255,25 @@ class Costs:
         """Was anything measured?"""
         return bool(self._rows)
 
-    def note(self, rows: int, seconds: float) -> None:
+    def note(self, rows: int, seconds: float, step: int) -> None:
         """One more measurement."""
         self._expected.clear()
         rows = _coarse(rows)
-        if rows not in self._seconds:
+        if rows not in self._measured:
             self._rows.insert(bisect_left(self._rows, rows), rows)
-        self._seconds[rows] = _mixed(self._seconds.get(rows), seconds)
+            self._measured[rows] = deque(maxlen=_WINDOW)
+        self._measured[rows].append(seconds)
+        self._last[rows] = step
+
+    def forget(self, before: int) -> None:
+        """Forget what was measured last before a step; but not the one measured latest of all."""
+        old = [rows for rows, step in self._last.items() if step < before]
+        if old and len(old) == len(self._rows):
+            old.remove(max(old, key=self._last.__getitem__))
+        for rows in old:
+            self._rows.remove(rows)
+            del self._measured[rows], self._last[rows]
+        self._expected.clear()
 
     def expected(self, rows: int) -> float | None:
         """Seconds for `rows`; None where that is too far from all that was measured."""
@@ -246,23 +288,20 @@ class Costs:
         place = bisect_left(known, rows)
         if place == len(known):
             # Hoped to be free, so that it is tried, but in steps.
-            return self._seconds[known[-1]] if rows <= 2 * known[-1] + 8 else None
+            return self._at(known[-1]) if rows <= 2 * known[-1] + 8 else None
         above = known[place]
         if above == rows or place == 0:
-            return self._seconds[above]
+            return self._at(above)
         below = known[place - 1]
         share = (rows - below) / (above - below)
-        return (1 - share) * self._seconds[below] + share * self._seconds[above]
+        return (1 - share) * self._at(below) + share * self._at(above)
+
+    def _at(self, rows: int) -> float:
+        lately = sorted(self._measured[rows])
+        return lately[len(lately) // 4]
 
 
 def _coarse(rows: int) -> int:
     """Rows to a precision of an eighth, so that few numbers stand for all."""
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
-
-
-def _mixed(expected: float | None, measured: float) -> float:
-    """A running mean in which a single outlier counts for little."""
-    if expected is None:
-        return measured
-    return expected + _NEW * (min(measured, 2 * expected) - expected)
