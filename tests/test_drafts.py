@@ -212,6 +212,17 @@ def test_a_drafter_may_look_at_the_engine_and_not_use_it() -> None:
         assert max(told) > 1
 
 
+def test_a_module_with_the_method_is_a_proposer_and_no_draft_model() -> None:
+    class Head(torch.nn.Module):
+        def propose(self, sequences: list[Any], lengths: list[int]) -> list[list[int]]:
+            return [[9] * length for length in lengths]
+
+    with open_toy("llama", draft=Head(), num_draft_tokens=2) as llm:
+        assert llm.info()["draft"]["proposer"] == "Head"
+        assert all_facts(llm.generate(*few_requests())) == all_facts(plain_few())
+        assert llm.stats()["draft"]["drafted"] > 0
+
+
 # ---- structures, stops and text
 
 

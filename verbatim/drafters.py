@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.choice import Draft, DraftModel, DraftOptions, EarlyExit, Mtp
+from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit, Mtp
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.draft.mtp import MtpProposer
@@ -13,7 +13,7 @@ from verbatim.draft.proposer import Proposer
 from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.kv.store import bytes_per_token
 from verbatim.model import early_exit as cut
 from verbatim.model.anatomy import inner_model
@@ -55,7 +55,7 @@ def open_drafting(
 
 
 def open_proposer(
-    draft: Draft | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
+    draft: Drafter | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Proposer | None:
     """Whoever drafts for `runner`."""
     if isinstance(draft, Mtp):
@@ -82,7 +82,13 @@ def _open_draft_model(
         InvalidRequest: it has another vocabulary.
         OutOfBlocks: its `kv_memory` is too small for one block.
     """
-    small = open_model(draft.model, None, draft.dtype, None, False)
+    try:
+        small = open_model(draft.model, None, draft.dtype, None, False)
+    except ModelError as error:
+        if isinstance(draft.model, str):  # which may be another drafter's name, misspelt
+            said = f"draft={draft.model!r}, which is none of {NAMES}: {error}"
+            raise type(error)(said) from error
+        raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
     decoder = Decoder(small.module)

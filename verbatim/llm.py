@@ -70,7 +70,7 @@ class LLM:
         draft: who guesses tokens ahead, which the model then looks at in one forward; no word depends on
             it. None, "ngram", "mtp", "early-exit", the folder or hub id of a smaller model with the same
             tokenizer, or such a module; or one of `verbatim.draft`'s classes, with their own settings; or
-            anything with the method of `verbatim.draft.proposer.Proposer`.
+            anything with the method of `verbatim.draft.Proposer`.
         num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
         placement, quantization, fused: not built yet; refused by name.
 

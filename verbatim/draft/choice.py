@@ -54,6 +54,9 @@ class EarlyExit:
 
     Attributes:
         layers: how many of the first layers; None takes a quarter of them, 1 at least.
+
+    Raises:
+        InvalidRequest: `layers` is not an integer, or below 1.
     """
 
     layers: int | None = None
@@ -81,23 +84,24 @@ class Mtp:
     model: Any = field(default=None, repr=False)
 
 
-Draft = Proposer | DraftModel | EarlyExit | Mtp
+Drafter = Proposer | DraftModel | EarlyExit | Mtp
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """`LLM`'s options about drafts, checked."""
 
-    draft: Draft | None = None
+    draft: Drafter | None = None
     num_tokens: int | None = None  # of each draft; None: as many as pay
 
 
 MAX_FIXED = 64  # tokens of a draft, where the length is given
 
-_BY_NAME: dict[str, Callable[[], Draft]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
+_BY_NAME: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
+NAMES = ", ".join(map(repr, _BY_NAME))
 
 
-def settle_draft(draft: Any) -> Draft | None:
+def settle_draft(draft: Any) -> Drafter | None:
     """Who drafts, for what a user may write.
 
     Raises:
@@ -107,12 +111,12 @@ def settle_draft(draft: Any) -> Draft | None:
         return draft
     if isinstance(draft, str) and draft in _BY_NAME:
         return _BY_NAME[draft]()
+    if isinstance(draft, Proposer) and not isinstance(draft, type):
+        return draft  # a module with the method, too
     if isinstance(draft, str | os.PathLike | nn.Module) and draft != "":
         return DraftModel(draft)
-    if isinstance(draft, Proposer) and not isinstance(draft, type):
-        return draft
     raise InvalidRequest(
-        f"draft={draft!r}: must be None, {', '.join(map(repr, _BY_NAME))}, a folder, a hub id, a module, or "
+        f"draft={draft!r}: must be None, {NAMES}, a folder, a hub id, a module, or "
         "have a method propose(sequences, lengths)"
     )
 

@@ -104,7 +104,7 @@ class Drafting:
             return
         if chunk.max_draft:
             self._lengths.note_draft(chunk.sequence, len(chunk.draft.ids), chunk.num_accepted)
-        for figures in (request.metrics.draft, self.figures):
+        for figures in self._figures_of(chunk):
             figures.num_forwards += 1
             figures.num_tokens += 1 + chunk.num_accepted
             if chunk.draft.ids:
