@@ -14,7 +14,7 @@ from verbatim.core import Request, Result, Sequence
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
-from verbatim.engine.scheduler import Chunk
+from verbatim.engine.work import Chunk
 
 Answers = dict[tuple[Any, ...], list[int]]
 

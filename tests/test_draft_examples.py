@@ -8,7 +8,7 @@ from verbatim import SamplingParams
 from verbatim.batch import Draws
 from verbatim.core import Request, Sequence
 from verbatim.engine.commit import counted_rows
-from verbatim.engine.scheduler import Chunk, Draft, Schedule
+from verbatim.engine.work import Chunk, Draft, Schedule
 
 #          what is fed in       what each row draws
 DECODING = [

@@ -11,7 +11,7 @@ import pytest
 from verbatim import SamplingParams
 from verbatim.core import Request, Sequence
 from verbatim.engine.lengths import MAX_ADAPTIVE, AdaptiveLengths, FixedLengths
-from verbatim.engine.scheduler import Chunk, Draft
+from verbatim.engine.work import Chunk, Draft
 
 
 def sequences(count: int) -> list[Sequence]:

@@ -18,6 +18,7 @@ from verbatim.params import SamplingParams
 _FEW = 512  # numbers that are faster reckoned with in Python than by calls of torch
 
 SCRATCH_BLOCK = 0  # never given to a sequence: padding reads and writes it
+DRAW_FAILED = -1  # the id of a row from which nothing can be drawn
 
 
 @dataclass(slots=True)

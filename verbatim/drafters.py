@@ -13,7 +13,7 @@ from verbatim.draft.proposer import Proposer
 from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
-from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model import early_exit as cut
 from verbatim.model.anatomy import inner_model
@@ -103,8 +103,12 @@ def _open_draft_model(
     else:
         kv_bytes = memory_bytes(draft.kv_memory, total_memory())
     limit, _ = max_length_of(inner.config)
+    try:
+        own = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
+    except OutOfBlocks as error:
+        raise OutOfBlocks(f"DraftModel: {error}") from None
     return DraftModelProposer(
-        open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit),
+        own,
         vocab_size=runner.vocab_size,
         num_embeddings=num_embeddings(inner, anatomy.vocab_size),
         max_length=limit,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws
+from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import (
     Completion,
     Delta,
@@ -23,9 +23,8 @@ from verbatim.core import (
 )
 from verbatim.engine import beams
 from verbatim.engine.draw import drawing
-from verbatim.engine.scheduler import Chunk, Scheduler
-
-DRAW_FAILED = -1  # the sampler's id for a row from which nothing can be drawn
+from verbatim.engine.scheduler import Scheduler
+from verbatim.engine.work import Chunk
 
 
 def commit(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verbatim.batch import Draws, SamplePlan, SampleRow
 from verbatim.core import Request, Sequence, Watch
-from verbatim.engine.scheduler import Chunk
+from verbatim.engine.work import Chunk
 from verbatim.errors import RequestFailed
 from verbatim.placement.runner import Forward, Runner
 from verbatim.sampling.logprobs import Mass

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.batch import Draws
+from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
-from verbatim.engine.commit import DRAW_FAILED, commit, counted_rows, delta, finish
+from verbatim.engine.commit import commit, counted_rows, delta, finish
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
-from verbatim.engine.scheduler import Chunk, Schedule, Scheduler
+from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.shield import Shield
+from verbatim.engine.work import Chunk, Schedule
 from verbatim.errors import QueueFull, RequestFailed, VerbatimError
 from verbatim.placement.runner import Forward, Runner
 
