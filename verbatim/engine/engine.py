@@ -102,7 +102,7 @@ class Engine:
             if work is None:
                 return False
             try:
-                forward, draws = self._compute(work, drafting)
+                forward, draws = self._compute(work, drafting if lengths else None)
             except Exception as error:
                 self._fail_all(
                     work, error
