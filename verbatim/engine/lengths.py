@@ -200,9 +200,6 @@ class AdaptiveLengths:
         """A step has taken this long, without proposing."""
         most_s = 2 * max(spent_s, self._draft_s.expected(1) or 0.0)
         self._credit_s = min(self._credit_s + _TRYING * spent_s, most_s)
-        if self._step < self._sleeps_until:  # one of several alike is enough
-            self._last_plain = self._step
-            return
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
             num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
             self._step_s.note(len(chunks) + num_drafted, spent_s, self._step)
