@@ -79,3 +79,18 @@ def _bits(tensor: Any) -> Any:
 
 def all_facts(results: list[Result]) -> list[Any]:
     return [facts(result) for result in results]
+
+
+def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any], int]:
+    """Step until all have ended, whatever presses Ctrl-C meanwhile: their results, and how often it hit."""
+    engine, raised = llm._engine, 0
+    requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+    for request in requests:
+        engine.add(request, lambda delta: None)
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            raised += 1
+        engine.scheduler.pool.check()
+    return [request.result for request in requests], raised

@@ -193,3 +193,21 @@ def test_a_fixed_length_is_just_that() -> None:
     a, b, c = sequences(3)
     assert FixedLengths(4).choose({a: 9, b: 2, c: 0}) == {a: 4, b: 2}
     assert FixedLengths(0).choose({a: 9}) == {}
+
+
+def test_prefill_that_never_ends_does_not_end_drafting() -> None:
+    machine = Machine(lambda j: 1.0, memory_bound)
+    machine.steps(30)
+    (decoding,) = machine.sequences
+    asked = []
+    for _ in range(200):
+        wants = machine.lengths.begin_step()
+        size = machine.lengths.choose({decoding: 99}).get(decoding, 0) if wants else 0
+        asked.append(size)
+        draft = Draft([5] * size, [None] * size)
+        chunks = [
+            Chunk(decoding, 1, 0, True, max_draft=size, draft=draft),
+            Chunk(sequences(1)[0], 64, 0, False),
+        ]
+        machine.lengths.note_step(chunks, 9.0)
+    assert asked.count(MAX_ADAPTIVE) > 180

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kempner_toys import kempner_toy
-from requests_mixed import all_facts, facts, mixed_requests
+from requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
 from toy_tokenizers import byte_level, metaspace
 from toys import make_toy, random_ids
 
@@ -376,7 +376,7 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, params = exact_requests()
-    model, rng, raised = make_toy("qwen3"), random.Random(6), 0
+    model, rng = make_toy("qwen3"), random.Random(6)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
 
@@ -405,18 +405,10 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
             (engine.runner, "forward", 0.05),
         ):
             maybe(owner, name, chance)
-        admitted = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
-        for request in admitted:
-            engine.add(request, lambda delta: None)
-        while engine.has_work:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                raised += 1
+        results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10
-        results = [request.result for request in admitted]
-        assert all(results) and all_facts(results) == expected  # type: ignore[arg-type]
+        assert all(results) and all_facts(results) == expected
         assert set(llm.stats()["draft"]["acceptance"]) == {1.0}
         check_nothing_held(llm)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kempner_toys import kempner_toy
-from requests_mixed import all_facts, facts, mixed_requests
+from requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
 from sweep import UNBUILDABLE, cases, refusal
 from sweep import build as build_case
 from torch import nn
@@ -282,7 +282,7 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts, params = requests()
-    model, rng, raised = make_toy("qwen3_moe"), random.Random(4), 0
+    model, rng = make_toy("qwen3_moe"), random.Random(4)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
     with LLM(model, draft=EarlyExit(2), num_draft_tokens=4, block_size=4) as llm:
@@ -305,18 +305,10 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
 
         monkeypatch.setattr(proposer, "forward", interrupting(plain_forward))
         monkeypatch.setattr(engine.runner, "forward", interrupting(plain_run))
-        admitted = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
-        for request in admitted:
-            engine.add(request, lambda delta: None)
-        while engine.has_work:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                raised += 1
-            engine.scheduler.pool.check()
+        results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10
-        assert all_facts([r.result for r in admitted]) == expected  # type: ignore[misc]
+        assert all_facts(results) == expected
         assert llm.stats()["blocks_used"] == 0
 
 

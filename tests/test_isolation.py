@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from requests_mixed import all_facts, facts, mixed_requests
+from requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
 from toys import make_toy, random_ids
 
 from verbatim import (
@@ -254,7 +254,7 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
         per_token = llm.info()["kv_bytes_per_token"]
-    rng, raised = random.Random(4), 0
+    rng = random.Random(4)
 
     def maybe(owner: Any, name: str) -> None:
         plain = getattr(owner, name)
@@ -282,19 +282,10 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
             (Sequence, "push"),
         ):
             maybe(owner, name)
-        requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
-        for request in requests:
-            engine.add(request, lambda delta: None)
-        while engine.has_work:
-            try:
-                engine.step()
-            except KeyboardInterrupt:
-                raised += 1
-            engine.scheduler.pool.check()
+        results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10 and llm.stats()["preemptions"] > 0
-        results = [request.result for request in requests]
-        assert all(results) and all_facts(results) == expected  # type: ignore[arg-type]
+        assert all(results) and all_facts(results) == expected
         assert llm.stats()["blocks_used"] == 0
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -200,12 +200,12 @@ class AdaptiveLengths:
         """A step has taken this long, without proposing."""
         most_s = 2 * max(spent_s, self._draft_s.expected(1) or 0.0)
         self._credit_s = min(self._credit_s + _TRYING * spent_s, most_s)
+        num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
+        if not num_drafted:  # also with prefill in it: what never comes alone can't be waited for
+            self._last_plain = self._step
         if all(chunk.draws and chunk.num_rows == 1 for chunk in chunks):
-            num_drafted = sum(len(chunk.draft.ids) for chunk in chunks)
             self._step_s.note(len(chunks) + num_drafted, spent_s, self._step)
-            if not num_drafted:
-                self._num_plain += 1
-                self._last_plain = self._step
+            self._num_plain += not num_drafted
 
     def note_draft(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Of the `drafted` tokens of one that was asked for, the first `accepted` stand."""
