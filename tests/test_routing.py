@@ -15,7 +15,7 @@ from torch import Tensor
 from verbatim.batch import Batch
 from verbatim.errors import ModelChanged, NotSupported
 from verbatim.kv.store import KVStore
-from verbatim.model.decoder import Decoder
+from verbatim.model.decoder import Decoder, FlatPass
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, RoutedLayers, Routing, RoutingStore
 from verbatim.placement.resident import Resident
@@ -237,7 +237,8 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
     layers = decoder.anatomy.routed
     assert layers is not None
     routing = Routing(layers, forced, keep_weights=True)
-    decoder._forward(decoder.module, work, runner.store, routing)
+    walk = FlatPass(decoder.anatomy.slots, work, runner.store, routing)
+    decoder._forward(decoder.module, [walk])
     return routing.chosen[0], routing.weights[0].double()
 
 
@@ -309,11 +310,15 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     handle.remove()
 
 
+def _replay(routing: Routing) -> Replay:
+    return Replay(lambda: routing, safety_net=False)
+
+
 def test_replay_stands_within_and_around_other_modes() -> None:
     layers = RoutedLayers((id(torch),), 1, 2, 4)
     scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2)
     forced = torch.tensor([[[0, 2]], [[-1, -1]]])
-    inside, outside = (Replay(Routing(layers, forced), safety_net=False) for _ in range(2))
+    inside, outside = (_replay(Routing(layers, forced)) for _ in range(2))
     with InvariantMode(), inside:
         first = scores.topk(2)
     with outside, InvariantMode():

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         RequestFailed,
+        TierFailed,
         UnsupportedModel,
         VerbatimError,
     )
     from verbatim.llm import LLM
     from verbatim.params import SamplingParams
+    from verbatim.placement.offload.choice import Offload
     from verbatim.sampling.sampler import sample
     from verbatim.tensors import generate
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",
+    "Offload": "verbatim.placement.offload.choice",
     "sample": "verbatim.sampling.sampler",
     "generate": "verbatim.tensors",
     **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
@@ -43,6 +46,7 @@ _HOMES = {
             "PromptTooLong",
             "QueueFull",
             "RequestFailed",
+            "TierFailed",
             "UnsupportedModel",
             "VerbatimError",
         ),
@@ -59,12 +63,14 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "NotSupported",
+    "Offload",
     "OutOfBlocks",
     "PromptTooLong",
     "QueueFull",
     "RequestFailed",
     "Result",
     "SamplingParams",
+    "TierFailed",
     "UnsupportedModel",
     "VerbatimError",
     "__version__",

@@ -43,6 +43,13 @@ class EngineClosed(VerbatimError, RuntimeError):
     """A call on an engine after `close()`."""
 
 
+class TierFailed(VerbatimError, OSError):
+    """Weights, K and V or activations could not be read or written where they lie; the engine is closed.
+
+    The message names the tier and the file.
+    """
+
+
 class RequestFailed(VerbatimError, RuntimeError):
     """A request that was accepted and failed while it ran; the cause is chained."""
 

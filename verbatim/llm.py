@@ -29,6 +29,8 @@ from verbatim.options import (
     total_memory,
 )
 from verbatim.params import SamplingParams
+from verbatim.placement.offload.checkpoint import open_skeleton
+from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
@@ -72,7 +74,8 @@ class LLM:
             tokenizer, or such a module; or one of `verbatim.draft`'s classes, with their own settings; or
             anything with the method of `verbatim.draft.Proposer`.
         num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
-        placement, quantization, fused: not built yet; refused by name.
+        placement: where the model lives. None: in this process's memory; or an `Offload`.
+        quantization, fused: not built yet; refused by name.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -109,11 +112,12 @@ class LLM:
         _weak: bool = False,
     ) -> None:
         refuse_unbuilt(
-            placement=placement,
             quantization=quantization,
             fused=fused,
         )
         check_device(device, deterministic)
+        if placement is not None and not isinstance(placement, Offload):
+            raise NotSupported(f"placement={placement!r}: must be None or an Offload")
         options = EngineOptions(
             kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
             kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
@@ -130,8 +134,16 @@ class LLM:
             num_tokens=settle_draft_tokens(num_draft_tokens, draft),
         )
         max_unread = positive("max_unread", max_unread)
-        loaded = open_model(model, tokenizer, dtype, revision, trust_remote_code, config)
-        opened = open_engine(loaded, options, drafts, weak=_weak)
+        loaded = open_model(
+            model,
+            tokenizer,
+            dtype,
+            revision,
+            trust_remote_code,
+            config,
+            skeleton=None if placement is None else open_skeleton,
+        )
+        opened = open_engine(loaded, options, drafts, weak=_weak, offload=placement)
         self._start(loaded.name, opened, max_unread)
 
     @classmethod

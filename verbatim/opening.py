@@ -24,6 +24,8 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.products import probe_report
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident
 from verbatim.placement.runner import Runner
@@ -65,6 +67,7 @@ def open_engine(
     drafts: DraftOptions | None = None,
     *,
     weak: bool = False,
+    offload: Offload | None = None,
 ) -> Opened:
     """Build the rooms under `LLM`; `weak` holds the module only weakly."""
     if kernels.missing():
@@ -79,6 +82,15 @@ def open_engine(
             raise NotSupported(
                 f"draft={drafts.draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
+    elif offload is not None:
+        if isinstance(drafts.draft, EarlyExit | Mtp):
+            raise NotSupported(
+                f"draft={drafts.draft!r}: with placement=Offload, the model's own layers don't draft; "
+                "'ngram' and a smaller model do"
+            )
+        config = inner_model(module).config
+        limit, source = settle_length(options, *max_length_of(config))
+        runner, options = open_offloaded(loaded, offload, options, limit)
     else:
         decoder = Decoder(module, weak=weak)
         config = inner_model(module).config

@@ -12,7 +12,7 @@ from verbatim import storyteller
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.anatomy import inner_model
 from verbatim.model.dcp.folder import find_dcp
-from verbatim.model.loader import DTYPES, LoadedModel, load
+from verbatim.model.loader import DTYPES, LoadedModel, Skeleton, load
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap
@@ -26,8 +26,10 @@ def open_model(
     revision: str | None,
     trust_remote_code: bool,
     config: Any = None,
+    *,
+    skeleton: Skeleton | None = None,
 ) -> LoadedModel:
-    """The module and tokenizer that `LLM`'s first arguments mean."""
+    """The module and tokenizer that `LLM`'s first arguments mean; with `skeleton`, without its weights."""
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
@@ -38,6 +40,11 @@ def open_model(
         tokenizer = Tokenizer.open(
             os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
         ).hf
+    if skeleton is not None and (dcp is not None or isinstance(model, nn.Module)):
+        what = f"{model} is a torch.distributed.checkpoint" if dcp else "a live module is in memory"
+        raise NotSupported(
+            f"placement=Offload: {what}; it takes a folder with safetensors, such as save_pretrained writes"
+        )
     if dcp is not None:
         from verbatim.model.dcp.load import load_dcp
 
@@ -69,6 +76,7 @@ def open_model(
         revision=revision,
         trust_remote_code=trust_remote_code,
         with_tokenizer=tokenizer is None,
+        skeleton=skeleton,
     )
     loaded.name = "storyteller" if model is None else loaded.name
     loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer

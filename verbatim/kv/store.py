@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from verbatim.batch import Batch
 from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
 
@@ -80,6 +83,11 @@ class KVStore:
         """`paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
         k, v = self.layers[layer]
         return paged_attention(q, k, v, query_starts, context_lens, block_tables, options)
+
+    @contextmanager
+    def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
+        """For each of the micro-batches of one forward, the store that it writes to and attends in."""
+        yield [self] * len(batches)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer."""

@@ -161,7 +161,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             borrow(module, replaced_forwards(module), configs, hooks=False),
             activate(look),
             recorder,
-            head_inputs(head) as seen,
+            head_inputs(head, [look]) as (seen,),
         ):
             for config in configs:  # borrow puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,39 @@ from verbatim.model.borrow import (
     replaced_forwards,
     structure,
 )
-from verbatim.model.context import IMPLEMENTATION, activate, flat_attention
+from verbatim.model.context import IMPLEMENTATION, Pass, activate, active_pass, flat_attention
 from verbatim.model.experts import flat_experts
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
 
 _TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
+
+
+class Order(Protocol):
+    """How one forward is cut into micro-batches, and in which order their work is done."""
+
+    def cut(self, batch: Batch) -> list[Batch]:
+        """Micro-batches that together are `batch`, in the order of its rows."""
+        ...
+
+    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """What `forwards` return, each of which must run while its walk is active."""
+        ...
+
+
+class InOnePiece:
+    """No micro-batches."""
+
+    def cut(self, batch: Batch) -> list[Batch]:
+        return [batch]
+
+    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        outputs = []
+        for walk, forward in zip(walks, forwards, strict=True):
+            with activate(walk):
+                outputs.append(forward())
+        return outputs
 
 
 class Output(NamedTuple):
@@ -58,13 +85,17 @@ class Decoder:
     Args:
         module: a transformers causal language model, possibly wrapped; used in place.
         weak: hold it only weakly, so that this decoder does not keep it alive.
+        order: of the work of one forward.
 
     Raises:
         UnsupportedModel: it can't be run on flat batches; the message names the reason.
     """
 
-    def __init__(self, module: nn.Module, *, weak: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, *, weak: bool = False, order: Order | None = None
+    ) -> None:
         register()
+        self._order: Order = InOnePiece() if order is None else order
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
@@ -142,18 +173,30 @@ class Decoder:
         """
         with exclusive:
             self.look_again()
-            routing, layers = None, self.anatomy.routed
-            if layers is not None:
-                routing = Routing(layers, batch.forced_experts)
-            elif batch.forced_experts is not None:
+            layers = self.anatomy.routed
+            if layers is None and batch.forced_experts is not None:
                 raise NotSupported(f"its routing can't be replayed: {self.anatomy.routing_reason}")
             if batch.wants_hidden and self.anatomy.hidden_reason is not None:
                 raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
             if records is not None:
                 records.copy_blocks(batch.block_copies)
-            output = self._forward(self.module, batch, store, routing, body=body, hooks=hooks)
-            if records is not None and routing is not None:
-                records.write(batch.slots(records.block_size), routing.record())
+            store.copy_blocks(batch.block_copies)
+            batches = self._order.cut(batch)
+            with store.visited_by(batches) as stores:
+                walks = [
+                    FlatPass(
+                        self.anatomy.slots,
+                        part,
+                        own,
+                        None if layers is None else Routing(layers, part.forced_experts),
+                    )
+                    for part, own in zip(batches, stores, strict=True)
+                ]
+                output = self._forward(self.module, walks, body=body, hooks=hooks)
+            if records is not None:
+                for walk in walks:
+                    assert walk.routing is not None
+                    records.write(walk.rows, walk.routing.record())
             return output
 
     def check_replay(self) -> None:
@@ -181,9 +224,9 @@ class Decoder:
             self.look_again()
             store, device = self._trial_store(), next(self.module.parameters()).device
             body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
-            batch = self._trial_batch(None)
+            walk = FlatPass(self.anatomy.slots, self._trial_batch(None), store)
             try:
-                self._forward(self.module, batch, store, None, body=body, hooks=False)
+                self._forward(self.module, [walk], body=body, hooks=False)
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
                     f"{type(inner_model(self.module)).__name__}: the hidden states of its body can't be "
@@ -203,9 +246,9 @@ class Decoder:
         store = self._trial_store()
 
         def run(forced: Tensor | None) -> tuple[Tensor, Routing]:
-            batch = self._trial_batch(forced)
             routing = Routing(layers, forced, keep_weights=True)
-            return self._forward(self.module, batch, store, routing, hooks=False).logits, routing
+            walk = FlatPass(self.anatomy.slots, self._trial_batch(forced), store, routing)
+            return self._forward(self.module, [walk], hooks=False).logits, routing
 
         return why_not_replayable(run, _TRIAL_TOKENS)
 
@@ -228,47 +271,62 @@ class Decoder:
     def _forward(
         self,
         module: nn.Module,
-        batch: Batch,
-        store: KVStore,
-        routing: Routing | None,
+        walks: list[FlatPass],
         *,
         body: HiddenStore | None = None,
         hooks: bool = True,
     ) -> Output:
-        anatomy = self.anatomy
-        walk = FlatPass(anatomy.slots, batch, store, routing)
-        store.copy_blocks(batch.block_copies)
-        inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
-        if anatomy.takes_positions:
-            inputs["position_ids"] = batch.positions[None]
-        if anatomy.takes_logit_rows:
-            inputs["logits_to_keep"] = batch.logit_rows
+        """The forwards of all micro-batches, as one."""
+        anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
         with (
             borrow(module, self._forwards, self._configs, hooks=hooks),
-            activate(walk),
-            _mode(module, anatomy, None if batch.forced_experts is None else routing),
-            head_inputs(head_of(inner_model(module)) if batch.wants_hidden else None) as seen,
-            body_outputs(None if body is None else self._body_of(module)) as made,
+            _mode(module, anatomy, walks),
+            head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
+            body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
-            logits: Tensor = module(**inputs).logits[0]
-            hidden = hidden_rows(seen, batch.logit_rows) if batch.wants_hidden else None
+            forwards = [partial(_logits, module, anatomy, walk.batch) for walk in walks]
+            logits = self._order.run(walks, forwards)
+            hidden = [
+                hidden_rows(inputs, walk.batch.logit_rows)
+                for inputs, walk in zip(seen, walks, strict=True)
+                if wants_hidden
+            ]
             if body is not None:
-                (last,) = made
-                body.write(walk.rows, last.flatten(0, -2))
-        if not anatomy.takes_logit_rows:
-            logits = logits[batch.logit_rows]
-        return Output(logits, hidden)
+                for walk, (last,) in zip(walks, made, strict=True):
+                    body.write(walk.rows, last.flatten(0, -2))
+        return Output(_joined(logits), _joined(hidden) if hidden else None)
+
+
+def _logits(module: nn.Module, anatomy: Anatomy, batch: Batch) -> Tensor:
+    """The module's own forward: `[R, V]` of the rows that need logits."""
+    inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
+    if anatomy.takes_positions:
+        inputs["position_ids"] = batch.positions[None]
+    if anatomy.takes_logit_rows:
+        inputs["logits_to_keep"] = batch.logit_rows
+    logits: Tensor = module(**inputs).logits[0]
+    return logits if anatomy.takes_logit_rows else logits[batch.logit_rows]
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _mode(
-    module: nn.Module, anatomy: Anatomy, replayed: Routing | None
+    module: nn.Module, anatomy: Anatomy, walks: list[FlatPass]
 ) -> AbstractContextManager[object]:
     """What must stand between the model and torch in this forward: usually nothing."""
     # What a hook calls was not seen in the look, so the net is out for it.
     safety_net = bool(anatomy.needs_safety_net) or has_hooks(module)
-    if replayed is not None:
-        return Replay(replayed, safety_net=safety_net)
+    if walks[0].batch.forced_experts is not None:
+        return Replay(_active_routing, safety_net=safety_net)
     return InvariantMode() if safety_net else nullcontext()
+
+
+def _active_routing() -> Routing:
+    walk = active_pass()
+    assert isinstance(walk, FlatPass) and walk.routing is not None
+    return walk.routing
 
 
 class FlatPass:
@@ -279,6 +337,7 @@ class FlatPass:
         routing: takes note of where the tokens go; None does not.
 
     Attributes:
+        batch, routing: as given.
         rows: the batch's slots.
     """
 
@@ -290,15 +349,15 @@ class FlatPass:
         routing: Routing | None = None,
     ) -> None:
         self._slots = slots
-        self._batch = batch
+        self.batch = batch
         self._store = store
-        self._routing = routing
+        self.routing = routing
         self.rows = batch.slots(store.block_size)
         self._calls: dict[int, int] = {}
 
     def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
-        if self._routing is not None:
-            self._routing.note(experts, index, weights)
+        if self.routing is not None:
+            self.routing.note(experts, index, weights)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -307,7 +366,7 @@ class FlatPass:
         self._calls[id(module)] = call + 1
         layer = self._slots[id(module), call]
         self._store.write(layer, k, v, self.rows)
-        batch = self._batch
+        batch = self.batch
         return self._store.attend(
             layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options
         )

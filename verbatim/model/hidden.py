@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.context import active_pass
+from verbatim.model.context import Pass, active_pass
 
 
 def head_of(inner: Any) -> nn.Module | None:
@@ -26,20 +26,21 @@ def head_of(inner: Any) -> nn.Module | None:
 
 
 @contextmanager
-def head_inputs(head: nn.Module | None) -> Iterator[list[Any]]:
-    """Note what `head` is called with in this thread's pass; nothing is left behind on it.
+def head_inputs(head: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Any]]]:
+    """Note what `head` is called with in each of these passes; nothing is left behind on it.
 
     A hook, and the last one, sees what the owner's own hooks and wrappers made of it.
     """
-    seen: list[Any] = []
+    seen: list[list[Any]] = [[] for _ in walks]
     if head is None:
         yield seen
         return
-    walk = active_pass()
+    by_walk = {id(walk): found for walk, found in zip(walks, seen, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if active_pass() is walk:
-            seen.append(args[0] if args else next(iter(kwargs.values()), None))
+        found = by_walk.get(id(active_pass()))
+        if found is not None:
+            found.append(args[0] if args else next(iter(kwargs.values()), None))
 
     handle = head.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -49,21 +50,22 @@ def head_inputs(head: nn.Module | None) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def body_outputs(body: nn.Module | None) -> Iterator[list[Tensor]]:
-    """Note the last hidden states that a model's `body` (its `get_decoder()`) returns in this thread's
-    pass; nothing is left behind on it. None notes nothing.
+def body_outputs(body: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Tensor]]]:
+    """Note the last hidden states that a model's `body` (its `get_decoder()`) returns in each of these
+    passes; nothing is left behind on it. None notes nothing.
 
     A hook, as in `head_inputs`. It sees all rows, whether or not any of them has logits.
     """
-    made: list[Tensor] = []
+    made: list[list[Tensor]] = [[] for _ in walks]
     if body is None:
         yield made
         return
-    walk = active_pass()
+    by_walk = {id(walk): found for walk, found in zip(walks, made, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if active_pass() is walk:
-            made.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+        found = by_walk.get(id(active_pass()))
+        if found is not None:
+            found.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
     handle = body.register_forward_hook(note)
     try:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from verbatim.errors import (
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _BIG = 500_000_000  # bytes of weights from which a progress bar is shown
+Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -43,6 +44,7 @@ class LoadedModel:
     name: str
     live: bool = False  # somebody else's module, whose weights may change between two calls
     checkpoint: Checkpoint | None = None  # None for a live one
+    recipes: Mapping[nn.Parameter, Any] | None = None  # of weights that were left where they are
 
 
 class Checkpoint:
@@ -142,6 +144,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
+    skeleton: Skeleton | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -150,6 +153,8 @@ def load(
         dtype: "auto" takes the checkpoint's own (float16 becomes bfloat16, which a CPU computes in).
         revision: a branch, tag or commit of a hub id.
         trust_remote_code: let the model's own Python code run; off unless asked for.
+        skeleton: builds the module without its weights, from a folder, a config, a dtype and
+            `trust_remote_code`; it returns a recipe for each parameter as well. None reads the weights.
 
     Raises:
         ModelError: nothing there, a damaged file, weights that are missing.
@@ -167,6 +172,12 @@ def load(
         where["revision"] = revision
     config = read_config(source, where)
     settled = settle_dtype(dtype, config)
+    tokenizer = _tokenizer(source, where) if with_tokenizer else None
+    if skeleton is not None:
+        folder = _all_files(source, where)
+        module, recipes = skeleton(folder, config, settled, trust_remote_code)
+        generation = _generation_config(folder, config)
+        return LoadedModel(module, tokenizer, generation, source, recipes=recipes)
     module = _module(source, config, settled, where)
     folder = _folder(source, where)
 
@@ -176,7 +187,6 @@ def load(
         return again
 
     checkpoint = Checkpoint(folder, module, read=read, fingerprints=_fingerprints)
-    tokenizer = _tokenizer(source, where) if with_tokenizer else None
     return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
 
 
@@ -299,6 +309,35 @@ def _folder(source: str, where: dict[str, Any]) -> Path:
     config = cached_file(source, "config.json", revision=revision, local_files_only=True)
     assert config is not None
     return Path(config).parent  # the snapshot of one commit
+
+
+def _all_files(source: str, where: dict[str, Any]) -> Path:
+    """The folder with the weights of a folder or a hub id, fetched if need be."""
+    if os.path.isdir(source):
+        return Path(source).resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                source,
+                revision=where["revision"],
+                allow_patterns=["*.json", "*.safetensors", "*.py"],
+            )
+        )
+    except Exception as error:  # of the network, the hub or the disk
+        raise ModelError(f"{source}: {first_line(error)}") from error
+
+
+def _generation_config(folder: Path, config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(str(folder))
+        except Exception as error:
+            raise ModelError(f"{folder}: generation_config.json: {first_line(error)}") from error
+    return GenerationConfig.from_model_config(config)
 
 
 def _weight_bytes(source: str) -> int:

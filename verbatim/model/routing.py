@@ -183,11 +183,11 @@ class Replay(InvariantMode):
     scores of the chosen experts into weights.
 
     Args:
-        routing: of this forward.
+        routing: tells that of the pass that is active.
         safety_net: be an `InvariantMode` too: one mode costs half of two.
     """
 
-    def __init__(self, routing: Routing, *, safety_net: bool) -> None:
+    def __init__(self, routing: Callable[[], Routing], *, safety_net: bool) -> None:
         super().__init__()
         self._routing = routing
         self._safety_net = safety_net
@@ -206,11 +206,11 @@ class Replay(InvariantMode):
             self._masked = (out, args[0])
         elif func in _TOPK and self._is_choice(args[0], out):
             masked, scores = self._masked
-            return self._routing.choose(scores if args[0] is masked else args[0], out)
+            return self._routing().choose(scores if args[0] is masked else args[0], out)
         return out
 
     def _is_choice(self, scores: Tensor, out: Any) -> bool:
-        layers = self._routing.layers
+        layers = self._routing().layers
         return (
             scores.dim() == 2
             and scores.shape[1] == layers.num_experts

@@ -1,0 +1,172 @@
+"""A model of which only the plan is in memory: the module, and where each of its weights lies."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import ModelError, NotSupported, first_line
+from verbatim.model.loader import quiet
+from verbatim.placement.offload.recipe import Recipe, Stored, Traced, traced
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
+
+
+def open_skeleton(
+    folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[nn.Module, dict[nn.Parameter, Recipe]]:
+    """Build the module that transformers would load from `folder`, without reading a weight.
+
+    Returns:
+        The module, whose parameters have shapes and no memory, and how each of them is made of what lies
+        in the files; tied ones come once.
+
+    Raises:
+        ModelError: a damaged or missing file, weights that are missing or of another shape.
+        NotSupported: weights in another format than safetensors.
+    """
+    stored = _tensors_of(folder)
+    with quiet(progress=False):
+        module, report = _load_traced(folder, config, dtype, trust_remote_code, stored)
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(str(name) for name in report[kind])
+        if names:
+            what = kind.replace("_keys", "")
+            raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
+    recipes = _settle_parameters(module)
+    _settle_buffers(module)
+    return module.eval(), recipes
+
+
+def _load_traced(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    stored: dict[str, Stored],
+) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            kind: Any = type(
+                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            )
+        module, report = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: traced(tensor) for name, tensor in stored.items()},
+            dtype=dtype,
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a damaged file or a module's own code leads to
+        raise ModelError(f"{folder}: can't be loaded: {first_line(error)}") from error
+    return module, report
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype in no memory, of which every number reads as NaN."""
+    with torch.inference_mode(False):
+        nothing = torch.full((), torch.nan if like.is_floating_point() else 0, dtype=like.dtype)
+    return nothing.expand(like.shape)
+
+
+def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, Recipe]:
+    """Put placeholders in place of traced parameters; tied ones stay tied."""
+    placed: dict[int, nn.Parameter] = {}
+    recipes: dict[nn.Parameter, Recipe] = {}
+    for layer in module.modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in placed:
+                found = parameter if isinstance(parameter, Traced) else parameter.data
+                if not isinstance(found, Traced):
+                    raise NotSupported(
+                        f"placement=Offload: transformers puts a parameter into {type(layer).__name__}."
+                        f"{name} that is not read from the checkpoint"
+                    )
+                placed[id(parameter)] = nn.Parameter(placeholder(found), requires_grad=False)
+                recipes[placed[id(parameter)]] = found.recipe
+            layer._parameters[name] = placed[id(parameter)]
+    return recipes
+
+
+def _settle_buffers(module: nn.Module) -> None:
+    """Read the buffers that a checkpoint holds; they are small."""
+    from verbatim.placement.offload.files import read_whole
+    from verbatim.placement.offload.recipe import cook
+
+    for layer in module.modules():
+        for name, buffer in layer._buffers.items():
+            if isinstance(buffer, Traced):
+                layer._buffers[name] = cook(buffer.recipe, read_whole)
+
+
+def _tensors_of(folder: Path) -> dict[str, Stored]:
+    """Where every tensor of the folder lies."""
+    if (folder / "adapter_config.json").is_file():
+        raise NotSupported(f"placement=Offload: {folder} holds an adapter; merge it into the model")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = [folder / "model.safetensors"]
+        if not files[0].is_file():
+            raise NotSupported(
+                f"placement=Offload reads model.safetensors or its shards, and {folder} has none; load the "
+                "model with transformers and save it with save_pretrained"
+            )
+    found: dict[str, Stored] = {}
+    for path in files:
+        found.update(_header(path))
+    return found
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file: 8 bytes with the length of a JSON header, then that."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length))
+        found = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if entry["dtype"] not in _DTYPES:
+                raise NotSupported(f"{path}: {name} is {entry['dtype']}, which can't be streamed")
+            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+            if end - begin != dtype.itemsize * torch.Size(shape).numel():
+                raise ValueError(f"{name} has {end - begin} bytes")
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(
+                    f"{name} ends at byte {8 + length + end} and the file at {size}: it was cut short"
+                )
+            found[name] = Stored(name, path, 8 + length + begin, end - begin, dtype, shape)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        if isinstance(error, NotSupported):
+            raise
+        raise ModelError(f"{path} is damaged or cut short: {error}") from None
+    return found

@@ -1,0 +1,127 @@
+"""Reading files past the page cache, so that what is read is not kept twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import TierFailed
+from verbatim.placement.offload.recipe import Stored
+
+PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
+CHUNK = 8 << 20  # bytes of one read
+
+
+def up(nbytes: int) -> int:
+    """`nbytes` in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class File:
+    """A file that is read in whole pages.
+
+    Attributes:
+        direct: it is read by O_DIRECT. Where the file system can't, the page cache is told to forget
+            what was read.
+    """
+
+    def __init__(self, path: Path, *, fd: int | None = None, again: str | None = None) -> None:
+        """Args:
+        path: of the file, for messages as well.
+        fd: the file, where it has no name any more; it is closed by `close`.
+        again: where to open it again by O_DIRECT, if it has no name.
+        """
+        self.path = path
+        self.direct = True
+        try:
+            try:
+                self._fd = os.open(again or path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                if fd is not None:
+                    os.close(fd)
+            except OSError:
+                self.direct = False
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+        except OSError as error:
+            raise TierFailed(f"disk tier: can't open {path}: {error.strerror}") from error
+
+    def read(self, into: memoryview, offset: int, needed: int) -> int:
+        """Fill `into` from `offset` on, and `needed` bytes of it at least: the file may end before the rest.
+
+        All three are whole pages, but for `needed`.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            TierFailed: an error of the system, or the file ends too soon.
+        """
+        done = 0
+        while done < needed:
+            try:
+                count = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise TierFailed(
+                    f"disk tier: reading {self.path} at byte {offset + done} failed: "
+                    f"{error.strerror or error}"
+                ) from error
+            if count == 0:
+                raise TierFailed(
+                    f"disk tier: {self.path} ends at byte {offset + done}; {needed - done} more "
+                    "bytes of it are weights. It was cut short since it was opened"
+                )
+            done += count
+            if done < needed and done % PAGE:
+                done -= done % PAGE  # a direct read goes on at a whole page
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def close(self) -> None:
+        """Close the file; again does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def pages(nbytes: int) -> Tensor:
+    """Uninitialised memory of `nbytes`, uint8, that begins at a whole page."""
+    with torch.inference_mode(False):
+        block = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+    shift = -block.data_ptr() % PAGE
+    return block[shift : shift + nbytes]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    array: Any = tensor.view(torch.uint8).flatten().numpy()
+    return memoryview(array)
+
+
+def read_whole(stored: Stored, file: File | None = None) -> Tensor:
+    """One tensor of a file, in memory of its own.
+
+    Raises:
+        TierFailed: it can't be read.
+    """
+    begin = stored.offset // PAGE * PAGE
+    shift = stored.offset - begin
+    out = torch.empty(stored.nbytes, dtype=torch.uint8)
+    buffer = pages(up(min(stored.nbytes + shift, CHUNK + PAGE)))
+    view, opened = bytes_of(buffer), file or File(stored.path)
+    try:
+        done = 0
+        while done < stored.nbytes:
+            at = (stored.offset + done) // PAGE * PAGE
+            skip = stored.offset + done - at
+            wanted = min(stored.nbytes - done, len(view) - skip)
+            opened.read(view[: up(skip + wanted)], at, skip + wanted)
+            out[done : done + wanted] = buffer[skip : skip + wanted]
+            done += wanted
+    finally:
+        if file is None:
+            opened.close()
+    return out.view(stored.dtype).view(stored.shape)

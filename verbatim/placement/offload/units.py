@@ -1,0 +1,129 @@
+"""What is lent to the model in one piece: a decoder layer, the embedding, the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from verbatim.model.adapters import adapter_for
+from verbatim.model.invariant import forward_for
+from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read
+
+_SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A parameter and where its numbers are.
+
+    Attributes:
+        recipe: how it is made of what lies in its tier.
+        nbytes: as the model sees it.
+        stored_bytes: as it lies in its tier.
+        tier: "gpu", "cpu" or "disk".
+        in_place: its numbers are there all the time, as the model needs them.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    recipe: Recipe
+    tier: str = "disk"
+    in_place: bool = False
+    stored_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.stored_bytes = sum(stored.nbytes for stored in ingredients(self.recipe))
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A module whose parameters are all there while its forward runs, and may be away when not.
+
+    Attributes:
+        gathers: it is an embedding: of its weight, only the rows of the batch's tokens are looked up.
+    """
+
+    name: str
+    module: nn.Module
+    slots: list[Slot]
+    gathers: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+
+@dataclass(slots=True)
+class Units:
+    """All parameters of a model.
+
+    Attributes:
+        order: as they come in a forward, as far as the module tells.
+        held: small parameters outside of all units, which stay in memory.
+    """
+
+    order: list[Unit]
+    held: list[Slot] = field(default_factory=list)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every slot once, in the order of its first use."""
+        units = [slot for unit in self.order for slot in unit.slots]
+        return list(dict.fromkeys([*units, *self.held]))
+
+
+def find_units(module: nn.Module, recipes: Mapping[nn.Parameter, Recipe]) -> Units:
+    """Cut a model into units: each entry of its lists of layers, each embedding and each linear outside."""
+    slots: dict[nn.Parameter, Slot] = {}
+    for name, parameter in module.named_parameters():  # tied ones come once
+        slots[parameter] = Slot(name, parameter, recipes[parameter])
+    total = sum(slot.nbytes for slot in slots.values())
+    order: list[Unit] = []
+
+    def add(name: str, layer: nn.Module) -> None:
+        own = list(dict.fromkeys(slots[p] for p in layer.parameters()))
+        if own:
+            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(own[0].recipe)
+            order.append(Unit(name, layer, own, gathers))
+
+    def walk(prefix: str, layer: nn.Module) -> None:
+        for name, child in layer.named_children():
+            path = f"{prefix}{name}"
+            size = sum(slots[p].nbytes for p in dict.fromkeys(child.parameters()))
+            if size <= _SMALL * total:
+                continue
+            if isinstance(child, nn.ModuleList):
+                for number, entry in enumerate(child):
+                    add(f"{path}.{number}", entry)
+            elif isinstance(child, nn.Embedding | nn.Linear):
+                add(path, child)
+            else:
+                walk(f"{path}.", child)
+
+    walk("", module)
+    in_units = {slot for unit in order for slot in unit.slots}
+    return Units(order, [slot for slot in slots.values() if slot not in in_units])
+
+
+def forward_of(layer: nn.Module) -> Callable[..., Any]:
+    """What computes `layer` in our forwards: its row-invariant forward where we have one, else its own."""
+    known = forward_for(layer) or adapter_for(layer)
+    return type(layer).forward.__get__(layer) if known is None else known
+
+
+def in_step(slots: list[Slot], percents: tuple[float, float, float]) -> Iterator[tuple[Slot, str]]:
+    """Deal `slots` out to gpu, cpu and disk, so that any stretch has about these percents of its bytes."""
+    names, given, total = ("gpu", "cpu", "disk"), [0.0, 0.0, 0.0], 0.0
+    for slot in slots:
+        total += slot.nbytes
+        short = [total * share / 100 - had for share, had in zip(percents, given, strict=True)]
+        best = max(range(3), key=lambda i: (percents[i] > 0, short[i]))
+        given[best] += slot.nbytes
+        yield slot, names[best]
