@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verbatim.core import Result
+
 
 class VerbatimError(Exception):
     """Base of every error that Verbatim raises on purpose."""
@@ -44,10 +50,19 @@ class EngineClosed(VerbatimError, RuntimeError):
 
 
 class TierFailed(VerbatimError, OSError):
-    """Weights, K and V or activations could not be read or written where they lie; the engine is closed.
+    """Weights, K and V or activations could not be read or written where they lie.
 
-    The message names the tier and the file.
+    The message names the tier and the file. The engine is closed then: its memory, threads and files are
+    given back, and every request that had not ended fails with this error.
+
+    Attributes:
+        results: raised by `LLM.generate`, in the order of its prompts: the results of the requests that had
+            ended before, None for the others. Empty elsewhere.
     """
+
+    def __init__(self, message: str, results: Sequence[Result | None] = ()) -> None:
+        super().__init__(message)
+        self.results = list(results)
 
 
 class RequestFailed(VerbatimError, RuntimeError):

@@ -56,7 +56,9 @@ class Opened:
             "block_size": runner.block_size,
             "num_blocks": runner.num_blocks,
             "draft": None if drafting is None else drafting.info(),
-            "numerics_key": numerics_key(placed["dtype"], placed["kv_dtype"]),
+            "numerics_key": numerics_key(
+                placed["dtype"], placed["kv_dtype"], placed.get("quantization")
+            ),
             "probe": _probe_findings(),
         }
 
@@ -97,17 +99,21 @@ def open_engine(
         limit, source = settle_length(options, *max_length_of(config))
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
         runner = open_resident(decoder, loaded, options, limit, mtp)
-    return open_runner(
-        runner,
-        options,
-        tokenizer=loaded.tokenizer,
-        limit=(limit, source),
-        eos_ids=eos_ids_of(loaded.generation_config, config),
-        live=loaded.live,
-        config=config,
-        generation_config=loaded.generation_config,
-        drafting=open_drafting(drafts, runner, options, loaded),
-    )
+    try:
+        return open_runner(
+            runner,
+            options,
+            tokenizer=loaded.tokenizer,
+            limit=(limit, source),
+            eos_ids=eos_ids_of(loaded.generation_config, config),
+            live=loaded.live,
+            config=config,
+            generation_config=loaded.generation_config,
+            drafting=open_drafting(drafts, runner, options, loaded),
+        )
+    except BaseException:
+        runner.close()
+        raise
 
 
 def settle_length(options: EngineOptions, limit: int | None, source: str) -> tuple[int | None, str]:
@@ -144,12 +150,13 @@ def open_runner(
     capacity = (runner.num_blocks - 1) * options.block_size
     if length is None or capacity < length:
         length, source = capacity, "what kv_memory holds"
+    prompt_rows = max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size))
     scheduler = Scheduler(
         BlockPool(runner.num_blocks),
         options.block_size,
         options.max_batch_tokens,
         options.max_sequences,
-        max(16, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size)),
+        min(prompt_rows, options.prompt_rows or prompt_rows),
         prefix_cache=options.prefix_cache,
     )
     engine = Engine(
@@ -173,10 +180,11 @@ def _probe_findings() -> list[str]:
     ] or ["not needed: the kernels' products are row-invariant by construction"]
 
 
-def numerics_key(dtype: str, kv_dtype: str) -> str:
+def numerics_key(dtype: str, kv_dtype: str, quantization: dict[str, Any] | None = None) -> str:
     """What two machines must have in common to give the same bits."""
     instructions = kernels.instruction_set()
     computed_by = f"kernels{kernels.VERSION}-{instructions}"
     if instructions is None:
         computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    return f"cpu/{computed_by}/{dtype}/kv-{kv_dtype}"
+    packed = "" if quantization is None else f"/weights-{quantization['format']}"
+    return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"

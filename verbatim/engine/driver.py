@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from verbatim.core import Delta, Request, Result
-from verbatim.engine.clients import Outbox
+from verbatim.engine.clients import Client, Outbox
 from verbatim.engine.engine import Engine
 from verbatim.engine.loop import AsyncWake, Wake
 from verbatim.engine.traffic import Mode, Traffic
-from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.errors import InvalidRequest, TierFailed, VerbatimError
 
 PAUSES = ("keep", "drain", "abort")
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class Driver:
                 return not left
 
             self._traffic.wait(done, wake)
-            return [client.result() for client in clients]
+            return _results(clients)
         finally:
             self._traffic.abort(requests)
 
@@ -102,8 +102,7 @@ class Driver:
                 ended = all(client.ended for client in clients)
                 news.clear()
                 yield
-            for client in clients:
-                client.result()
+            _results(clients)
         finally:
             self._traffic.abort(requests)
 
@@ -116,7 +115,7 @@ class Driver:
             for client in clients:
                 while not client.ended:
                     await wake.wait()
-            return [client.result() for client in clients]
+            return _results(clients)
         finally:
             self._traffic.abort(requests)
 
@@ -308,6 +307,14 @@ class Driver:
                 self._traffic.shut()
             finally:
                 self.engine.close()
+
+
+def _results(clients: list[Client]) -> list[Result]:
+    """The results in order, or the first one's error; with TierFailed come those that had ended before."""
+    try:
+        return [client.result() for client in clients]
+    except TierFailed as error:
+        raise TierFailed(str(error), [client.request.result for client in clients]) from error
 
 
 def _after_fork() -> None:

@@ -13,10 +13,10 @@ from verbatim.engine.commit import commit, counted_rows, delta, finish
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
-from verbatim.engine.shield import Shield
 from verbatim.engine.work import Chunk, Schedule
-from verbatim.errors import QueueFull, RequestFailed, VerbatimError
+from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
 from verbatim.placement.runner import Forward, Runner
+from verbatim.shield import Shield
 
 
 class Engine:
@@ -89,6 +89,10 @@ class Engine:
     def step(self) -> bool:
         """Schedule, forward, sample, commit. False when there was nothing to do.
 
+        Raises:
+            TierFailed: a part of the model is out of reach. The requests of the step have failed with it, and
+                the engine is of no more use.
+
         Ctrl-C breaks it off in the forward or the draw, where nothing counts yet, and leaves every
         request as it was. Before and after, it is held back for the milliseconds that they take.
         """
@@ -104,9 +108,9 @@ class Engine:
             try:
                 forward, draws = self._compute(work, drafting if lengths else None)
             except Exception as error:
-                self._fail_all(
-                    work, error
-                )  # whoever waits for one of these requests finds it there
+                self._fail_all(work, error)  # whoever waits for one of these finds it there
+                if isinstance(error, TierFailed):
+                    raise
                 return True
             except BaseException:
                 self.scheduler.interrupted(work)
@@ -290,6 +294,7 @@ class Engine:
             "blocks_cached": pool.num_cached,
             "blocks_free": pool.num_free,
             "draft": None if self.drafting is None else self.drafting.stats(),
+            **self.runner.stats(),
         }
 
     def _fail_all(self, work: Schedule, error: Exception) -> None:

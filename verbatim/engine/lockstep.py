@@ -16,8 +16,8 @@ import torch.distributed as dist
 from verbatim.core import Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import dummy_forward
-from verbatim.engine.shield import Shield
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
+from verbatim.shield import Shield
 
 
 def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) -> list[Result]:

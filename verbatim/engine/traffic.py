@@ -13,7 +13,13 @@ from verbatim.engine.clients import Client
 from verbatim.engine.engine import Engine
 from verbatim.engine.loop import Loop, Wake
 from verbatim.engine.seat import STEPS_FIRST_S, Seat
-from verbatim.errors import EngineClosed, InvalidRequest, RequestFailed, VerbatimError
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    RequestFailed,
+    TierFailed,
+    VerbatimError,
+)
 from verbatim.model.borrow import holds_exclusive
 
 _T = TypeVar("_T")
@@ -40,6 +46,7 @@ class Traffic:
         self.seat = Seat()
         self.mode = Mode.RUNNING
         self.closed = False
+        self._why_closed = "this LLM has been closed"
         self._lock = threading.RLock()  # for moments; re-entrant for the reason given in Seat
         self._clients: dict[Request, Client] = {}  # all that came and have not ended
         self._coming: dict[Client, None] = {}
@@ -52,7 +59,7 @@ class Traffic:
 
     def check_open(self) -> None:
         if self.closed:
-            raise EngineClosed("this LLM has been closed")
+            raise EngineClosed(self._why_closed)
 
     def refuse_inside(self) -> None:
         """Refuse a call that would wait for steps which can't be made while its caller waits.
@@ -216,6 +223,9 @@ class Traffic:
             if not isinstance(error, catch):
                 raise
             self.fail_all(_for_callers(error))
+            if isinstance(error, TierFailed):
+                self.shut(f"this LLM was closed when this happened: {error}")
+                self.engine.close()
             made = True
         finally:
             self._reap()
@@ -249,16 +259,17 @@ class Traffic:
             if client.inside and not client.request.finished:
                 self._fail(client, error)
 
-    def shut(self) -> None:
+    def shut(self, why: str = "this LLM has been closed") -> None:
         """Let nobody in any more; those who have come end as "abort"."""
         with self._lock:
             self.closed = True
+            self._why_closed = why
         self.mode = Mode.RUNNING  # or newcomers would not be let in, and never end
         try:
             self._let_in_and_out()
             self.engine.abort_all()
         finally:
-            self.fail_all(EngineClosed("this LLM has been closed"))
+            self.fail_all(EngineClosed(why))
             self._find_ended()
             self._reap()
 
@@ -268,8 +279,10 @@ class Traffic:
         What was in use is in nobody knows what state, and is closed; else the child has an engine, too.
         A stepper that sits there when nobody is left has done its work.
         """
-        if self.seat.visited or not all(client.ended for client in self._clients.values()):
+        in_use = self.seat.visited or not all(client.ended for client in self._clients.values())
+        if in_use or getattr(self.engine.runner, "in_one_process", False):
             self.closed = True
+            self._why_closed = "this LLM has been closed: it can't be used in a forked child"
         else:
             self._clients.clear()  # they have ended, and were about to be forgotten
             self._hosted.clear()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import UnsupportedModel
+from verbatim.errors import TierFailed, UnsupportedModel
 from verbatim.kv.attention import AttentionOptions
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
@@ -44,6 +44,7 @@ class Anatomy:
         routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
             their routing can't be recorded.
         hidden_reason: why what its head sees can't be handed back; None: it can.
+        finite: the logits of the look were numbers.
     """
 
     slots: dict[tuple[int, int], int]
@@ -56,6 +57,7 @@ class Anatomy:
     routed: RoutedLayers | None
     routing_reason: str | None
     hidden_reason: str | None
+    finite: bool
 
 
 class Look:
@@ -166,7 +168,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             for config in configs:  # borrow puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits = module(**inputs, use_cache=False).logits
-    except UnsupportedModel:
+    except (UnsupportedModel, TierFailed):
         raise
     except Exception as error:
         raise UnsupportedModel(
@@ -201,6 +203,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         routed=routed,
         routing_reason=routing_reason,
         hidden_reason=why_no_hidden(head, seen, ids.numel()),
+        finite=bool(torch.isfinite(logits).all()),
     )
 
 
