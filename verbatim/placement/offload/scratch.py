@@ -6,14 +6,17 @@ import errno
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.placement.offload.files import File, bytes_of, up
+from verbatim.placement.offload.files import PAGE, File, bytes_of, up
 from verbatim.placement.offload.recipe import Stored
 
+_VIEWS = 1024  # that one call of the system takes
+_UNFLUSHED = 64 << 20  # bytes that may lie in the page cache until the disk has them
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # by the file system
 
 
@@ -36,6 +39,7 @@ class Scratch:
         self.limit = limit
         self.nbytes = 0  # reserved
         self.bytes_read = self.bytes_written = 0
+        self._unflushed = 0
         self._lock = threading.Lock()
         try:
             self._fd = _unnamed(self.folder)
@@ -44,6 +48,7 @@ class Scratch:
                 f"disk tier: can't write to the folder {self.folder}: {error.strerror}"
             ) from error
         self.path = self.folder / f"(unnamed file {self._fd})"
+        self._direct = _direct(self._fd)
 
     def reserve(self, nbytes: int) -> int:
         """Where the next `nbytes`, in whole pages, may be written.
@@ -73,16 +78,7 @@ class Scratch:
         Raises:
             TierFailed: it can't be written.
         """
-        view = bytes_of(data)
-        done = 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self._fd, view[done:], offset + done)
-            except OSError as error:
-                raise TierFailed(
-                    f"disk tier: writing {len(view)} bytes to {self.folder} failed: {error.strerror}"
-                ) from error
-        self.bytes_written += done
+        self.write_from([bytes_of(data)], offset)
 
     def read(self, into: Tensor, offset: int) -> None:
         """Fill a contiguous tensor from `offset`.
@@ -90,19 +86,73 @@ class Scratch:
         Raises:
             TierFailed: it can't be read.
         """
-        view = bytes_of(into)
-        done = 0
-        while done < len(view):
+        self.read_into([bytes_of(into)], offset)
+
+    def write_from(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
+        """Put what lies in `views` at `offset`, one behind the other.
+
+        Args:
+            direct: past the page cache; all addresses and lengths and the offset are whole pages. Without
+                it, the page cache is told to write and forget.
+
+        Raises:
+            TierFailed: it can't be written.
+        """
+        nbytes = self._move(os.pwritev, views, offset, direct, f"writing to {self.folder}")
+        with self._lock:
+            self.bytes_written += nbytes
+            self._unflushed += 0 if direct else nbytes
+            flush = self._unflushed >= _UNFLUSHED
+            if flush:
+                self._unflushed = 0
+        if flush:  # only what is written can be forgotten
             try:
-                count = os.preadv(self._fd, [view[done:]], offset + done)
+                os.fdatasync(self._fd)
             except OSError as error:
                 raise TierFailed(
-                    f"disk tier: reading {len(view)} bytes from {self.folder} failed: {error.strerror}"
+                    f"disk tier: writing to {self.folder} failed: {error.strerror or error}"
+                ) from error
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read_into(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
+        """Fill `views`, one behind the other, from `offset`; `direct` as for `write_from`.
+
+        Raises:
+            TierFailed: it can't be read.
+        """
+        nbytes = self._move(os.preadv, views, offset, direct, f"reading from {self.folder}")
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def _move(
+        self,
+        move: Callable[[int, list[memoryview], int], int],
+        views: list[memoryview],
+        offset: int,
+        direct: bool,
+        doing: str,
+    ) -> int:
+        total, done = sum(map(len, views)), 0
+        direct = direct and self._direct >= 0
+        while done < total:
+            try:
+                count = move(self._direct if direct else self._fd, views[:_VIEWS], offset + done)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:  # not by this file system
+                    direct = False
+                    continue
+                raise TierFailed(
+                    f"disk tier: {doing} failed after {done} of {total} bytes: "
+                    f"{error.strerror or error}"
                 ) from error
             if not count:
-                raise TierFailed(f"disk tier: the file in {self.folder} ends at {offset + done}")
+                raise TierFailed(f"disk tier: {doing} ended after {done} of {total} bytes")
             done += count
-        self.bytes_read += done
+            views = _behind(views, count)
+            direct = direct and count % PAGE == 0
+        if not direct:
+            os.posix_fadvise(self._fd, offset, total, os.POSIX_FADV_DONTNEED)
+        return total
 
     def keep(self, name: str, tensor: Tensor) -> Stored:
         """Write a tensor down, for `Weights` to stream."""
@@ -116,9 +166,27 @@ class Scratch:
 
     def close(self) -> None:
         """Give the disk space back. Again does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `views` once so many bytes are done."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []
+
+
+def _direct(fd: int) -> int:
+    """The same file, opened once more to go past the page cache; -1 where that can't be done."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return -1
 
 
 def _unnamed(folder: Path) -> int:

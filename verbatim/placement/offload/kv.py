@@ -1,0 +1,316 @@
+"""K and V over three tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Batch
+from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.quantized import KVDtype, Packing
+from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
+from verbatim.placement.offload.choice import Percents
+from verbatim.placement.offload.jobs import Worker
+from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.sparse import top_k_attention
+from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.visits import WINDOWS, Traffic, Visits
+from verbatim.placement.offload.windows import DiskLayer, Shape, View, Window, stretches, views_of
+
+_POISONED = 256  # blocks that are written at once
+TIERS = ("gpu", "cpu", "disk")
+
+
+def deal(sizes: Sequence[int], percents: Percents) -> list[str]:
+    """A tier for each of `sizes`, so that any stretch of them has about these percents of its bytes."""
+    given, total, tiers = [0.0, 0.0, 0.0], 0.0, []
+    for size in sizes:
+        total += size
+        short = [total * share / 100 - had for share, had in zip(percents, given, strict=True)]
+        best = max(range(3), key=lambda i: (percents[i] > 0, short[i]))
+        given[best] += size
+        tiers.append(TIERS[best])
+    return tiers
+
+
+class TieredKVStore(KVStore):
+    """A `KVStore` each of whose layers lies in one tier: in RAM ("gpu" and "cpu"), or on the disk.
+
+    A layer on the disk is attended in through a window: the blocks that a micro-batch sees are read into
+    memory, its rows are written there, and the blocks that they change are written back. No bit depends
+    on the tier. The store is written and attended in only through what `visited_by` yields.
+
+    The windows are as large as what the largest micro-batch sees in one layer, and there are three of them
+    (one without `overlap`), beside what the tiers hold: `window_bytes`.
+
+    Args:
+        layers, num_blocks, block_size, device: as for `make_store`.
+        dtype: of K and V; a `Packing` holds them in few bits.
+        percents: of the bytes, in (gpu, cpu, disk).
+        groups: layers that are attended in one after the other by each micro-batch in turn, in the order
+            of a forward. Where they are not all, or come in another order, nothing is read ahead.
+        scratch: room on the disk; all of it is reserved here.
+        trace: takes note of reads, writes and waits.
+        overlap: read ahead and write back in threads; False does both where they are waited for.
+        cpu_cache_compute: attend to layers in the "cpu" tier where they are; False copies what a
+            micro-batch sees to the device first. None is True on a CPU. For the disk it means nothing:
+            its windows are in the memory that attention reads.
+        top_k: attend to so many keys at most (`sparse.py`); whole windows are read nevertheless.
+
+    Attributes:
+        tiers: of each layer.
+        traffic: of the disk tier.
+
+    Raises:
+        TierFailed: the disk has no room.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: KVDtype,
+        device: torch.device,
+        *,
+        percents: Percents,
+        groups: list[list[int]],
+        scratch: Scratch,
+        trace: Trace,
+        overlap: bool = True,
+        cpu_cache_compute: bool | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        packing = dtype if isinstance(dtype, Packing) else None
+        super().__init__([], num_blocks, block_size, torch.float32, device)
+        self.tiers = deal([bytes_per_token([shape], dtype) for shape in layers], percents)
+        in_memory = [i for i, tier in enumerate(self.tiers) if tier != "disk"]
+        self.memory = make_store(
+            [layers[i] for i in in_memory], num_blocks, block_size, dtype, device
+        )
+        self.place = {layer: i for i, layer in enumerate(in_memory)}  # in `memory`
+        self.dtype_name = self.memory.dtype_name
+        self.layers = self.memory.layers
+        self.top_k, self.packing = top_k, packing
+        self.value_sizes = [shape.value_dim for shape in layers]
+        self.traffic = Traffic()
+        self._trace = trace
+        self._groups = groups
+        self._visits: Visits | None = None
+        copied = ["cpu"] if cpu_cache_compute is False else []
+        self.shapes = {
+            i: Shape(make_store([layers[i]], 0, block_size, dtype, device))
+            for i, tier in enumerate(self.tiers)
+            if tier in ("disk", *copied)
+        }
+        self._on_disk = {
+            i: DiskLayer(shape, num_blocks, scratch)
+            for i, shape in self.shapes.items()
+            if self.tiers[i] == "disk"
+        }
+        self._windows = [Window() for _ in range(WINDOWS if overlap else 1)]
+        self.device_window = Window()
+        self._workers = [Worker(f"verbatim-kv-{name}", overlap) for name in ("reader", "writer")]
+        self._start()
+
+    @property
+    def nbytes(self) -> int:
+        """K and V in all tiers, without windows."""
+        return sum(self.bytes_by_tier().values())
+
+    @property
+    def window_bytes(self) -> int:
+        """What the windows hold by now."""
+        return sum(window.nbytes for window in (*self._windows, self.device_window))
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """K and V in each tier. Those on the disk keep their room through `release`."""
+        found = dict.fromkeys(TIERS, 0)
+        for layer, i in self.place.items():
+            if self.memory.layers:
+                k, v = self.memory.layers[i]
+                found[self.tiers[layer]] += k.nbytes + v.nbytes
+        found["disk"] = sum(layer.nbytes for layer in self._on_disk.values())
+        return found
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        raise AssertionError("a store over tiers is written through visited_by")
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        raise AssertionError("a store over tiers is attended in through visited_by")
+
+    @contextmanager
+    def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
+        """For each of the micro-batches of one forward, the store that it writes to and attends in.
+
+        Raises:
+            TierFailed: something can't be read or written, at the latest when the block ends.
+        """
+        self._settle()
+        views = views_of(batches, self.block_size) if self.shapes else []
+        order = (
+            (layer, part)
+            for group in self._groups
+            for part in range(len(views))
+            for layer in group
+            if layer in self._on_disk
+        )
+        reader, writer = self._workers
+        visits = Visits(
+            dict.fromkeys(order),  # a layer that several units share comes once
+            views,
+            self._on_disk,
+            self._windows,
+            reader,
+            writer,
+            self.traffic,
+            self._trace,
+        )
+        self._visits = visits
+        try:
+            visits.begin()
+            yield [
+                _Visitor(self, part, views[part] if views else None, visits)
+                for part in range(len(batches))
+            ]
+            visits.end()
+        finally:
+            self._settle()
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        self._settle()
+        self.memory.copy_blocks(copies)
+        if not copies:
+            return
+        read = stretches((i, a) for i, (a, _) in enumerate(copies))
+        write = stretches((i, b) for i, (_, b) in enumerate(copies))
+        for layer in self._on_disk.values():  # what is copied may be overwritten by another copy
+            self.traffic.bytes_read += layer.load(self._windows[0], len(copies), read)
+            self.traffic.bytes_written += layer.save(self._windows[0], len(copies), write)
+
+    def poison(self, blocks: list[int]) -> None:
+        self._settle()
+        self.memory.poison(blocks)
+        for window in (*self._windows, self.device_window):
+            window.poison()
+        for layer in self._on_disk.values():
+            for first in range(0, len(blocks), _POISONED):
+                some = blocks[first : first + _POISONED]
+                self._windows[0].room(layer.shape.window_bytes(len(some)))
+                self._windows[0].poison()
+                layer.save(self._windows[0], len(some), stretches(enumerate(some)))
+
+    def release(self) -> None:
+        """Give the memory back and end the threads; the room on the disk stays reserved."""
+        self._settle()
+        for worker in self._workers:
+            worker.stop()
+        for window in (*self._windows, self.device_window):
+            window.release()
+        self.memory.release()
+
+    def allocate(self) -> None:
+        self.memory.allocate()
+        self._start()
+
+    def _start(self) -> None:
+        for worker in self._workers:
+            if self._on_disk:
+                worker.start()
+
+    def _settle(self) -> None:
+        """Let nothing of an earlier forward, which may have broken off, be under way."""
+        if self._visits is not None:
+            self._visits.drop()
+            self._visits = None
+
+
+class _Visitor(KVStore):
+    """The store as one micro-batch of one forward finds it.
+
+    Args:
+        part: number of the micro-batch.
+        view: of it; None where no layer needs one.
+    """
+
+    def __init__(self, whole: TieredKVStore, part: int, view: View | None, visits: Visits) -> None:
+        self.block_size, self.num_blocks = whole.block_size, whole.num_blocks
+        self.dtype_name = whole.dtype_name
+        self.layers = whole.layers
+        self._whole, self._part, self._view, self._visits = whole, part, view, visits
+        self._taken: KVStore | None = None
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        whole = self._whole
+        if whole.tiers[layer] != "disk":
+            whole.memory.write(whole.place[layer], k, v, slots)
+            return
+        assert self._view is not None
+        self._taken = self._visits.take(layer, self._part)
+        self._taken.write(0, k, v, self._view.slots)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        whole, view = self._whole, self._view
+        batch = query_starts, context_lens
+        if whole.tiers[layer] == "disk":
+            assert self._taken is not None and view is not None
+            store, self._taken = self._taken, None
+            out = self._attend(store, 0, layer, q, *batch, view.batch.block_tables, options)
+            self._visits.finish()
+            return out
+        place = whole.place[layer]
+        if layer not in whole.shapes:
+            return self._attend(whole.memory, place, layer, q, *batch, block_tables, options)
+        assert view is not None
+        window = whole.shapes[layer].look(whole.device_window, len(view.blocks))
+        for own, held in zip(window.layers[0], whole.memory.layers[place], strict=True):
+            torch.index_select(held, 0, view.blocks, out=own)
+        out = self._attend(window, 0, layer, q, *batch, view.batch.block_tables, options)
+        whole.shapes[layer].look_away()
+        return out
+
+    def _attend(
+        self,
+        store: KVStore,
+        place: int,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        whole = self._whole
+        if whole.top_k is None:
+            return store.attend(place, q, query_starts, context_lens, block_tables, options)
+        return top_k_attention(
+            store,
+            place,
+            q,
+            query_starts,
+            context_lens,
+            block_tables,
+            options,
+            top_k=whole.top_k,
+            value_size=whole.value_sizes[layer],
+            packing=whole.packing,
+        )

@@ -1,0 +1,144 @@
+"""Attention to the likeliest keys alone: an approximation, and the same one in every schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.quantized import Packing, unpack
+from verbatim.kv.store import KVStore
+
+_TILE = 64  # keys that are scored at once
+_MAX_PRODUCTS = 1 << 22  # elements of the largest temporary
+
+
+def top_k_attention(
+    store: KVStore,
+    layer: int,
+    q: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+    *,
+    top_k: int,
+    value_size: int,
+    packing: Packing | None = None,
+) -> Tensor:
+    """`store.attend`, in which each query head of each row sees the `top_k` keys of largest score only.
+
+    The score is that of the softmax: with the scale, the soft cap and ALiBi. Of equal ones the earliest
+    positions are taken. Sliding windows hold as ever, and sinks stay in the denominator. A row that sees
+    no more than `top_k` keys anyway has the bits of `store.attend`; every other is made of elementwise
+    operations and trees of additions in shapes that depend on nothing but the model and `top_k`.
+
+    Args:
+        value_size: Dv.
+        packing: of the store, if its rows are packed.
+
+    Returns:
+        `[T, H, Dv]` in the dtype of `q`.
+    """
+    starts, lens = query_starts.tolist(), context_lens.tolist()
+    # Rows see more and more of their sequence, so those that see little stand at its beginning.
+    few = [
+        _few(lens[s] - (starts[s + 1] - starts[s]), lens[s], top_k, options)
+        for s in range(len(lens))
+    ]
+    exact = [i for s, count in enumerate(few) for i in range(starts[s], starts[s] + count)]
+    if len(exact) == len(q):
+        return store.attend(layer, q, query_starts, context_lens, block_tables, options)
+    out = q.new_empty((q.shape[0], q.shape[1], value_size))
+    if exact:
+        some = [s for s, count in enumerate(few) if count]
+        ends = torch.tensor([few[s] for s in some]).cumsum(0).tolist()
+        out[exact] = store.attend(
+            layer,
+            q[exact],
+            torch.tensor([0, *ends], dtype=torch.int32),
+            torch.tensor(
+                [lens[s] - (starts[s + 1] - starts[s]) + few[s] for s in some], dtype=torch.int32
+            ),
+            block_tables[some],
+            options,
+        )
+    heads = q.shape[1]
+    for s, length in enumerate(lens):
+        begin, end = starts[s] + few[s], starts[s + 1]
+        if begin == end:
+            continue
+        held = block_tables[s, : -(-length // store.block_size)].long()
+        keys, values = (
+            _in_one_piece(x[held], width, packing)
+            for x, width in zip(store.layers[layer], (q.shape[2], value_size), strict=True)
+        )
+        largest = max(_TILE * q.shape[2], top_k * value_size, keys.shape[1])
+        at_once = max(1, _MAX_PRODUCTS // (heads * largest))
+        for first in range(begin, end, at_once):
+            last = min(first + at_once, end)
+            position = length - end + first
+            out[first:last] = _rows(q[first:last], keys, values, position, options, top_k)
+    return out
+
+
+def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
+    """How many of the rows at these positions see no more than `top_k` keys."""
+    if options.window and options.window <= top_k:
+        return end - begin
+    return max(0, min(end, top_k) - begin)
+
+
+def _in_one_piece(blocks: Tensor, width: int, packing: Packing | None) -> Tensor:
+    """Blocks `[n, Hkv, block_size, ...]` as `[Hkv, n * block_size, width]` float32."""
+    whole = blocks.float() if packing is None else unpack(blocks, width, packing)
+    return whole.transpose(0, 1).flatten(1, 2)
+
+
+def _rows(
+    q: Tensor, keys: Tensor, values: Tensor, position: int, options: AttentionOptions, top_k: int
+) -> Tensor:
+    """Rows of one sequence that see more than `top_k` keys, the first at `position`."""
+    rows, heads, key_size = q.shape
+    kv_heads = keys.shape[0]
+    grouped = (kv_heads, heads // kv_heads)
+    queries = q.float().reshape(rows, *grouped, 1, key_size)
+    positions = torch.arange(position, position + rows).reshape(rows, 1, 1, 1)
+    oldest = max(0, position + 1 - options.window) // _TILE * _TILE if options.window else 0
+    scored = []
+    for first in range(oldest, position + rows, _TILE):
+        tile = keys[:, first : first + _TILE].unsqueeze(1)  # [Hkv, 1, tile, Dk]
+        scored.append(_tree_sum(queries * tile, -1).squeeze(-1))
+    places = torch.arange(oldest, oldest + sum(tile.shape[-1] for tile in scored))
+    scores = torch.cat(scored, -1) * options.scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi is not None:
+        scores = scores + options.alibi.reshape(*grouped, 1) * (places - positions)
+    seen = places <= positions
+    if options.window:
+        seen = seen & (positions - places < options.window)
+    scores = torch.where(seen, scores, -torch.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].sort(-1).values
+    scores = scores.gather(-1, best)  # [R, Hkv, G, k], by position
+    largest = scores.amax(-1, keepdim=True)
+    if options.sinks is not None:
+        largest = torch.maximum(largest, options.sinks.reshape(*grouped, 1))
+    weights = torch.exp(scores - largest)
+    total = _tree_sum(weights, -1)
+    if options.sinks is not None:
+        total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
+    head = torch.arange(kv_heads).reshape(kv_heads, 1, 1)
+    chosen = values[head, places[best]]  # [R, Hkv, G, k, Dv]
+    chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)
+    mixed = _tree_sum(chosen, -2).squeeze(-2) / total
+    return mixed.reshape(rows, heads, -1).to(q.dtype)
+
+
+def _tree_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, kept as size 1, by adding halves: the same bits for any other shape."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
+    return x
