@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import chat, generate, info
+from verbatim.cli import chat, generate, info, plan
 
 app = typer.Typer(
     name="verbatim",
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(info.info)
+app.command()(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.cli.offload import OFFLOAD, offload_of, tell_plan, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
@@ -33,7 +34,7 @@ Ctrl-C ends an answer and keeps what there is of it; at the prompt it leaves."""
 
 
 @command
-@takes(*SAMPLING, *MODEL, show_defaults=False)
+@takes(*SAMPLING, *MODEL, *OFFLOAD, show_defaults=False)
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="Instructions for the model.")
@@ -43,12 +44,15 @@ def chat(
     """Talk with a model. What you leave out comes from the model's own generation config."""
     fields = given(values, SAMPLING)
     SamplingParams(**fields)  # refuse what is wrong before a model is opened
-    with open_llm(values) as llm:
+    placement = offload_of(values)
+    with open_llm(values, placement) as llm:
+        tell_plan(llm, placement)
         conversation = Conversation(llm, _params(llm, fields), system)
         note(f"{_described(conversation.params)}\n/help lists the commands")
         for line in _lines():
             if not conversation.take(line):
                 break
+        tell_stats(llm, values)
 
 
 def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:

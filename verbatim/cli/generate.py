@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.cli.offload import OFFLOAD, offload_of, tell_plan, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     GENERATE_ONLY,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @command
-@takes(*SAMPLING, *GENERATE_ONLY, *MODEL)
+@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     file: Annotated[
@@ -67,8 +68,13 @@ def generate(
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} is only shown with --json")
     params = seeded(SamplingParams(**fields))
-    with open_llm(values) as llm:
-        _run(llm, source, params, as_json)
+    placement = offload_of(values)
+    with open_llm(values, placement) as llm:
+        tell_plan(llm, placement)
+        try:
+            _run(llm, source, params, as_json)
+        finally:
+            tell_stats(llm, values)
 
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:

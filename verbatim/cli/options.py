@@ -23,6 +23,7 @@ from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
+    from verbatim.placement.offload.choice import Offload
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -196,6 +197,7 @@ MODEL = (
     Option(
         "kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32, bfloat16, int8, int4."
     ),
+    Option("quantization", str, _ENGINE, "Of the weights of an offloaded model: int8 or int4."),
     Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
     Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
     Option("max_sequences", int, _ENGINE, "Sequences per forward."),
@@ -251,7 +253,7 @@ def seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
 
-def open_llm(values: Mapping[str, Any]) -> LLM:
+def open_llm(values: Mapping[str, Any], placement: Offload | None = None) -> LLM:
     """The engine on the model that the options name."""
     from verbatim import kernels
 
@@ -260,6 +262,8 @@ def open_llm(values: Mapping[str, Any]) -> LLM:
     if kernels.missing():
         typer.echo(f"verbatim: {kernels.MISSING}", err=True)
     settings = given(values, MODEL)
+    if placement is not None:
+        settings["placement"] = placement
     import verbatim
 
     return verbatim.LLM(settings.pop("model", None), **settings)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from verbatim.placement.offload.choice import Percents
+from verbatim.placement.offload.memory import Widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,13 @@ class Plan:
         micro_batches: of them in a block, whose sequences share each reading of a layer.
         micro_tokens: rows of a micro-batch at most, which bounds activations.
         max_batch_tokens: rows of a forward at most.
+        tiers: of each of the model's parameters, in the order of `Units.slots`.
+        kv_block: token positions in a block of K and V.
+        prompt_rows: of logits for prompt log-probs and drafts in a forward at most.
+        overlap: read and write while computing.
+        budget: bytes that all of it may take in memory; None: as much as it takes.
+        memory: bytes that it takes there at most, by kind.
+        reasons: why it is so, in a few sentences.
     """
 
     weights: Percents
@@ -30,8 +40,53 @@ class Plan:
     micro_batches: int
     micro_tokens: int
     max_batch_tokens: int
+    tiers: tuple[str, ...] = ()
+    kv_block: int = 16
+    prompt_rows: int = 16
+    overlap: bool = True
+    budget: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
 
     @property
     def block_size(self) -> int:
         """Sequences that run at once."""
         return self.batch_size * self.micro_batches
+
+    @property
+    def memory_bytes(self) -> int:
+        """What all of it takes in memory at most."""
+        return sum(self.memory.values())
+
+    @property
+    def heap_bytes(self) -> int | None:
+        """What may be free in the heap between two layers: what the next one allocates, and some slack."""
+        if self.budget is None:
+            return None
+        return self.memory.get("computation", 0) + self.memory.get("slack", 0) // 2
+
+    def widths(self, context: int) -> Widths:
+        """How much computes at once, for sequences of `context` tokens."""
+        return Widths(
+            self.block_size, self.batch_size, self.micro_tokens, self.max_batch_tokens, context
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, without the tier of each parameter."""
+        return {
+            "weights": [round(share, 1) for share in self.weights],
+            "kv": [round(share, 1) for share in self.kv],
+            "activations": [round(share, 1) for share in self.activations],
+            "batch_size": self.batch_size,
+            "micro_batches": self.micro_batches,
+            "micro_tokens": self.micro_tokens,
+            "max_batch_tokens": self.max_batch_tokens,
+            "prompt_rows": self.prompt_rows,
+            "ring_bytes": self.ring_bytes,
+            "kv_bytes": self.kv_bytes,
+            "overlap": self.overlap,
+            "budget": self.budget,
+            "memory": dict(self.memory),
+            "memory_bytes": self.memory_bytes,
+            "reasons": list(self.reasons),
+        }

@@ -1,0 +1,58 @@
+"""`verbatim plan`: where a model would lie, how fast it would be, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.offload import PLACING, offload_of
+from verbatim.cli.options import MODEL, given, takes
+from verbatim.cli.terminal import command
+
+if TYPE_CHECKING:
+    from verbatim.placement.offload.choice import Offload
+    from verbatim.placement.offload.forecast import Forecast
+
+# What shapes a plan; the others of `LLM` are about drafts and the device.
+_SHAPING = (
+    "config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
+    "block_size max_batch_tokens max_sequences"
+).split()
+_SOURCE = ("config", "revision", "trust_remote_code", "dtype")
+_OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
+
+
+@command
+@takes(*PLACING, *_OPTIONS)
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id; the small model if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **values: Any,
+) -> None:
+    """Tell how a model larger than its memory would be run, without loading it.
+
+    The machine is measured for a second or two, of which some is spent reading the model's files.
+    """
+    offload, settings = offload_of(values), given(values, _OPTIONS)
+    found = _forecast(model, offload, settings)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+        return
+    from verbatim.placement.offload.report import plan_text
+
+    typer.echo(plan_text(found.plan, found.prediction))
+
+
+def _forecast(model: str | None, offload: Offload | None, settings: dict[str, Any]) -> Forecast:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from verbatim.placement.offload.choice import Offload
+    from verbatim.placement.options import engine_options
+    from verbatim.planning import look_ahead
+
+    source = {name: settings.pop(name) for name in _SOURCE if name in settings}
+    return look_ahead(model, offload or Offload(), engine_options(**settings), **source)

@@ -1,0 +1,329 @@
+"""What this machine can do, measured in a second or two."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+import torch
+
+from verbatim.batch import SamplePlan, SampleRow
+from verbatim.errors import TierFailed
+from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.store import KVStore, LayerShape
+from verbatim.model.products import linear
+from verbatim.params import SamplingParams
+from verbatim.placement.offload.files import CHUNK, PAGE, File, bytes_of, pages, up
+from verbatim.placement.offload.recipe import Stored
+from verbatim.placement.offload.scratch import Scratch
+from verbatim.sampling.sampler import sample_rows
+
+ROWS = (1, 8, 64, 512)  # for which products are measured
+_MOST_READ = 256_000_000  # bytes
+_READ_S = 0.3
+_STRETCHES = 3  # in which reading is measured
+_WRITTEN = 64_000_000  # bytes
+_WEIGHTS = 64_000_000  # bytes; more than a cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Rates, in bytes and seconds.
+
+    Attributes:
+        read_rate: bytes/s from the disk, with the reads that stream weights.
+        write_rate: bytes/s to the disk tier's folder.
+        row_s: to look one row of an embedding up on the disk.
+        copy_rate: bytes/s that are copied in RAM.
+        product_s: for each number of rows, ascending: seconds for each element of a matrix that these
+            rows are multiplied with.
+        kv_rate: bytes/s of K and V that a decode step attends to.
+        attention_s: for each query and key of a prompt, and each element of both: seconds.
+        sample_s: for each logit of which a token is drawn.
+        unit_s: for each layer and micro-batch, whatever their size.
+        read_cpu_s: for each byte from the disk: seconds that a processor is busy with it.
+        threads: which computed.
+    """
+
+    read_rate: float
+    write_rate: float
+    row_s: float
+    copy_rate: float
+    product_s: tuple[tuple[int, float], ...]
+    kv_rate: float
+    attention_s: float
+    sample_s: float
+    unit_s: float
+    read_cpu_s: float = 0.0
+    threads: int = 0
+
+    def product(self, rows: float) -> float:
+        """Seconds for each element of a matrix, with a number of rows that was not measured."""
+        if rows <= 0:
+            return 0.0
+        (first, least), last = self.product_s[0], self.product_s[-1]
+        if rows <= first:
+            return least
+        for (below, low), (above, high) in zip(self.product_s, self.product_s[1:], strict=False):
+            if rows <= above:
+                return low + (high - low) * (rows - below) / (above - below)
+        return last[1] * rows / last[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+# One core's share of a machine of 2025, in round numbers, and a disk that is neither fast nor slow.
+NOMINAL = Machine(
+    read_rate=1.5e9,
+    write_rate=0.8e9,
+    row_s=1.5e-4,
+    copy_rate=6e9,
+    product_s=((1, 8e-11), (8, 9e-11), (64, 3e-10), (512, 2e-9)),
+    kv_rate=2e10,
+    attention_s=2e-11,
+    sample_s=2e-9,
+    unit_s=5e-4,
+)
+
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def measure(
+    tensors: Sequence[Stored],
+    folder: Path | None,
+    dtype: torch.dtype,
+    disk_limit: int | None = None,
+) -> Machine:
+    """Measure what a plan for a model needs to know; what was measured in this process is known already.
+
+    Args:
+        tensors: of the checkpoint, which are read.
+        folder: the disk tier's, to which 64 MB are written; None: not written to, and as slow as reading.
+        dtype: in which the model computes.
+        disk_limit: bytes that may be written to the folder at a time.
+
+    Raises:
+        TierFailed: the checkpoint can't be read, or there is no such folder.
+    """
+    threads = torch.get_num_threads()
+    device = os.stat(tensors[0].path).st_dev if tensors else 0
+    size = min(_MOST_READ, sum(stored.nbytes for stored in tensors)) // CHUNK
+    read_rate, read_cpu_s, row_s = _once(("read", device, size), lambda: _reading(tensors))
+    write_rate = read_rate
+    if folder is not None and (disk_limit is None or disk_limit >= _WRITTEN):
+        write_rate = _once(("write", str(folder)), lambda: _writing(folder)) or read_rate
+    copy_rate = _once(("copy",), _copying)
+    product_s = _once(("product", dtype, threads), lambda: _products(dtype))
+    kv_rate, attention_s = _once(("attend", dtype, threads), lambda: _attending(dtype))
+    sample_s = _once(("sample", threads), _sampling)
+    unit_s = _once(("unit",), _calling)
+    return Machine(
+        read_rate,
+        write_rate,
+        row_s,
+        copy_rate,
+        product_s,
+        kv_rate,
+        attention_s,
+        sample_s,
+        unit_s,
+        read_cpu_s,
+        threads,
+    )
+
+
+def _once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
+    if key not in _found:
+        with torch.inference_mode():
+            _found[key] = find()
+    return _found[key]
+
+
+def _usual(function: Callable[[], object], times: int = 3) -> float:
+    """Seconds of a call: the median of some. What else the machine has to do is part of it."""
+    found = []
+    for _ in range(times):
+        begin = perf_counter()
+        function()
+        found.append(perf_counter() - begin)
+    return sorted(found)[len(found) // 2]
+
+
+def _reading(tensors: Sequence[Stored]) -> tuple[float, float, float]:
+    """bytes/s of two threads that read chunks, their processor time for a byte, seconds for a page alone."""
+    jobs: list[_Job] = []
+    total = 0
+    for path in sorted({stored.path for stored in tensors}):
+        own = [stored for stored in tensors if stored.path == path]
+        begin = min(stored.offset for stored in own) // PAGE * PAGE
+        end = max(stored.offset + stored.nbytes for stored in own)
+        for at in range(begin, end, CHUNK):
+            if total < _MOST_READ:
+                jobs.append(_Job(path, at, up(min(CHUNK, end - at)), min(CHUNK, end - at)))
+                total += jobs[-1].needed
+    if not jobs:
+        return NOMINAL.read_rate, 0.0, NOMINAL.row_s
+    files = {path: File(path) for path in {job.path for job in jobs}}
+    views = [bytes_of(pages(CHUNK).fill_(1)) for _ in range(2)]  # memory that is there already
+    try:
+        # Interference only slows reading down, so the fastest stretch tells most.
+        stretches = [jobs[i::_STRETCHES] for i in range(_STRETCHES)]
+        rates = [_read_all(files, own, views) for own in stretches if own]
+        rate, busy = max(rates)
+        some = [jobs[i * (len(jobs) - 1) // 7] for i in range(8)]
+        row_s = _usual(
+            lambda: [
+                files[job.path].read(views[0][:PAGE], job.at, min(PAGE, job.needed)) for job in some
+            ],
+            2,
+        ) / len(some)
+    finally:
+        for file in files.values():
+            file.close()
+    return rate, busy, row_s + 2e-5
+
+
+class _Job(NamedTuple):
+    """A chunk to read."""
+
+    path: Path
+    at: int
+    nbytes: int
+    needed: int
+
+
+def _read_all(
+    files: dict[Path, File], jobs: list[_Job], views: list[memoryview]
+) -> tuple[float, float]:
+    """bytes/s of one thread for each of `views`, and their processor time for a byte."""
+    left, lock, done = list(jobs[::-1]), threading.Lock(), [0]
+    errors: list[BaseException] = []
+    start, busy = perf_counter(), process_time()
+
+    def read(view: memoryview) -> None:
+        try:
+            while perf_counter() - start < _READ_S / _STRETCHES:
+                with lock:
+                    if not left:
+                        return
+                    job = left.pop()
+                count = files[job.path].read(view[: job.nbytes], job.at, job.needed)
+                with lock:
+                    done[0] += count
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=read, args=[view], name=f"verbatim-measure-{i}")
+        for i, view in enumerate(views)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = perf_counter() - start
+    if errors:
+        raise errors[0]
+    return done[0] / seconds, (process_time() - busy) / max(1, done[0])
+
+
+def _writing(folder: Path) -> float | None:
+    """bytes/s; None where the folder has no room to try, which says nothing against a smaller use of it."""
+    scratch = Scratch(folder, None)
+    try:
+        data = torch.ones(_WRITTEN // 4, dtype=torch.uint8)
+        begin = perf_counter()
+        for _ in range(4):
+            scratch.write(data, scratch.reserve(data.nbytes))
+        os.fdatasync(scratch._fd)
+        return _WRITTEN / (perf_counter() - begin)
+    except TierFailed:
+        return None
+    finally:
+        scratch.close()
+
+
+def _copying() -> float:
+    a = torch.ones(_WEIGHTS // 4)
+    b = torch.ones_like(a)
+    return a.nbytes / _usual(lambda: b.copy_(a))
+
+
+def _products(dtype: torch.dtype) -> tuple[tuple[int, float], ...]:
+    depth, width = 2048, 2048
+    count = max(1, _WEIGHTS // (depth * width * dtype.itemsize))
+    weights = [torch.full((width, depth), 0.01, dtype=dtype) for _ in range(count)]
+    found = []
+    for rows in ROWS:
+        x = torch.full((rows, depth), 0.5, dtype=dtype)
+        some = weights if rows < 64 else weights[: max(1, count // (rows // 32))]
+
+        def multiply(x: torch.Tensor = x, some: list[torch.Tensor] = some) -> None:
+            for weight in some:
+                linear(x, weight)
+
+        multiply()  # a probe, where torch's products are made invariant
+        found.append((rows, _usual(multiply) / (len(some) * depth * width)))
+    return tuple(found)
+
+
+def _attending(dtype: torch.dtype) -> tuple[float, float]:
+    """bytes/s in a decode step, and seconds for a pair of query and key in a prompt."""
+    sequences, blocks, tokens, heads, width = 8, 32, 16, 4, 128
+    store = KVStore(
+        [LayerShape(heads, width, width)],
+        1 + sequences * blocks,
+        tokens,
+        dtype,
+        torch.device("cpu"),
+    )
+    for k, v in store.layers:
+        k.fill_(0.01)
+        v.fill_(0.01)
+    tables = torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks) + 1
+    options = AttentionOptions(scale=0.1)
+    context = blocks * tokens
+    lens = torch.full((sequences,), context, dtype=torch.int32)
+
+    def attend(queries: int, count: int) -> float:
+        q = torch.full((queries * count, heads * 2, width), 0.1, dtype=dtype)
+        starts = torch.arange(0, queries * count + 1, queries, dtype=torch.int32)
+        return _usual(lambda: store.attend(0, q, starts, lens[:count], tables[:count], options))
+
+    read = sequences * context * heads * 2 * width * dtype.itemsize
+    pairs = context * context / 2 * heads * 2 * 2 * width
+    return read / attend(1, sequences), attend(context, 1) / pairs
+
+
+def _sampling() -> float:
+    rows, vocab = 8, 32_768
+    logits = torch.linspace(-3, 3, rows * vocab).view(rows, vocab)
+    plan = SamplePlan(
+        [
+            SampleRow(params=SamplingParams(), seed=1, sample_index=i, position=5)
+            for i in range(rows)
+        ]
+    )
+    return _usual(lambda: sample_rows(logits, plan)) / (rows * vocab)
+
+
+def _calling() -> float:
+    """What the calls of one layer take, whatever its size: here some forty, which is a fifth of a layer of
+    transformers with its modules, its attention and its views (measured)."""
+    x, weight = torch.ones(2, 64), torch.ones(64, 64)
+
+    def layer() -> None:
+        for _ in range(8):
+            linear(x, weight)
+        for _ in range(32):
+            x * x
+
+    layer()
+    return 5 * _usual(layer)

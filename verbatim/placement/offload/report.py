@@ -1,0 +1,171 @@
+"""A plan and its prediction in words, and beside what then happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.placement.offload.choice import Offload, Percents
+from verbatim.placement.offload.cost import Prediction
+from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.shape import ModelShape
+
+Row = tuple[str, ...]
+
+
+def amount(nbytes: float) -> str:
+    """Bytes as people write them: "1.24 GB"."""
+    for unit in ("bytes", "KB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} GB" if nbytes < 999.5 else f"{nbytes:,.0f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people write them: "350 ms"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def shares(percents: Percents) -> str:
+    """As "20 gpu, 50 cpu, 30 disk", without what is nothing."""
+    named = zip(percents, ("gpu", "cpu", "disk"), strict=True)
+    return ", ".join(f"{share:.3g}% {tier}" for share, tier in named if share >= 0.05)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows of words in columns; the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(max(map(len, rows)))]
+    lines = []
+    for row in rows:
+        first = f"{row[0]:<{widths[0]}}"
+        rest = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False))
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def sentences(
+    shape: ModelShape,
+    plan: Plan,
+    prediction: Prediction,
+    offload: Offload,
+    workload: tuple[int, int],
+) -> tuple[str, ...]:
+    """What was chosen, and why."""
+    step, said = prediction.decode, []
+    if offload.gpu is None and offload.cpu is None and plan.budget is not None:
+        said.append(
+            f"No budget was given, so it is 60% of the memory that is available, {amount(plan.budget)}."
+        )
+    if step.weight_bytes:
+        said.append(
+            f"Of {amount(shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in memory; "
+            f"{amount(step.weight_bytes)} are read in each step, once for all {plan.block_size} sequences."
+        )
+    else:
+        said.append("All weights that a step reads as a whole stay in memory.")
+    if plan.kv[2]:
+        said.append(
+            f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens take "
+            f"{amount(plan.kv_bytes)}; {plan.kv[2]:.3g}% of their layers lie on the disk, since more "
+            "sequences that share each reading are worth more than that costs."
+            if offload.kv is None
+            else f"{plan.kv[2]:.3g}% of the layers of K and V lie on the disk, as asked for."
+        )
+    else:
+        said.append(
+            f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens fit into memory, which "
+            f"holds {amount(plan.kv_bytes)} of them."
+        )
+    how = "both at the same time" if plan.overlap else "one after the other"
+    said.append(
+        f"A step of {prediction.sequences} tokens takes {duration(step.io_s)} of the disk and "
+        f"{duration(step.compute_s)} of the processor, {how}; it is limited by {prediction.limit}."
+    )
+    said.append(
+        f"Prompts go through in forwards of {plan.max_batch_tokens} rows, in micro-batches of "
+        f"{plan.micro_tokens}, which bounds what a layer takes while it computes."
+    )
+    return tuple(said)
+
+
+def plan_rows(plan: Plan, prediction: Prediction) -> list[Row]:
+    """The plan and what is expected of it, name and value."""
+    step = prediction.decode
+    in_memory = [(f"  {kind}", amount(nbytes)) for kind, nbytes in plan.memory.items()]
+    budget = "as much as it takes" if plan.budget is None else f"of {amount(plan.budget)}"
+    return [
+        ("weights", shares(plan.weights)),
+        ("K and V", shares(plan.kv)),
+        ("activations", shares(plan.activations)),
+        ("sequences at once", f"{plan.batch_size} x {plan.micro_batches} micro-batches"),
+        ("rows of a forward", f"{plan.max_batch_tokens}, {plan.micro_tokens} at once"),
+        ("memory", f"{amount(plan.memory_bytes)} {budget}"),
+        *in_memory,
+        ("predicted", f"for {prediction.sequences} sequences at once"),
+        ("  limited by", prediction.limit),
+        ("  weights read in a step", amount(step.weight_bytes)),
+        ("  K and V moved in a step", amount(step.kv_bytes)),
+        ("  disk time of a step", duration(step.io_s)),
+        ("  compute time of a step", duration(step.compute_s)),
+        ("  step", duration(step.seconds + prediction.sample_s)),
+        ("  prompts", duration(prediction.prefill_s)),
+        ("  new tokens/s", f"{prediction.tokens_per_s:.3g}"),
+    ]
+
+
+def plan_text(plan: Plan, prediction: Prediction) -> str:
+    """The plan, the prediction and the reasons, for a terminal."""
+    rows = plan_rows(plan, prediction)
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*lines, "", *plan.reasons])
+
+
+def plan_line(plan: Plan, prediction: Prediction) -> str:
+    """The plan in one line."""
+    return (
+        f"offload: weights {shares(plan.weights)}; K and V {shares(plan.kv)}; {plan.block_size} sequences "
+        f"at once; {amount(plan.memory_bytes)} of memory; {prediction.tokens_per_s:.3g} tokens/s predicted, "
+        f"limited by {prediction.limit}"
+    )
+
+
+_UNITS: Mapping[str, Any] = {"bytes": amount, "s": duration, "per_s": "{:.3g}".format}
+
+
+def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
+    """Predicted against actual, as one table.
+
+    Args:
+        facts: as `Offloaded.stats` has them: name to {"predicted", "actual"}; the end of a name is its unit.
+    """
+    rows: list[Row] = [("", "predicted", "actual", "actual/predicted")]
+    for name, both in facts.items():
+        words = name.split("_")
+        kind = "per_s" if words[-2:] == ["per", "s"] else words[-1]
+        show = _UNITS.get(kind, "{:.3g}".format)
+        if kind == "per_s" and words[0] == "read":
+            show = lambda value: f"{amount(value)}/s"  # noqa: E731
+        predicted, actual = both["predicted"], both["actual"]
+        ratio = "" if not predicted or actual is None else f"{actual / predicted:.2f}"
+        rows.append(
+            (
+                _spoken(name),
+                "" if predicted is None else show(predicted),
+                "" if actual is None else show(actual),
+                ratio,
+            )
+        )
+    return table(rows)
+
+
+def _spoken(name: str) -> str:
+    for end, said in (("_per_s", "/s"), ("_bytes", ""), ("_s", "")):
+        if name.endswith(end):
+            return name.removesuffix(end).replace("_", " ") + said
+    return name.replace("_", " ")

@@ -1,0 +1,222 @@
+"""The sizes of a model, as far as they tell what it needs and how fast it can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from verbatim import kernels
+from verbatim.kv.quantized import KVDtype
+from verbatim.kv.store import LayerShape, bytes_per_token
+from verbatim.placement.offload.files import PAGE, up
+from verbatim.placement.offload.recipe import Made, Recipe, ingredients
+from verbatim.placement.offload.units import Slot, Units
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShape:
+    """A parameter.
+
+    Attributes:
+        nbytes: as it is held in memory, in the tiers "gpu" and "cpu".
+        disk_bytes: read whenever it is streamed, in whole pages.
+        made_bytes: fresh memory that it takes while it is lent, beside what was read.
+        elements: of a matrix, that each row is multiplied with; 0 of norms and biases.
+        of_experts: it holds the matrices of all experts.
+        made_always: it is held compressed, so that `made_bytes` are taken in every tier.
+    """
+
+    nbytes: int
+    disk_bytes: int
+    made_bytes: int = 0
+    elements: int = 0
+    of_experts: bool = False
+    made_always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A layer, an embedding, the head.
+
+    Attributes:
+        slots: indices in `ModelShape.slots`.
+        gathers: an embedding, of which rows are looked up and which is never streamed.
+        attends: it has K and V.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    gathers: bool = False
+    attends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model.
+
+    Attributes:
+        slots: in the order of first use.
+        units: in the order of a forward.
+        held: slots outside of all units, which stay in memory.
+        itemsize: bytes of a number of its activations.
+        kv_bytes_per_token: over all layers.
+        layers: that attend.
+        hidden, intermediate, attention, vocab: widths: of hidden states; of the MLP, over all experts of a
+            token; of queries, keys and values together; of the logits.
+        experts, experts_per_token: 0 where there are none.
+    """
+
+    slots: tuple[SlotShape, ...]
+    units: tuple[UnitShape, ...]
+    held: tuple[int, ...]
+    itemsize: int
+    kv_bytes_per_token: int
+    layers: int
+    hidden: int
+    intermediate: int
+    attention: int
+    vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights, as they would lie in memory."""
+        return sum(slot.nbytes for slot in self.slots)
+
+    def streamed(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
+        """Bytes that are read whenever `unit` is lent."""
+        if unit.gathers:
+            return 0
+        return sum(self.slots[i].disk_bytes for i in unit.slots if tiers[i] == "disk")
+
+    def made(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
+        """Fresh memory that `unit` takes while it is lent."""
+        if unit.gathers:
+            return 0
+        found = [self.slots[i] for i in unit.slots]
+        away = [tiers[i] == "disk" for i in unit.slots]
+        return sum(s.made_bytes for s, a in zip(found, away, strict=True) if a or s.made_always)
+
+    def streamable(self) -> list[int]:
+        """The slots that would be read in every step if they lay on the disk."""
+        used = [i for unit in self.units if not unit.gathers for i in unit.slots]
+        return [i for i in dict.fromkeys(used) if i not in self.held]
+
+
+def shape_of(
+    units: Units,
+    config: Any,
+    dtype: torch.dtype,
+    kv_dtype: KVDtype | None,
+) -> ModelShape:
+    """The sizes of a model of which only the plan is in memory.
+
+    What its attention stores isn't known before it has run once; here it is read from the config, and
+    where that says little, as many KV heads are assumed as there are heads.
+
+    Args:
+        config: transformers', of the whole model.
+        dtype: it computes in.
+        kv_dtype: None: the same.
+    """
+    text = config.get_text_config(decoder=True)
+    slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
+    experts = _first(
+        text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    )
+    top_k = _first(
+        text, "num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"
+    )
+    hidden = _first(text, "hidden_size") or max(
+        (slot.parameter.shape[-1] for slot in slots), default=1
+    )
+    stored, queries = _attention(text, hidden)
+    layers = _first(text, "num_hidden_layers") or 1
+    inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
+    routed = _first(text, "moe_intermediate_size") or inner
+    return ModelShape(
+        slots=tuple(_slot(slot, experts) for slot in slots),
+        units=tuple(
+            UnitShape(
+                unit.name,
+                tuple(number[id(slot)] for slot in unit.slots),
+                unit.gathers,
+                attends=not isinstance(unit.module, nn.Embedding | nn.Linear),
+            )
+            for unit in units.order
+        ),
+        held=tuple(number[id(slot)] for slot in units.held),
+        itemsize=dtype.itemsize,
+        kv_bytes_per_token=bytes_per_token([stored] * layers, kv_dtype or dtype)
+        + 2 * top_k * layers * bool(experts),  # its routing is recorded beside
+        layers=layers,
+        hidden=hidden,
+        intermediate=max(inner, routed * top_k),
+        attention=queries + stored.elements,
+        vocab=_first(text, "vocab_size") or 1,
+        experts=experts,
+        experts_per_token=top_k if experts else 0,
+    )
+
+
+def _attention(text: Any, hidden: int) -> tuple[LayerShape, int]:
+    """What a layer stores for a token, and the width of its queries."""
+    heads = _first(text, "num_attention_heads", "n_head") or 1
+    width = max(_first(text, "head_dim"), _first(text, "global_head_dim")) or -(-hidden // heads)
+    if _first(text, "kv_lora_rank"):  # latent attention: expanded before it is stored
+        key = _first(text, "qk_nope_head_dim") + _first(text, "qk_rope_head_dim")
+        value = _first(text, "v_head_dim") or width
+        return LayerShape(heads, key, value), heads * key
+    kv_heads = heads
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        kv_heads = 1
+    else:
+        for name in ("num_kv_heads", "num_key_value_heads"):
+            if hasattr(type(text), name) and _first(text, name):  # its own, not what a file added
+                kv_heads = max(_first(text, name), _first(text, "num_global_key_value_heads"))
+    return LayerShape(kv_heads, width, width), heads * width
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of these that the config has as a number above 0; 0 if it has none."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # it differs from layer to layer
+            layers = getattr(config, "per_layer_config", None) or ()
+            value = [getattr(layer, name, 0) or 0 for layer in layers]
+        if isinstance(value, list | tuple):
+            value = max(value, default=0)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+def _slot(slot: Slot, experts: int) -> SlotShape:
+    if slot.rows_only:
+        return SlotShape(0, 0)
+    stored = ingredients(slot.recipe)
+    # A tensor in the middle of a file begins and ends within pages that are read as a whole.
+    disk = sum(up(s.nbytes) + (PAGE if s.nbytes % PAGE or s.offset % PAGE else 0) for s in stored)
+    shape = slot.parameter.shape
+    of_experts = bool(experts) and len(shape) > 2 and shape[0] == experts
+    elements = slot.parameter.numel() if len(shape) > 1 else 0
+    if slot.packing is not None:
+        held, away = slot.tier_bytes, up(slot.stored_bytes)
+        return SlotShape(held, away, slot.nbytes, elements, of_experts, made_always=True)
+    return SlotShape(slot.nbytes, disk, _made_bytes(slot.recipe, slot.nbytes), elements, of_experts)
+
+
+def _made_bytes(recipe: Recipe, nbytes: int) -> int:
+    """What `cook` allocates: nothing where a parameter is a view of what was read."""
+    if not isinstance(recipe, Made):
+        clones = not kernels.available()  # torch's products want their weights aligned
+        return nbytes if clones else 0
+    returned = recipe.func._schema.returns
+    is_view = all(value.alias_info is not None for value in returned)
+    below = sum(_made_bytes(part, nbytes) for part in recipe.args if isinstance(part, Made))
+    return below + (0 if is_view else nbytes)

@@ -1,0 +1,44 @@
+"""What opening a model over three tiers would lead to, before any of its weights is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verbatim.model.anatomy import inner_model
+from verbatim.model.limits import max_length_of
+from verbatim.opening import settle_length
+from verbatim.placement.offload.checkpoint import open_skeleton
+from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.forecast import Forecast, forecast
+from verbatim.placement.offload.opening import units_of
+from verbatim.placement.options import EngineOptions
+from verbatim.source import open_model
+
+
+def look_ahead(
+    model: Any,
+    offload: Offload,
+    options: EngineOptions,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    config: Any = None,
+) -> Forecast:
+    """What opening a model like this would lead to, from the headers of its files alone.
+
+    Args:
+        model, dtype, revision, trust_remote_code, config: as for `LLM`.
+
+    Raises:
+        ModelError, NotSupported: the model can't be opened like this. And what `forecast` raises.
+    """
+    no_tokenizer: Any = False
+    loaded = open_model(
+        model, no_tokenizer, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
+    )
+    units, _ = units_of(loaded, offload, options)
+    limit, _ = settle_length(options, *max_length_of(inner_model(loaded.module).config))
+    return forecast(loaded, units, offload, options, limit)
