@@ -1,0 +1,199 @@
+"""What one call of `generate` asks for, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verbatim.compat.integers import integer
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+from verbatim.tensors import check_padded
+
+DEBUG_MODES = (None, "fewer_batch", "breakdown")
+_FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
+_LARGEST_ID = 2**31 - 1  # of int32
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One call.
+
+    Attributes:
+        ids: `[B, P]` int64; short rows have pads in front.
+        prompts: the rows that are run, without pads.
+        new_tokens: columns behind the prompt.
+        run_tokens: of them, those that are made.
+        params: for the engine.
+        breakdown: load, compute and store are told apart.
+    """
+
+    ids: Tensor
+    prompts: list[list[int]]
+    new_tokens: int
+    run_tokens: int
+    params: SamplingParams
+    breakdown: bool
+    verbose: int
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Any,
+        attention_mask: Any,
+        max_new_tokens: Any,
+        do_sample: Any,
+        temperature: Any,
+        stop: Any,
+        debug_mode: Any,
+        cut_gen_len: Any,
+        verbose: Any,
+        seed: Any,
+        *,
+        pad_id: int,
+        vocab_size: int,
+        block: int,
+    ) -> Ask:
+        """Check the arguments of a call.
+
+        Args:
+            block: rows that run at once.
+
+        Raises:
+            InvalidRequest: the message names the argument.
+        """
+        if not isinstance(do_sample, bool):
+            raise InvalidRequest(f"do_sample={do_sample!r}: must be True or False")
+        if not (debug_mode is None or (isinstance(debug_mode, str) and debug_mode in DEBUG_MODES)):
+            raise InvalidRequest(
+                f"debug_mode={debug_mode!r}: must be None, 'fewer_batch' or 'breakdown'"
+            )
+        new_tokens = integer("max_new_tokens", max_new_tokens, 0)
+        run_tokens = new_tokens
+        if cut_gen_len is not None:
+            run_tokens = min(run_tokens, integer("cut_gen_len", cut_gen_len, 1))
+        ends = () if stop is None else (_stop_id(stop, vocab_size),)
+        SamplingParams(temperature=temperature, seed=seed)  # which checks them
+        rows = _rows(inputs)
+        ids = _padded(rows, pad_id)
+        mask = _leading_pads(ids, pad_id) if attention_mask is None else _mask(attention_mask, ids)
+        prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+        _check_prompts(prompts, pad_id, vocab_size)
+        if debug_mode == "fewer_batch":
+            prompts, run_tokens = prompts[:block], min(run_tokens, _FEW_TOKENS)
+        greedy = not do_sample or temperature == 0
+        if seed is None:
+            seed = 0 if greedy else int(torch.randint(2**53, ()))
+        return cls(
+            ids=ids,
+            prompts=prompts,
+            new_tokens=new_tokens,
+            run_tokens=run_tokens,
+            params=SamplingParams(
+                max_tokens=run_tokens,
+                temperature=0.0 if greedy else temperature,
+                stop_token_ids=ends,
+                ignore_eos=True,  # `stop` alone ends a row
+                seed=seed,
+            ),
+            breakdown=debug_mode == "breakdown",
+            verbose=integer("verbose", verbose, 0),
+        )
+
+    def joined(self, new: list[list[int]], pad_id: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """`[B, P + new_tokens]` int32: `ids`, then the new ids of each row, then pads."""
+        rows, width = self.ids.shape
+        output = np.full((rows, width + self.new_tokens), pad_id, dtype=np.int32)
+        output[:, :width] = self.ids.numpy()
+        for row, found in enumerate(new):
+            output[row, width : width + len(found)] = found
+        return output
+
+
+def _rows(inputs: Any) -> list[list[int]]:
+    """Rows of ids, from a 2-D array or tensor, or from a list of rows."""
+    if isinstance(inputs, np.ndarray | Tensor):
+        kind = inputs.dtype.kind if isinstance(inputs, np.ndarray) else _kind(inputs)
+        if inputs.ndim != 2 or kind not in "iu":
+            raise InvalidRequest(
+                f"inputs is {inputs.dtype} {list(inputs.shape)}; it must be integers [batch, prompt_len]"
+            )
+    elif not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
+        raise InvalidRequest(
+            f"inputs is {type(inputs).__name__}; it must be an array [batch, prompt_len] or a list of "
+            "lists of ids"
+        )
+    if not len(inputs):
+        raise InvalidRequest("inputs holds no row; at least one is needed")
+    return [_row(f"inputs[{number}]", row) for number, row in enumerate(inputs)]
+
+
+def _kind(tensor: Tensor) -> str:
+    dense = tensor.layout == torch.strided and not tensor.is_meta
+    floats = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return "i" if dense and not floats else "f"
+
+
+def _row(name: str, row: Any) -> list[int]:
+    plain = isinstance(row, Sequence) and not isinstance(row, str | bytes)
+    if not plain and getattr(row, "ndim", 0) != 1:
+        raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
+    values = row.tolist() if hasattr(row, "tolist") else row
+    ids = [integer(name, value, 0) for value in values]
+    if not ids:
+        raise InvalidRequest(f"{name} is empty: at least one id is needed")
+    if max(ids) > _LARGEST_ID:
+        raise InvalidRequest(f"{name} holds {max(ids)}, which is not an int32")
+    return ids
+
+
+def _padded(rows: list[list[int]], pad_id: int) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], dtype=torch.int64)
+
+
+def _leading_pads(ids: Tensor, pad_id: int) -> Tensor:
+    """A mask of the pads before each row's first other id; pads behind it are tokens."""
+    return (ids != pad_id).long().cummax(dim=1).values
+
+
+def _mask(attention_mask: Any, ids: Tensor) -> Tensor:
+    """`attention_mask` as a tensor, if it fits `ids` and ends each row with a token."""
+    try:
+        given = attention_mask
+        mask = given.detach() if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidRequest(
+            f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
+        ) from None
+    check_padded(ids, mask, name="inputs")
+    for row in (mask[:, -1] == 0).nonzero().flatten().tolist():
+        raise InvalidRequest(
+            f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
+        )
+    return mask
+
+
+def _check_prompts(prompts: list[list[int]], pad_id: int, vocab_size: int) -> None:
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise InvalidRequest(
+                f"inputs[{row}] holds nothing but padding (id {pad_id}); where that is a token, say so with "
+                "attention_mask"
+            )
+        if max(prompt) >= vocab_size:
+            raise InvalidRequest(
+                f"inputs[{row}] holds id {max(prompt)}, which is outside 0 to {vocab_size - 1}"
+            )
+
+
+def _stop_id(stop: Any, vocab_size: int) -> int:
+    found = integer("stop", stop, 0)
+    if found >= vocab_size:
+        raise InvalidRequest(f"stop={found}: is outside 0 to {vocab_size - 1}")
+    return found

@@ -1,0 +1,158 @@
+"""Which model is meant: `OptConfig`, `get_opt_config`, and the folder of a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+
+# Layers, heads and width of each OPT (Zhang et al. 2022, table 1) and of Galactica 30B.
+_SHAPES = {
+    "opt-125m": (12, 12, 768),
+    "opt-350m": (24, 16, 1024),
+    "opt-1.3b": (24, 32, 2048),
+    "opt-2.7b": (32, 32, 2560),
+    "opt-6.7b": (32, 32, 4096),
+    "opt-13b": (40, 40, 5120),
+    "opt-30b": (48, 56, 7168),
+    "opt-66b": (64, 72, 9216),
+    "opt-175b": (96, 96, 12288),
+    "galactica-30b": (48, 56, 7168),
+}
+_GALACTICA_VOCAB = 50_000
+# Its fields by the names of transformers' configs. A name alone stands for the first three: the
+# vocabulary is what fine-tuning changes.
+_FIELDS = {
+    "num_hidden_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "n_head": "num_attention_heads",
+    "ffn_embed_dim": "ffn_dim",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+}
+_OF_A_NAME = ("num_hidden_layers", "hidden_size", "n_head")
+
+
+@dataclass(frozen=True)
+class OptConfig:
+    """The shape of an OPT model. The checkpoint has its own, which must be the same.
+
+    Attributes:
+        pad_token_id: what is in front of short rows of `inputs`, and fills a row behind its stop.
+    """
+
+    name: str = "opt-125m"
+    num_hidden_layers: int = 12
+    max_seq_len: int = 2048
+    hidden_size: int = 768
+    n_head: int = 12
+    ffn_embed_dim: int = 3072
+    vocab_size: int = 50_272
+    pad_token_id: int = 1
+
+    @property
+    def input_dim(self) -> int:
+        """The same as `hidden_size`."""
+        return self.hidden_size
+
+
+def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
+    """The config of an OPT by its name: "facebook/opt-30b", "opt-30b", "opt-iml-max-30b".
+
+    Args:
+        kwargs: fields with other values.
+
+    Raises:
+        InvalidRequest: an unknown name; other models need no config, their folder tells.
+    """
+    if not isinstance(name, str):
+        raise InvalidRequest(f"name={name!r}: must be a string")
+    short = name.rsplit("/", 1)[-1].lower()
+    shape = _SHAPES.get(short.replace("-iml-max", "").replace("-iml", ""))
+    if shape is None:
+        raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
+    layers, heads, width = shape
+    found = OptConfig(
+        name=short,
+        num_hidden_layers=layers,
+        n_head=heads,
+        hidden_size=width,
+        ffn_embed_dim=4 * width,
+    )
+    if short == "galactica-30b":
+        found = dataclasses.replace(found, vocab_size=_GALACTICA_VOCAB)
+    return dataclasses.replace(found, **kwargs)
+
+
+def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
+    """The folder, or the hub id, of a model.
+
+    Args:
+        config: a folder, a hub id, the name of an OPT, or a config with such a name.
+        path: None; or the model's folder, or the folder that holds it under its name.
+
+    Raises:
+        InvalidRequest: a path that is not used, or none.
+        NotSupported: FlexLLMGen's own folders of numpy files, and its dummy weights.
+        ModelError: there is no such folder.
+    """
+    name = config.name if isinstance(config, OptConfig) else os.path.expanduser(config)
+    if not name:
+        raise InvalidRequest("config='': must be a model's folder, hub id or name")
+    if path is None:
+        return name if os.path.isdir(name) else _hub_id(name)
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidRequest(f"path={path!r}: must be the path of a folder, or None")
+    if "_DUMMY_" in os.fspath(path):
+        raise NotSupported(f"path={path!r}: dummy weights are not made; give a model's folder")
+    root, short = Path(path).expanduser(), name.rstrip("/").rsplit("/", 1)[-1]
+    # (An absolute name would swallow the root.)
+    for folder in (root / name.lstrip("/"), root / short, root):
+        if (folder / "config.json").is_file():
+            return str(folder)
+    if (root / f"{short}-np").is_dir():
+        raise NotSupported(
+            f"{root / f'{short}-np'} holds numpy files of FlexLLMGen; weights are read from the "
+            "checkpoint itself, as save_pretrained writes it"
+        )
+    if os.path.isdir(name):
+        raise InvalidRequest(f"path={path!r} is not used: config={name!r} is a folder itself")
+    if not root.exists() and not _is_hub_id(name):
+        raise ModelError(f"no model {name!r} in {root}, which doesn't exist")
+    return _hub_id(name)
+
+
+def check_config(config: OptConfig, found: Any, *, by_name: bool) -> None:
+    """Raise InvalidRequest unless the model is what `config` says.
+
+    Args:
+        found: the model's own config, transformers'.
+        by_name: `config` is what a name stands for.
+    """
+    for name in _OF_A_NAME if by_name else _FIELDS:
+        said, is_ = getattr(config, name), getattr(found, _FIELDS[name], None)
+        if said != is_:
+            raise InvalidRequest(
+                f"{config.name} has {name}={said}, and the model that was found has {is_}; it is another "
+                "one"
+            )
+
+
+def _is_hub_id(name: str) -> bool:
+    return "/" in name or _is_known(name)
+
+
+def _hub_id(name: str) -> str:
+    return f"facebook/{name}" if "/" not in name and _is_known(name) else name
+
+
+def _is_known(name: str) -> bool:
+    try:
+        get_opt_config(name)
+    except InvalidRequest:
+        return False
+    return True

@@ -1,0 +1,249 @@
+"""`Policy` and `CompressionConfig`, and what they mean to an `Offload` and an `LLM`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from verbatim.compat.integers import integer
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.kv.quantized import PACKINGS
+from verbatim.model.quantize import GROUP_SIZES, Quantization
+from verbatim.options import switch
+from verbatim.placement.offload.choice import Offload
+
+_SWITCHES = (
+    "overlap",
+    "sep_layer",
+    "pin_weight",
+    "cpu_cache_compute",
+    "compress_weight",
+    "compress_cache",
+)
+_PAIRS = ("w", "cache", "act")
+_ROWS = 512  # of each sequence of a block: so much of all their prompts shares one reading of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionConfig:
+    """Group-wise quantization.
+
+    Attributes:
+        num_bits: of an element.
+        group_size: elements that share a scale.
+        group_dim: the dimension that groups run along: 1 of a weight `[out, in]`, 2 of K and V
+            `[tokens, heads, width]`. 0 of a weight is read as 1, with a warning.
+        symmetric: True is refused where it is used: a group keeps its lowest and its highest element.
+        enabled: False compresses nothing.
+
+    Raises:
+        InvalidRequest: a value of another kind.
+    """
+
+    num_bits: int
+    group_size: int
+    group_dim: int
+    symmetric: bool
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_bits", 1), ("group_size", 1), ("group_dim", 0)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), low))
+        for name in ("symmetric", "enabled"):
+            switch(name, getattr(self, name))
+
+
+_WEIGHTS = CompressionConfig(num_bits=4, group_size=64, group_dim=1, symmetric=False)
+_CACHE = CompressionConfig(num_bits=4, group_size=32, group_dim=2, symmetric=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Where weights, K and V and activations lie, and how much computes at once.
+
+    Percents are 0 to 100; the disk takes what the other two leave. No token depends on any of it but for
+    the compression.
+
+    Attributes:
+        gpu_batch_size: sequences of a batch, which computes at once.
+        num_gpu_batches: batches of a block, which share each reading of a layer.
+        w_gpu_percent, w_cpu_percent: of the weights.
+        cache_gpu_percent, cache_cpu_percent: of K and V.
+        act_gpu_percent, act_cpu_percent: of the activations of batches that wait.
+        overlap: read and write while computing.
+        sep_layer: attention and MLP as two layers. Either is right and changes nothing: a layer is read in
+            pieces anyway, and goes as soon as all batches have passed it.
+        pin_weight: pinned RAM for what is copied to a GPU. Either is right and changes nothing on a CPU,
+            which copies nothing: weights in RAM are used where they are.
+        cpu_cache_compute: attention over K and V in RAM runs there.
+        attn_sparsity: 1.0; less is refused.
+        compress_weight, comp_weight_config: weights in 8 or 4 bits.
+        compress_cache, comp_cache_config: K and V in 8 or 4 bits.
+
+    Raises:
+        InvalidRequest: a value out of its range; the message names it.
+        NotSupported: a sparsity below 1, or a compression that is not done.
+    """
+
+    gpu_batch_size: int
+    num_gpu_batches: int
+    w_gpu_percent: float
+    w_cpu_percent: float
+    cache_gpu_percent: float
+    cache_cpu_percent: float
+    act_gpu_percent: float
+    act_cpu_percent: float
+    overlap: bool = True
+    sep_layer: bool = True
+    pin_weight: bool = True
+    cpu_cache_compute: bool = False
+    attn_sparsity: float = 1.0
+    compress_weight: bool = False
+    comp_weight_config: CompressionConfig = _WEIGHTS
+    compress_cache: bool = False
+    comp_cache_config: CompressionConfig = _CACHE
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_batch_size", "num_gpu_batches"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        for kind in _PAIRS:
+            self._check_pair(f"{kind}_gpu_percent", f"{kind}_cpu_percent")
+        for name in _SWITCHES:
+            switch(name, getattr(self, name))
+        for name in ("comp_weight_config", "comp_cache_config"):
+            if not isinstance(value := getattr(self, name), CompressionConfig):
+                raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
+        _check_sparsity(self.attn_sparsity)
+        _check_weight_config(self)
+        _check_cache_config(self)
+
+    def _check_pair(self, *names: str) -> None:
+        total = 0.0
+        for name in names:
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 100:
+                raise InvalidRequest(f"{name}={value!r}: must be a percentage, 0 to 100")
+            object.__setattr__(self, name, float(value))
+            total += float(value)
+        if total > 100 + 1e-6:
+            said = " and ".join(f"{name}={getattr(self, name):g}" for name in names)
+            raise InvalidRequest(f"{said} make {total:g}; together at most 100")
+
+    @property
+    def w_disk_percent(self) -> float:
+        """Of the weights, what is left for the disk."""
+        return max(0.0, 100 - self.w_gpu_percent - self.w_cpu_percent)
+
+    @property
+    def cache_disk_percent(self) -> float:
+        """Of K and V, what is left for the disk."""
+        return max(0.0, 100 - self.cache_gpu_percent - self.cache_cpu_percent)
+
+    @property
+    def act_disk_percent(self) -> float:
+        """Of the activations, what is left for the disk."""
+        return max(0.0, 100 - self.act_gpu_percent - self.act_cpu_percent)
+
+
+def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
+    """Where the model lives; without a policy, Verbatim's own chooses.
+
+    Args:
+        disk: the folder for K and V and activations that leave memory.
+    """
+    if policy is None:
+        return Offload(disk=disk)
+    return Offload(
+        disk=disk,
+        weights=(policy.w_gpu_percent, policy.w_cpu_percent, policy.w_disk_percent),
+        kv=(policy.cache_gpu_percent, policy.cache_cpu_percent, policy.cache_disk_percent),
+        activations=(policy.act_gpu_percent, policy.act_cpu_percent, policy.act_disk_percent),
+        batch_size=policy.gpu_batch_size,
+        micro_batches=policy.num_gpu_batches,
+        overlap=policy.overlap,
+        cpu_cache_compute=policy.cpu_cache_compute,
+        policy=None,  # everything is said, so nothing has to be measured
+    )
+
+
+def options_of(policy: Policy | None) -> dict[str, Any]:
+    """The other options of `LLM` that a policy speaks of."""
+    if policy is None:
+        return {}
+    block = policy.gpu_batch_size * policy.num_gpu_batches
+    options: dict[str, Any] = {
+        "max_sequences": block,
+        # Prompts of a block go through a layer together, for one reading of it.
+        "max_batch_tokens": max(2048, block * _ROWS),
+    }
+    if policy.compress_weight and policy.comp_weight_config.enabled:
+        config = policy.comp_weight_config
+        options["quantization"] = Quantization(bits=config.num_bits, group_size=config.group_size)
+    if policy.compress_cache and policy.comp_cache_config.enabled:
+        options["kv_dtype"] = f"int{policy.comp_cache_config.num_bits}"
+    return options
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_sparsity(share: Any) -> None:
+    if not _is_number(share) or not 0 < share <= 1:
+        raise InvalidRequest(f"attn_sparsity={share!r}: must be above 0 and at most 1")
+    if share < 1:
+        raise NotSupported(
+            f"attn_sparsity={share!r}: a share of the keys so far is not done; a fixed number of keys is, "
+            "with OptLM(LLM(model, placement=Offload(attention_top_k=...))). Leave it at 1.0"
+        )
+
+
+def _check_weight_config(policy: Policy) -> None:
+    config, name = policy.comp_weight_config, "comp_weight_config"
+    if not (policy.compress_weight and config.enabled):
+        return
+    _check_common(name, config)
+    if config.group_dim > 1:
+        raise InvalidRequest(
+            f"{name}.group_dim={config.group_dim}: a weight is [out, in]; must be 0 or 1"
+        )
+    if config.group_size not in GROUP_SIZES:
+        raise NotSupported(
+            f"{name}.group_size={config.group_size}: must be one of {tuple(GROUP_SIZES)}"
+        )
+    if config.group_dim == 0:
+        warnings.warn(
+            f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
+            stacklevel=4,
+        )
+
+
+def _check_cache_config(policy: Policy) -> None:
+    config, name = policy.comp_cache_config, "comp_cache_config"
+    if not (policy.compress_cache and config.enabled):
+        return
+    _check_common(name, config)
+    if config.group_dim != 2:
+        raise NotSupported(
+            f"{name}.group_dim={config.group_dim}: a group lies within one token's vector of one head; "
+            "must be 2"
+        )
+    group = PACKINGS[f"int{config.num_bits}"].group
+    if config.group_size != group:
+        raise NotSupported(
+            f"{name}.group_size={config.group_size}: K and V in {config.num_bits} bits have groups of "
+            f"{group}"
+        )
+
+
+def _check_common(name: str, config: CompressionConfig) -> None:
+    if config.num_bits not in (4, 8):
+        raise NotSupported(f"{name}.num_bits={config.num_bits}: must be 4 or 8")
+    if config.symmetric:
+        raise NotSupported(
+            f"{name}.symmetric=True: a group keeps its lowest and its highest element; must be False"
+        )
