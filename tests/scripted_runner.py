@@ -89,6 +89,9 @@ class ScriptedRunner:
     def info(self) -> dict[str, Any]:
         return {}
 
+    def stats(self) -> dict[str, Any]:
+        return {}
+
     def sleep(self, weights: bool = False) -> None:
         raise NotSupported("a scripted runner does not sleep")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         VerbatimError,
     )
     from verbatim.llm import LLM
+    from verbatim.model.quantize import Quantization
     from verbatim.params import SamplingParams
     from verbatim.placement.offload.choice import Offload
     from verbatim.sampling.sampler import sample
@@ -33,6 +34,7 @@ _HOMES = {
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",
     "Offload": "verbatim.placement.offload.choice",
+    "Quantization": "verbatim.model.quantize",
     "sample": "verbatim.sampling.sampler",
     "generate": "verbatim.tensors",
     **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
@@ -66,6 +68,7 @@ __all__ = [
     "Offload",
     "OutOfBlocks",
     "PromptTooLong",
+    "Quantization",
     "QueueFull",
     "RequestFailed",
     "Result",

@@ -16,22 +16,14 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
-from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.model.quantize import Quantization
 from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_runner
-from verbatim.options import (
-    check_device,
-    memory_bytes,
-    positive,
-    refuse_unbuilt,
-    switch,
-    thread_count,
-    total_memory,
-)
+from verbatim.options import check_device, positive, refuse_unbuilt, switch
 from verbatim.params import SamplingParams
 from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.options import EngineOptions
+from verbatim.placement.options import EngineOptions, engine_options
 from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
 from verbatim.source import open_model
@@ -54,7 +46,8 @@ class LLM:
         kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM ("40%"). None takes
             up to 40% of what is available now, and no more than `max_sequences` full sequences need.
         block_size: token positions in a KV block.
-        max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks.
+        max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks. None: 2048, or with
+            `Offload` what its plan chooses.
         max_sequences: sequences that run at once.
         max_waiting: requests that may wait for a seat; more are refused with QueueFull. None: any number.
         max_unread: pieces of a stream that may wait for a reader who does not read; one more, and the
@@ -75,7 +68,10 @@ class LLM:
             anything with the method of `verbatim.draft.Proposer`.
         num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
         placement: where the model lives. None: in this process's memory; or an `Offload`.
-        quantization, fused: not built yet; refused by name.
+        quantization: of weights with `placement=Offload(...)`, packed once when the model is opened: "int8",
+            "int4", or a `Quantization` with another size of its groups. None leaves them as they are. Of
+            what is packed and how far off it is, `info` tells.
+        fused: not built yet; refused by name.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -93,11 +89,11 @@ class LLM:
         placement: Any = None,
         draft: Any = None,
         num_draft_tokens: int | None = None,
-        quantization: str | None = None,
+        quantization: str | Quantization | None = None,
         kv_dtype: str | torch.dtype = "auto",
         kv_memory: int | str | None = None,
         block_size: int = 16,
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int | None = None,
         max_sequences: int = 256,
         max_waiting: int | None = None,
         max_unread: int = 65_536,
@@ -111,24 +107,24 @@ class LLM:
         config: Any = None,
         _weak: bool = False,
     ) -> None:
-        refuse_unbuilt(
-            quantization=quantization,
-            fused=fused,
-        )
+        refuse_unbuilt(fused=fused)
         check_device(device, deterministic)
         if placement is not None and not isinstance(placement, Offload):
             raise NotSupported(f"placement={placement!r}: must be None or an Offload")
-        options = EngineOptions(
-            kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
-            kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
-            block_size=positive("block_size", block_size),
-            max_batch_tokens=positive("max_batch_tokens", max_batch_tokens),
-            max_sequences=positive("max_sequences", max_sequences),
-            max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
-            max_length=None if max_length is None else positive("max_length", max_length),
-            prefix_cache=switch("prefix_cache", prefix_cache),
-            num_threads=thread_count(num_threads),
+        options = engine_options(
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+            kv_memory=kv_memory,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            max_waiting=max_waiting,
+            max_length=max_length,
+            prefix_cache=prefix_cache,
+            num_threads=num_threads,
         )
+        if options.quantization is not None and placement is None:
+            raise NotSupported(f"quantization={quantization!r} needs placement=Offload(...) so far")
         drafts = DraftOptions(
             settle_draft(draft),
             num_tokens=settle_draft_tokens(num_draft_tokens, draft),

@@ -16,7 +16,6 @@ _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
 # Options of the public face whose work is not built yet, with the value that leaves them alone.
 _NOT_BUILT: dict[str, Any] = {
-    "quantization": None,
     "fused": False,
 }
 

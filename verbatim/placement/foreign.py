@@ -171,6 +171,9 @@ class Foreign:
             "kv_bytes_per_token": 8,
         }
 
+    def stats(self) -> dict[str, Any]:
+        return {}
+
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:

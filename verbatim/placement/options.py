@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from verbatim.errors import OutOfBlocks
-from verbatim.kv.quantized import KVDtype
-from verbatim.options import available_memory
+from verbatim.kv.quantized import KVDtype, settle_kv_dtype
+from verbatim.model.quantize import Quantization, settle_quantization
+from verbatim.options import (
+    available_memory,
+    memory_bytes,
+    positive,
+    switch,
+    thread_count,
+    total_memory,
+)
 
+_MAX_BATCH_TOKENS = 2048
 _DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
 
 
@@ -24,6 +34,9 @@ class EngineOptions:
     max_length: int | None
     prefix_cache: bool
     num_threads: int | None
+    quantization: Quantization | None = None  # of the weights
+    default_batch_tokens: bool = False  # nobody asked for max_batch_tokens, so a plan may choose it
+    prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None) -> int:
         """As many blocks as the memory holds, and no more than can ever be used at once; scratch included.
@@ -42,3 +55,40 @@ class EngineOptions:
         if max_length is not None:
             blocks = min(blocks, self.max_sequences * -(-max_length // self.block_size))
         return blocks + 1
+
+
+def engine_options(
+    *,
+    quantization: Any = None,
+    kv_dtype: Any = "auto",
+    kv_memory: int | str | None = None,
+    block_size: int = 16,
+    max_batch_tokens: int | None = None,
+    max_sequences: int = 256,
+    max_waiting: int | None = None,
+    max_length: int | None = None,
+    prefix_cache: bool = True,
+    num_threads: int | None = None,
+) -> EngineOptions:
+    """`LLM`'s options of these names, checked.
+
+    Raises:
+        InvalidRequest, NotSupported: one is out of range.
+    """
+    return EngineOptions(
+        kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
+        kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
+        block_size=positive("block_size", block_size),
+        max_batch_tokens=(
+            _MAX_BATCH_TOKENS
+            if max_batch_tokens is None
+            else positive("max_batch_tokens", max_batch_tokens)
+        ),
+        max_sequences=positive("max_sequences", max_sequences),
+        max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
+        max_length=None if max_length is None else positive("max_length", max_length),
+        prefix_cache=switch("prefix_cache", prefix_cache),
+        num_threads=thread_count(num_threads),
+        quantization=settle_quantization(quantization),
+        default_batch_tokens=max_batch_tokens is None,
+    )

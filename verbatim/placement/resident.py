@@ -115,6 +115,9 @@ class Resident:
             "safety_net": sorted(anatomy.needs_safety_net),
         }
 
+    def stats(self) -> dict[str, Any]:
+        return {}
+
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
@@ -136,7 +139,7 @@ class Resident:
         self.store.release()  # the routing's records are a hundredth of it, and stay
         if self.mtp is not None:
             self.mtp.release()
-        _give_back_freed()
+        give_back_freed()
 
     def wake(self) -> None:
         if self.checkpoint is not None:
@@ -153,7 +156,7 @@ class Resident:
         self.decoder.close()
 
 
-def _give_back_freed() -> None:
+def give_back_freed() -> None:
     """Let the C library hand what was freed to the system; it likes to keep pieces of some megabytes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:

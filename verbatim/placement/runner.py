@@ -84,6 +84,10 @@ class Runner(Forwarder, Protocol):
         """
         ...
 
+    def stats(self) -> dict[str, Any]:
+        """What this placement adds to `LLM.stats`: counts since it was opened, as plain values."""
+        ...
+
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:

@@ -12,12 +12,18 @@ from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, first_line
 from verbatim.model.loader import quiet
-from verbatim.placement.offload.recipe import Recipe, Stored, Traced, traced
+from verbatim.placement.offload.recipe import Recipe, Stored, Traced, stamp_of, traced
 
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -42,7 +48,7 @@ def open_skeleton(
         ModelError: a damaged or missing file, weights that are missing or of another shape.
         NotSupported: weights in another format than safetensors.
     """
-    stored = _tensors_of(folder)
+    stored = tensors_of(folder, config)
     with quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, stored)
     for kind in ("missing_keys", "mismatched_keys"):
@@ -120,21 +126,29 @@ def _settle_buffers(module: nn.Module) -> None:
                 layer._buffers[name] = cook(buffer.recipe, read_whole)
 
 
-def _tensors_of(folder: Path) -> dict[str, Stored]:
-    """Where every tensor of the folder lies."""
+def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
+    """Where every tensor of the folder lies, in the files that transformers would take.
+
+    Raises:
+        ModelError: a file is damaged, cut short or missing.
+        NotSupported: there are other files to read than safetensors.
+    """
     if (folder / "adapter_config.json").is_file():
         raise NotSupported(f"placement=Offload: {folder} holds an adapter; merge it into the model")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    named = getattr(config, "transformers_weights", None)
+    if named is not None:
+        raise NotSupported(f"placement=Offload: {folder}: config.json names its weights ({named})")
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.is_file():
+        files = [one]
+    elif index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [folder / name for name in names]
     else:
-        files = [folder / "model.safetensors"]
-        if not files[0].is_file():
-            raise NotSupported(
-                f"placement=Offload reads model.safetensors or its shards, and {folder} has none; load the "
-                "model with transformers and save it with save_pretrained"
-            )
+        raise NotSupported(
+            f"placement=Offload reads model.safetensors or its shards, and {folder} has none; load the "
+            "model with transformers and save it with save_pretrained"
+        )
     found: dict[str, Stored] = {}
     for path in files:
         found.update(_header(path))
@@ -144,8 +158,9 @@ def _tensors_of(folder: Path) -> dict[str, Stored]:
 def _header(path: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file: 8 bytes with the length of a JSON header, then that."""
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            stamp = stamp_of(file.fileno())
+            size = stamp[2]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -155,8 +170,8 @@ def _header(path: Path) -> dict[str, Stored]:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            if entry["dtype"] not in _DTYPES:
-                raise NotSupported(f"{path}: {name} is {entry['dtype']}, which can't be streamed")
+            if entry["dtype"] not in _DTYPES:  # if a parameter needs it, transformers misses it
+                continue
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             if end - begin != dtype.itemsize * torch.Size(shape).numel():
                 raise ValueError(f"{name} has {end - begin} bytes")
@@ -164,9 +179,8 @@ def _header(path: Path) -> dict[str, Stored]:
                 raise ValueError(
                     f"{name} ends at byte {8 + length + end} and the file at {size}: it was cut short"
                 )
-            found[name] = Stored(name, path, 8 + length + begin, end - begin, dtype, shape)
+            at = 8 + length + begin
+            found[name] = Stored(name, path, at, end - begin, dtype, shape, stamp)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        if isinstance(error, NotSupported):
-            raise
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -128,8 +129,10 @@ class Offload:
 
 
 def _budget(name: str, value: Any) -> int:
-    if value == 0 and not isinstance(value, bool | str):
-        return 0
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+        if value == 0:
+            return 0
     try:
         if isinstance(value, str) and "%" in value:
             raise InvalidRequest("")
@@ -143,10 +146,11 @@ def _budget(name: str, value: Any) -> int:
 def percents(name: str, value: Any) -> Percents:
     """Two or three percents as three that make 100."""
     said = f"{name}={value!r}: must be percents in (gpu, cpu, disk) that make 100, as (20, 50, 30)"
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) not in (2, 3):
         raise InvalidRequest(said)
     for share in value:
-        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 100:
             raise InvalidRequest(said)
     gpu, cpu = float(value[0]), float(value[1])

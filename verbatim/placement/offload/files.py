@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.placement.offload.recipe import Stored
+from verbatim.placement.offload.recipe import Stamp, Stored, stamp_of
 
 PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
 CHUNK = 8 << 20  # bytes of one read
@@ -29,14 +31,23 @@ class File:
             what was read.
     """
 
-    def __init__(self, path: Path, *, fd: int | None = None, again: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        stamp: Stamp | None = None,
+        fd: int | None = None,
+        again: str | None = None,
+    ) -> None:
         """Args:
         path: of the file, for messages as well.
+        stamp: what it must be; None: anything.
         fd: the file, where it has no name any more; it is closed by `close`.
         again: where to open it again by O_DIRECT, if it has no name.
         """
         self.path = path
         self.direct = True
+        self._stamp = stamp
         try:
             try:
                 self._fd = os.open(again or path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -47,6 +58,20 @@ class File:
                 self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         except OSError as error:
             raise TierFailed(f"disk tier: can't open {path}: {error.strerror}") from error
+        try:
+            self.check()
+        except TierFailed:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Is it still what it was?
+
+        Raises:
+            TierFailed: somebody has written to it, or it is another file.
+        """
+        if self._stamp is not None and stamp_of(self._fd) != self._stamp:
+            raise TierFailed(f"disk tier: {self.path} changed since the model was opened")
 
     def read(self, into: memoryview, offset: int, needed: int) -> int:
         """Fill `into` from `offset` on, and `needed` bytes of it at least: the file may end before the rest.
@@ -64,21 +89,28 @@ class File:
             try:
                 count = os.preadv(self._fd, [into[done:]], offset + done)
             except OSError as error:
+                if error.errno == errno.EINVAL and self.direct:
+                    self._read_through_the_cache()
+                    continue
                 raise TierFailed(
                     f"disk tier: reading {self.path} at byte {offset + done} failed: "
                     f"{error.strerror or error}"
                 ) from error
-            if count == 0:
-                raise TierFailed(
-                    f"disk tier: {self.path} ends at byte {offset + done}; {needed - done} more "
-                    "bytes of it are weights. It was cut short since it was opened"
-                )
             done += count
-            if done < needed and done % PAGE:
-                done -= done % PAGE  # a direct read goes on at a whole page
+            # A direct read goes on at whole pages, so one that stops within a page has met the end.
+            if done < needed and (count == 0 or (self.direct and done % PAGE)):
+                raise TierFailed(
+                    f"disk tier: {self.path} ends at byte {offset + done}, and {needed - done} bytes of "
+                    "weights should follow: it was cut short since it was opened"
+                )
         if not self.direct:
             os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
         return done
+
+    def _read_through_the_cache(self) -> None:
+        """Some file systems let a file be opened for direct reads, and then refuse them."""
+        self.direct = False
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> None:
         """Close the file; again does nothing."""
@@ -111,7 +143,7 @@ def read_whole(stored: Stored, file: File | None = None) -> Tensor:
     shift = stored.offset - begin
     out = torch.empty(stored.nbytes, dtype=torch.uint8)
     buffer = pages(up(min(stored.nbytes + shift, CHUNK + PAGE)))
-    view, opened = bytes_of(buffer), file or File(stored.path)
+    view, opened = bytes_of(buffer), file or File(stored.path, stamp=stored.stamp)
     try:
         done = 0
         while done < stored.nbytes:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from verbatim.kv.store import bytes_per_token, make_store
+from verbatim.errors import UnsupportedModel
+from verbatim.kv.store import bytes_per_token
+from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
-from verbatim.options import available_memory
+from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.compress import Compression, choose
+from verbatim.placement.offload.forecast import forecast
+from verbatim.placement.offload.head import split_head
+from verbatim.placement.offload.heap import Heap
+from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.recipe import ingredients
 from verbatim.placement.offload.runner import Micro, Offloaded
 from verbatim.placement.offload.schedule import BlockSchedule, install_gates
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import lay_out
 from verbatim.placement.offload.trace import Trace
-from verbatim.placement.offload.units import Units, find_units, in_step
+from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.options import EngineOptions
 
@@ -38,77 +45,107 @@ def open_offloaded(
         OutOfBlocks, NotSupported: the budgets don't hold what they must.
         TierFailed: a file can't be read.
     """
-    assert loaded.recipes is not None
-    units = find_units(loaded.module, loaded.recipes)
-    plan = simple_plan(units, offload, options)
-    for slot, tier in in_step(units.slots, plan.weights):
-        slot.tier = tier
-    for slot in units.held:
-        slot.tier = "gpu"
-    for slot in units.slots:
-        slot.in_place = slot.tier != "disk"
+    units, compression = units_of(loaded, offload, options)
     trace = Trace(offload.trace)
-    scratch = Scratch(offload.disk, offload.disk_limit)
-    readers = _READERS if offload.overlap else 0
-    weights = Weights(units, plan.ring_bytes, readers, trace, scratch)
-    try:
-        install_gates(weights)
-        schedule = BlockSchedule(weights, None, trace)
-        decoder = Decoder(loaded.module, order=Micro(plan, schedule))
+    with ExitStack() as undo:
+        scratch = Scratch(offload.disk, offload.disk_limit)
+        undo.callback(scratch.close)
+        expected = forecast(loaded, units, offload, options, limit)
+        plan, heap = expected.plan, Heap(expected.plan.heap_bytes)
+        for slot, tier in zip(units.slots, plan.tiers, strict=True):
+            slot.tier = "disk" if slot.rows_only else tier
+            slot.in_place = slot.tier != "disk"
+        if compression is not None:
+            compression.pack(scratch)
+            heap.tidy()
+        readers = _READERS if offload.overlap else 0
+        weights = Weights(units, plan.ring_bytes, readers, trace, scratch, heap.tidy)
+        undo.callback(weights.close)
+        away = HiddenStates(loaded.module, plan.activations, scratch, trace)
+        moved = away if plan.activations[2] else None
+        schedule = BlockSchedule(weights, moved, trace)
+        decoder = _look(loaded, weights, Micro(plan, schedule))
+        heap.tidy()
         options = replace(
             options,
             kv_bytes=plan.kv_bytes,
             max_sequences=min(options.max_sequences, plan.block_size),
             max_batch_tokens=plan.max_batch_tokens,
+            prompt_rows=plan.prompt_rows,
         )
-        anatomy = decoder.anatomy
-        dtype = options.kv_dtype or anatomy.dtype
-        recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-        blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + recorded, limit)
-        # (helper A: a store over tiers, of groups_of(units, anatomy.slots))
-        store = make_store(anatomy.layers, blocks, options.block_size, dtype, torch.device("cpu"))
+        store = _store(decoder.anatomy, units, offload, options, plan, limit, scratch, trace)
+        undo.callback(store.release)
         runner = Offloaded(
             decoder,
             store,
             options.num_threads,
             offload=offload,
-            plan=plan,
+            forecast=expected,
             weights=weights,
             schedule=schedule,
             trace=trace,
             scratch=scratch,
+            compression=compression,
         )
-        return runner, options
-    except BaseException:
-        weights.close()
-        raise
+        undo.pop_all()
+    return runner, options
 
 
-def simple_plan(units: Units, offload: Offload, options: EngineOptions) -> Plan:
-    """What follows from the budgets without measuring anything."""
-    sizes = [
-        lay_out("", [s for slot in unit.slots for s in ingredients(slot.recipe)]).nbytes
-        for unit in units.order
-        if not unit.gathers
-    ]
-    ring = max([a + b for a, b in zip(sizes, sizes[1:] + sizes[:1], strict=True)] or [0])
-    total = sum(slot.nbytes for slot in units.slots)
-    budget = (offload.gpu or 0) + (offload.cpu or 0)
-    if offload.gpu is None and offload.cpu is None:
-        budget = int(available_memory() * 0.6)
-    share = min(100.0, max(0.0, 100 * (budget * 0.6 - ring) / total))
-    batch = offload.batch_size or 16
-    return Plan(
-        weights=offload.weights or (share, 0, 100 - share),
-        kv=offload.kv or (100, 0, 0),
-        activations=offload.activations or (100, 0, 0),
-        ring_bytes=ring,
-        kv_bytes=options.kv_bytes or int(budget * 0.2),
-        batch_size=batch,
-        micro_batches=offload.micro_batches or -(-options.max_sequences // batch),
-        micro_tokens=512,
-        max_batch_tokens=options.max_batch_tokens,
+def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
+    """The decoder, whose one look at the model tells in which order its units come."""
+    install_gates(weights)
+    with weights.learning():
+        decoder = Decoder(loaded.module, order=order)
+    if not decoder.anatomy.finite:
+        raise UnsupportedModel(
+            f"placement=Offload: {type(loaded.module).__name__} gives logits that are not numbers: its "
+            "weights hold NaN or infinities, or are used outside of the modules that hold them"
+        )
+    return decoder
+
+
+def _store(
+    anatomy: Anatomy,
+    units: Units,
+    offload: Offload,
+    options: EngineOptions,
+    plan: Plan,
+    limit: int | None,
+    scratch: Scratch,
+    trace: Trace,
+) -> TieredKVStore:
+    dtype = options.kv_dtype or anatomy.dtype
+    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + recorded, limit)
+    return TieredKVStore(
+        anatomy.layers,
+        blocks,
+        options.block_size,
+        dtype,
+        torch.device("cpu"),
+        percents=plan.kv,
+        groups=groups_of(units, anatomy.slots),
+        scratch=scratch,
+        trace=trace,
+        overlap=offload.overlap,
+        cpu_cache_compute=offload.cpu_cache_compute,
+        top_k=offload.attention_top_k,
     )
+
+
+def units_of(
+    loaded: LoadedModel, offload: Offload, options: EngineOptions
+) -> tuple[Units, Compression | None]:
+    """What is lent in one piece, and what of it will be in few bits.
+
+    Raises:
+        NotSupported: nothing can be in few bits.
+    """
+    assert loaded.recipes is not None
+    units = find_units(loaded.module, loaded.recipes)
+    if offload.weights is None or offload.weights[2]:
+        split_head(units, head_of(inner_model(loaded.module)))
+    return units, None if options.quantization is None else choose(units, options.quantization)
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

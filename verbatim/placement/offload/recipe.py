@@ -8,6 +8,7 @@ module tells, parameter by parameter, which tensors to read and what to do with 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,31 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+Stamp = tuple[int, int, int, int]
+
+
+def stamp_of(fd: int) -> Stamp:
+    """What changes when a file is written to, or is another one: device, number, size and time."""
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor in a file.
+
+    Attributes:
+        offset: of its first byte.
+        stamp: of the file when its header was read; None of one that nobody else can change.
+    """
 
     name: str
     path: Path
-    offset: int  # of its first byte
+    offset: int
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +58,16 @@ class Made:
         return id(self)
 
 
-Recipe = Stored | Made
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A tensor in memory: there is nothing to read."""
 
+    tensor: Tensor
+
+
+Recipe = Stored | Made | Held
+
+_AT_ONCE = 1 << 20  # bytes that are compared
 _aten = torch.ops.aten
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 
@@ -72,6 +95,8 @@ class Traced(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is _aten.equal.default:  # of two that may be tied
+            return same_numbers(*map(_recipe_of, args))
         shapes = tree_map(_without_numbers, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
@@ -96,6 +121,27 @@ def _without_numbers(x: Any) -> Any:
 
 def _recipe_of(x: Any) -> Any:
     return x.recipe if isinstance(x, Traced) else x
+
+
+def same_numbers(a: Recipe, b: Recipe) -> bool:
+    """Do two recipes give the same, as far as their files tell? transformers ties what does.
+
+    False for two that are made of something: they stay apart, and give the same words.
+    """
+    if a == b:
+        return True
+    if not (isinstance(a, Stored) and isinstance(b, Stored)):
+        return False
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.path.open("rb") as one, b.path.open("rb") as other:
+        one.seek(a.offset)
+        other.seek(b.offset)
+        for begin in range(0, a.nbytes, _AT_ONCE):
+            wanted = min(_AT_ONCE, a.nbytes - begin)
+            if one.read(wanted) != other.read(wanted):
+                return False
+    return True
 
 
 def traced(stored: Stored) -> Traced:
@@ -126,6 +172,8 @@ def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
     def value(part: Any) -> Any:
         if isinstance(part, Stored):
             return read(part)
+        if isinstance(part, Held):
+            return part.tensor
         if isinstance(part, Made):
             key = id(part.args)  # all results of one call share it: it is made once
             if key not in done:
@@ -139,8 +187,11 @@ def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
             return type(part)(value(inner) for inner in part)
         return part
 
-    with torch.no_grad():
-        made: Tensor = value(recipe)
+    try:
+        with torch.no_grad():
+            made: Tensor = value(recipe)
+    finally:
+        done.clear()  # `value` holds itself, and so would keep what was made until garbage is collected
     return made
 
 
@@ -148,5 +199,7 @@ def rows_can_be_read(recipe: Recipe) -> bool:
     """Is each row of the parameter a row of one stored tensor, or of it in another dtype?"""
     if isinstance(recipe, Stored):
         return len(recipe.shape) > 1
+    if isinstance(recipe, Held):
+        return False
     is_cast = recipe.func is _aten._to_copy.default
     return is_cast and rows_can_be_read(recipe.args[0])

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported
-from verbatim.kv.store import KVStore
 from verbatim.model.context import Pass
 from verbatim.model.decoder import Decoder
+from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
+from verbatim.placement.offload.compress import Compression
 from verbatim.placement.offload.cut import cut
+from verbatim.placement.offload.forecast import Forecast
+from verbatim.placement.offload.kv import TieredKVStore
+from verbatim.placement.offload.measured import Measured
 from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.schedule import BlockSchedule
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
-from verbatim.placement.resident import Resident
+from verbatim.placement.resident import Resident, give_back_freed
+from verbatim.placement.runner import Forward
+
+_DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 
 
 class Timings(NamedTuple):
@@ -52,34 +65,100 @@ class Offloaded(Resident):
         weights: what it lends its units.
     """
 
+    in_one_process = True  # its threads and files are not a forked child's
+
     def __init__(
         self,
         decoder: Decoder,
-        store: KVStore,
+        store: TieredKVStore,
         num_threads: int | None,
         *,
         offload: Offload,
-        plan: Plan,
+        forecast: Forecast,
         weights: Weights,
         schedule: BlockSchedule,
         trace: Trace,
         scratch: Scratch,
+        compression: Compression | None = None,
     ) -> None:
         super().__init__(decoder, store, num_threads)
-        self.offload, self.plan = offload, plan
+        self.store: TieredKVStore = store
+        self.offload, self.forecast, self.plan = offload, forecast, forecast.plan
+        self._measured = Measured()
         self.weights, self.schedule, self.trace = weights, schedule, trace
         self.scratch = scratch
+        self.compression = compression
+        # For whoever forgets to close it; what it holds on to must not lead back here.
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), weights, store, scratch)
 
     def info(self) -> dict[str, Any]:
-        return {**super().info(), "placement": "offload"}
+        packed = None if self.compression is None else self.compression.info()
+        top_k = self.store.top_k
+        return {
+            **super().info(),
+            "placement": "offload",
+            "quantization": packed,
+            "kv_tiers": self.store.bytes_by_tier(),
+            "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
+            "plan_summary": plan_line(self.plan, self.forecast.prediction),
+            "plan": self.plan.as_dict(),
+            "prediction": self.forecast.prediction.as_dict(),
+        }
+
+    def forward(self, batch: Batch) -> Forward:
+        self.weights.check_files()
+        before, begin = self.timings().compute_s, perf_counter()
+        done = super().forward(batch)
+        seconds, compute_s = perf_counter() - begin, self.timings().compute_s - before
+        self._measured.add_forward(batch, seconds, compute_s, self.weights.bytes_per_forward)
+        return done
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        begin = perf_counter()
+        at_once = self._rows_at_once(len(plan.rows))
+        draws = super().sample(forward, _some(plan, 0, at_once))
+        for first in range(at_once, len(plan.rows), at_once):
+            more = super().sample(forward, _some(plan, first, first + at_once))
+            for name in ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs"):
+                getattr(draws, name).extend(getattr(more, name))
+            draws.candidates.update({first + row: c for row, c in more.candidates.items()})
+        self._measured.sample_s += perf_counter() - begin
+        self._measured.draws += 1
+        self._measured.tokens += sum(row.target is None for row in plan.rows)
+        return draws
+
+    def _rows_at_once(self, rows: int) -> int:
+        """Rows that are drawn together: a row's draw is its own, and so is the memory that it takes."""
+        room = None if self.plan.budget is None else self.plan.memory.get("logits")
+        if room is None:
+            return max(1, rows)
+        return max(1, room // (_DRAWING * self.vocab_size))
+
+    def stats(self) -> dict[str, Any]:
+        """Under "offload", what was predicted beside what happened: see `report.compared`."""
+        return {"offload": self._measured.beside(self.forecast, self._peaks())}
+
+    def _peaks(self) -> dict[str, int]:
+        """Bytes in memory by kind."""
+        in_place = sum(slot.tier_bytes for slot in self.weights.units.slots if slot.tier != "disk")
+        kv = self.store.bytes_by_tier()
+        return {
+            "weights": in_place,
+            "ring": self.weights.stream.capacity,
+            "K and V": kv["gpu"] + kv["cpu"],
+            "windows": self.store.window_bytes,
+        }
 
     def timings(self) -> Timings:
         """Where the time of all forwards so far went."""
-        load_s, store_s = getattr(self.store, "load_s", 0.0), getattr(self.store, "store_s", 0.0)
+        kv, away = self.store.traffic, self.schedule.activations
+        hidden = away.traffic if isinstance(away, HiddenStates) else Traffic()
         return Timings(
-            load_s=self.weights.stream.wait_s + load_s,
-            compute_s=self.schedule.compute_s - load_s - store_s,
-            store_s=store_s,
+            load_s=self.weights.stream.wait_s + kv.load_s + hidden.load_s,
+            compute_s=self.schedule.compute_s
+            + self.weights.make_s
+            - (kv.load_s + kv.store_s - kv.between_s),
+            store_s=kv.store_s + hidden.store_s,
         )
 
     def new_weights(
@@ -99,9 +178,23 @@ class Offloaded(Resident):
         super().sleep(False)
 
     def close(self) -> None:
-        try:
-            self.weights.close()
-        finally:
-            super().close()
-            self.scratch.close()
-            self.trace.write()
+        with ExitStack() as last_first:
+            last_first.callback(self.trace.write)
+            last_first.callback(give_back_freed)
+            last_first.callback(super().close)
+            last_first.callback(self._let_go)
+
+
+def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
+    """Some of the rows."""
+    where = plan.logits_rows or range(len(plan.rows))
+    return SamplePlan(plan.rows[first:end], list(where[first:end]))
+
+
+def _let_go(process: int, weights: Weights, store: TieredKVStore, scratch: Scratch) -> None:
+    """End threads, free memory, give room on the disk back. A fork has none of these threads."""
+    if os.getpid() == process:
+        with ExitStack() as last_first:
+            last_first.callback(scratch.close)
+            last_first.callback(store.release)
+            last_first.callback(weights.close)

@@ -87,7 +87,12 @@ class BlockSchedule:
         trace: takes note of what is computed when.
     """
 
-    def __init__(self, weights: Weights, activations: Activations | None, trace: Trace) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        activations: Activations | None,
+        trace: Trace,
+    ) -> None:
         self.weights = weights
         self.activations = activations
         self.compute_s = 0.0
@@ -114,8 +119,8 @@ class BlockSchedule:
     def _go(self, part: Part, unit: Unit | None, others: list[Part]) -> None:
         # Who is alone never waits for others, so its hidden states stay.
         away = self.activations if len(others) > 1 else None
-        if away is not None and unit is not None:
-            away.bring(part)
+        if self.activations is not None and unit is not None:
+            self.activations.bring(part)  # the others may have come through since it was sent
         begin = perf_counter()
         part.go()
         end = perf_counter()

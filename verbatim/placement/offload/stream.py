@@ -15,6 +15,7 @@ from torch import Tensor
 from verbatim.placement.offload.files import CHUNK, PAGE, File, bytes_of, pages, up
 from verbatim.placement.offload.recipe import Stored
 from verbatim.placement.offload.trace import Trace
+from verbatim.shield import Shield
 
 
 class Run(NamedTuple):
@@ -68,6 +69,7 @@ class _Region:
     """A layout on its way into memory."""
 
     index: int
+    place: int  # in the order of use
     at: int  # in the ring
     nbytes: int
     chunks: deque[tuple[Run, int, int]]  # not yet handed to a reader: run, begin, bytes
@@ -76,7 +78,7 @@ class _Region:
 
 
 class Stream:
-    """A ring of memory in which layouts are read ahead, in the order of their use, around and around.
+    """Memory in which layouts are read ahead, in the order of their use, around and around.
 
     One layout is in use at a time, the others of the ring are those that come next. Readers are threads;
     with none of them, a layout is read when it is taken.
@@ -99,53 +101,80 @@ class Stream:
     ) -> None:
         assert all(layout.nbytes <= capacity for layout in layouts)
         self.layouts = layouts
-        self.capacity = capacity
+        self.capacity = up(capacity)
         self.bytes_read = 0
         self.wait_s = 0.0
         self._trace = trace
         self._files: dict[Path, File] = dict(files or {})
-        self._ring: Tensor | None = pages(capacity)
-        self._view = bytes_of(self._ring)
+        self._threads: list[threading.Thread] = []
         self._regions: deque[_Region] = deque()  # the first is the next to be used, or in use
-        self._next = 0  # the layout that gets the next region
+        self._order = list(range(len(layouts)))
+        self._next = 0  # the place in that order of what gets the next region; -1: nobody knows
+        self._last = -1  # the place of what was taken last
         self._reading = 0
         self._changed = threading.Condition()
+        self._shield = Shield()  # Ctrl-C could leave a condition half taken
         self._closed = False
-        for layout in layouts:
-            for run in layout.runs:
-                if run.path not in self._files:
-                    self._files[run.path] = File(run.path)
-        self._threads = [
-            threading.Thread(target=self._read_ahead, name=f"verbatim-reader-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._ring: Tensor | None = None
+        try:
+            self._ring = pages(self.capacity)
+            self._view = bytes_of(self._ring)
+            for layout in layouts:
+                for stored in layout.places:
+                    if stored.path not in self._files:
+                        self._files[stored.path] = File(stored.path, stamp=stored.stamp)
+            for i in range(num_threads):
+                thread = threading.Thread(
+                    target=self._read_ahead, name=f"verbatim-reader-{i}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def check_files(self) -> None:
+        """Are they still what they were when the model was opened?
+
+        Raises:
+            TierFailed: one was written to; the message names it.
+        """
+        for file in self._files.values():
+            file.check()
+
+    def follow(self, order: list[int]) -> None:
+        """Read ahead in this order of layouts, around and around, from the next one that is taken on."""
+        with self._shield.up(), self._changed:
+            self._forget()
+            self._order = order
+            self._last = -1
 
     def take(self, index: int) -> Tensor:
         """The memory of a layout with everything read, until `give_back`: uint8.
+
+        Ctrl-C is held back until it is there.
 
         Raises:
             TierFailed: it could not be read.
         """
         begin = perf_counter()
-        with self._changed:
+        with self._shield.up(), self._changed:
             while not self._regions or self._regions[0].index != index:
                 self._forget()
                 if self._reading:  # into memory that is about to be used for something else
                     self._changed.wait()
                 else:
-                    self._next = index
+                    self._next = self._place_of(index)
                     self._place()
             region = self._regions[0]
+            self._last = region.place
             self._changed.notify_all()
             if not self._threads:
-                while region.chunks:
-                    self.bytes_read += self._read(region, *region.chunks.popleft())
-                    region.unread -= 1
+                self._read_now(region)
             while region.unread and region.error is None:
                 self._changed.wait()
             if region.error is not None:
+                self._forget()
                 raise region.error
         waited = perf_counter() - begin
         self.wait_s += waited
@@ -156,22 +185,35 @@ class Stream:
 
     def give_back(self) -> None:
         """The layout that was taken is not used any more."""
-        with self._changed:
+        with self._shield.up(), self._changed:
             self._regions.popleft()
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the readers and free the ring. Again does nothing."""
-        with self._changed:
+        with self._shield.up(), self._changed:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            if (
+                thread is not threading.current_thread()
+            ):  # whoever collects garbage may be one of them
+                thread.join()
         self._regions.clear()
         self._view = memoryview(b"")
         self._ring = None
         for file in self._files.values():
             file.close()
+
+    def _place_of(self, index: int) -> int:
+        """Where a layout comes next in the order; one that isn't in it is put there. The lock is held."""
+        count = len(self._order)
+        for step in range(1, count + 1):
+            place = (self._last + step) % count
+            if self._order[place] == index:
+                return place
+        self._order.append(index)
+        return count
 
     def _forget(self) -> None:
         """Drop what was read ahead, and read nothing more for now. The lock is held."""
@@ -182,9 +224,10 @@ class Stream:
 
     def _place(self) -> _Region | None:
         """A region for the next layout, if the ring has room. The lock is held."""
-        if self._next < 0 or not self.layouts:
+        if self._next < 0:
             return None
-        layout = self.layouts[self._next]
+        index = self._order[self._next]
+        layout = self.layouts[index]
         at = self._room(layout.nbytes)
         if at is None:
             return None
@@ -193,21 +236,38 @@ class Stream:
             for run in layout.runs
             for begin in range(0, run.nbytes, CHUNK)
         )
-        region = _Region(self._next, at, layout.nbytes, chunks, len(chunks))
+        region = _Region(index, self._next, at, layout.nbytes, chunks, len(chunks))
         self._regions.append(region)
-        self._next = (self._next + 1) % len(self.layouts)
+        self._next = (self._next + 1) % len(self._order)
         return region
 
     def _room(self, nbytes: int) -> int | None:
+        """Where a region fits between those that are held, at whole pages; None: nowhere.
+
+        The other end of the memory than that of the last region comes first: so two layouts always fit
+        that together are no larger than the memory, whatever their sizes.
+        """
         if not self._regions:
             return 0
-        first, last = self._regions[0], self._regions[-1]
-        end = last.at + last.nbytes
-        if last.at >= first.at:
-            if end + nbytes <= self.capacity:
-                return end
-            return 0 if nbytes <= first.at else None
-        return end if end + nbytes <= first.at else None
+        last, top = self._regions[-1], self.capacity - nbytes
+        near_bottom = last.at < self.capacity - last.at - last.nbytes
+        ends = [region.at + region.nbytes for region in self._regions]
+        for at in (*((top, 0) if near_bottom else (0, top)), *ends):
+            if 0 <= at <= top and all(
+                at + nbytes <= region.at or region.at + region.nbytes <= at
+                for region in self._regions
+            ):
+                return at
+        return None
+
+    def _read_now(self, region: _Region) -> None:
+        try:
+            while region.chunks:
+                self.bytes_read += self._read(region, *region.chunks.popleft())
+                region.unread -= 1
+        except BaseException:  # Ctrl-C, too: the chunk would be missing the next time
+            self._forget()
+            raise
 
     def _read_ahead(self) -> None:
         while True:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from collections import deque
 from pathlib import Path
 from time import perf_counter
+
+from verbatim.errors import InvalidRequest, TierFailed
 
 _MOST = 200_000  # spans that are kept; older ones go
 
@@ -17,12 +20,22 @@ class Trace:
 
     Args:
         path: the file that `write` writes.
+
+    Raises:
+        InvalidRequest: it can't be a file, or its folder isn't there or can't be written to.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        # Where the working directory is now: it may be another one when the trace is written.
+        self.path = None if path is None else Path(path).absolute()
         self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=_MOST)
         self._begin = perf_counter()
+        if self.path is not None:
+            folder = self.path.parent
+            if self.path.is_dir():
+                raise InvalidRequest(f"trace={str(path)!r}: it is a folder")
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise InvalidRequest(f"trace={str(path)!r}: can't write to the folder {folder}")
 
     def add(self, kind: str, name: str, begin: float, end: float) -> None:
         """A span on this thread.
@@ -58,12 +71,29 @@ class Trace:
         ]
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all.
+
+        Raises:
+            TierFailed: it can't be written; the message names it.
+        """
         if self.path is None:
             return
-        new = self.path.with_name(self.path.name + ".new")
+        text = json.dumps({"traceEvents": self.events()})
         try:
-            new.write_text(json.dumps({"traceEvents": self.events()}))
-            new.replace(self.path)
-        finally:
-            new.unlink(missing_ok=True)
+            if self.path.exists() and not self.path.is_file():  # a pipe, a device
+                self.path.write_text(text)
+                return
+            target = self.path.resolve()  # a link stays one
+            fd, new = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            try:
+                with os.fdopen(fd, "w") as file:
+                    file.write(text)
+                mask = os.umask(0)
+                os.umask(mask)
+                os.chmod(new, 0o666 & ~mask)
+                os.replace(new, target)
+            except BaseException:
+                os.unlink(new)
+                raise
+        except OSError as error:
+            raise TierFailed(f"trace: can't write {self.path}: {error.strerror}") from error

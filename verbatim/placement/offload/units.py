@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.invariant import forward_for
+from verbatim.model.quantize import WeightPacking
 from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read
 
 _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
@@ -25,6 +26,8 @@ class Slot:
         stored_bytes: as it lies in its tier.
         tier: "gpu", "cpu" or "disk".
         in_place: its numbers are there all the time, as the model needs them.
+        rows_only: rows of it are looked up in its file, and that is all.
+        packing: of what the recipe makes, where that is in few bits and is unpacked when it is lent.
     """
 
     name: str
@@ -32,7 +35,9 @@ class Slot:
     recipe: Recipe
     tier: str = "disk"
     in_place: bool = False
+    rows_only: bool = False
     stored_bytes: int = 0
+    packing: WeightPacking | None = None
 
     def __post_init__(self) -> None:
         self.stored_bytes = sum(stored.nbytes for stored in ingredients(self.recipe))
@@ -40,6 +45,11 @@ class Slot:
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def tier_bytes(self) -> int:
+        """What it takes where it lies, whole pages left out of account."""
+        return self.nbytes if self.packing is None else self.packing.nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -116,14 +126,3 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
     """What computes `layer` in our forwards: its row-invariant forward where we have one, else its own."""
     known = forward_for(layer) or adapter_for(layer)
     return type(layer).forward.__get__(layer) if known is None else known
-
-
-def in_step(slots: list[Slot], percents: tuple[float, float, float]) -> Iterator[tuple[Slot, str]]:
-    """Deal `slots` out to gpu, cpu and disk, so that any stretch has about these percents of its bytes."""
-    names, given, total = ("gpu", "cpu", "disk"), [0.0, 0.0, 0.0], 0.0
-    for slot in slots:
-        total += slot.nbytes
-        short = [total * share / 100 - had for share, had in zip(percents, given, strict=True)]
-        best = max(range(3), key=lambda i: (percents[i] > 0, short[i]))
-        given[best] += slot.nbytes
-        yield slot, names[best]

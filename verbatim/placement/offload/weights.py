@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
+from verbatim.model.quantize import unpack
 from verbatim.placement.offload.checkpoint import placeholder
-from verbatim.placement.offload.files import File, read_whole
-from verbatim.placement.offload.recipe import Stored, cook, ingredients
+from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
+from verbatim.placement.offload.recipe import Held, Stored, cook, ingredients
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
@@ -30,8 +32,9 @@ class Weights:
         units: with the tier of each slot settled. Those in "gpu" and "cpu" are read here and now.
         ring_bytes: memory in which the others are read ahead.
         num_readers: threads that do so; 0 reads a unit when it is lent.
-        trace: takes note of reads and waits.
+        trace: takes note of reads, waits and unpacking.
         scratch: holds what was written for the disk tier, if anything was.
+        tidy: called whenever a unit was lent.
 
     Raises:
         TierFailed: a file can't be read.
@@ -44,11 +47,17 @@ class Weights:
         num_readers: int,
         trace: Trace,
         scratch: Scratch | None = None,
+        tidy: Callable[[], object] | None = None,
     ) -> None:
         self.units = units
+        self._tidy = tidy
         self._row_files: dict[Any, File] = {}
         self._row_bytes = 0
+        self._seen: list[int] | None = None  # what was lent so far, of a forward to learn from
         self._region: tuple[Layout, Tensor] | None = None
+        self._trace = trace
+        self.make_s = 0.0  # unpacking, casting and stacking what was read
+        self._room: Tensor | None = None
         layouts: list[Layout] = []
         self._layout_of: dict[Unit, int] = {}
         try:
@@ -61,6 +70,8 @@ class Weights:
                 if tensors:
                     self._layout_of[unit] = len(layouts)
                     layouts.append(lay_out(unit.name, tensors))
+            unpacked = max(map(unpacked_bytes, units.order), default=0)
+            self._room = pages(unpacked) if unpacked else None
             files = {} if scratch is None else {scratch.path: scratch.file()}
             self.stream = Stream(layouts, ring_bytes, num_readers if layouts else 0, trace, files)
         except BaseException:
@@ -83,12 +94,32 @@ class Weights:
         return sum(layout.nbytes for layout in self.stream.layouts)
 
     @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Whatever is lent in this block is, from now on, read ahead in the same order."""
+        self._seen = []
+        try:
+            yield
+            if self._seen:
+                self.stream.follow(self._seen)
+        finally:
+            self._seen = None
+
+    @contextmanager
     def lent(self, unit: Unit) -> Iterator[None]:
         """Let the parameters of `unit` have their numbers in this block.
 
         Raises:
             TierFailed: they can't be read.
         """
+        try:
+            with self._lent(unit):
+                yield
+        finally:
+            if self._tidy is not None:
+                self._tidy()
+
+    @contextmanager
+    def _lent(self, unit: Unit) -> Iterator[None]:
         index = self._layout_of.get(unit)
         away = [slot for slot in unit.slots if not slot.in_place]
         if not away:
@@ -99,11 +130,17 @@ class Weights:
                 yield
             return
         if index is not None:
+            if self._seen is not None:
+                self._seen.append(index)
             region = self.stream.take(index)
             self._region = self.stream.layouts[index], region
         try:
-            for slot in away:
-                slot.parameter.data = cook(slot.recipe, self._read)
+            begin = perf_counter()
+            self._make(away)
+            end = perf_counter()
+            self.make_s += end - begin
+            if any(slot.packing is not None for slot in away):
+                self._trace.add("unpack", unit.name, begin, end)
             yield
         finally:
             for slot in away:
@@ -111,6 +148,18 @@ class Weights:
             self._region = None
             if index is not None:
                 self.stream.give_back()
+
+    def _make(self, away: list[Slot]) -> None:
+        """Give parameters their numbers; those in few bits are unpacked into one room, again and again."""
+        at = 0
+        for slot in away:
+            made = cook(slot.recipe, self._read)
+            if slot.packing is not None:
+                assert self._room is not None
+                room = self._room[at : at + slot.nbytes].view(slot.packing.dtype)
+                at += _aligned(slot.nbytes)
+                made = unpack(made, slot.packing, out=room.view(slot.packing.shape))
+            slot.parameter.data = made
 
     def _read(self, stored: Stored) -> Tensor:
         """A tensor in the region that is in use."""
@@ -129,14 +178,28 @@ class Weights:
         width = stored.nbytes // stored.shape[0]
         file = self._row_files.get(stored.path)
         if file is None:
-            file = self._row_files[stored.path] = File(stored.path)
-        rows = []
-        for row in ids.tolist():
+            file = self._row_files[stored.path] = File(stored.path, stamp=stored.stamp)
+        rows = torch.empty(len(ids), width, dtype=torch.uint8)
+        buffer = pages(up(width) + PAGE)
+        view = bytes_of(buffer)
+        for i, row in enumerate(ids.tolist()):
             at = stored.offset + row * width
-            place = Stored(stored.name, stored.path, at, width, stored.dtype, stored.shape[1:])
-            rows.append(read_whole(place, file))
-        self._row_bytes += width * len(rows)
-        return cook(slot.recipe, lambda _: torch.stack(rows))
+            skip = at % PAGE
+            file.read(view[: up(skip + width)], at - skip, skip + width)
+            rows[i] = buffer[skip : skip + width]
+        self._row_bytes += rows.nbytes
+        found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
+        return cook(slot.recipe, lambda _: found)
+
+    def check_files(self) -> None:
+        """Are they still what they were when the model was opened?
+
+        Raises:
+            TierFailed: one was written to; the message names it.
+        """
+        self.stream.check_files()
+        for file in self._row_files.values():
+            file.check()
 
     def close(self) -> None:
         """End the readers and free everything. Again does nothing."""
@@ -144,11 +207,23 @@ class Weights:
         self._drop()
 
     def _drop(self) -> None:
+        self._room = None
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
+            if isinstance(slot.recipe, Held):
+                slot.recipe = Held(slot.recipe.tensor.new_empty(0))
         for file in self._row_files.values():
             file.close()
         self._row_files.clear()
+
+
+def unpacked_bytes(unit: Unit) -> int:
+    """Memory that a unit's parameters in few bits take while they are lent."""
+    return sum(_aligned(slot.nbytes) for slot in unit.slots if slot.packing is not None)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 class _Lookup(TorchFunctionMode):
@@ -165,10 +240,17 @@ class _Lookup(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is F.embedding:
             ids, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-            slot = self._slots.get(weight)
-            if slot is not None:
-                wanted, place = torch.unique(ids, return_inverse=True)
-                return self._rows(slot, wanted)[place]
-        return func(*args, **(kwargs or {}))
+            if weight in self._slots:
+                return self._look_up(weight, ids)
+        elif func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[0] in self._slots:
+            weight, chosen = args
+            return self._look_up(weight, torch.arange(len(weight))[chosen])
+        return func(*args, **kwargs)
+
+    def _look_up(self, weight: Any, ids: Tensor) -> Tensor:
+        wanted, place = torch.unique(ids, return_inverse=True)
+        rows: Tensor = self._rows(self._slots[weight], wanted)
+        return rows[place]

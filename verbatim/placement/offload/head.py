@@ -1,0 +1,78 @@
+"""The head in pieces: a vocabulary is often larger than any layer, and would size the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.placement.offload.recipe import Made, Recipe, Stored, rows_can_be_read
+from verbatim.placement.offload.units import Slot, Unit, Units
+
+_ROWS = 64  # of a piece, a multiple of it: the kernels' tiles of columns
+_SMALLEST = 64 << 20  # bytes of a head that is worth it
+_LEAST = 16 << 20  # bytes of a piece, but for the last
+
+
+def split_head(units: Units, head: nn.Module | None) -> None:
+    """Put pieces no larger than the largest layer in place of the unit of `head`, where that can be done.
+
+    Each piece gives its own columns of the logits, with the bits that the whole matrix gives: an element
+    of the kernels' products is one fixed sequence of arithmetic. One of torch's isn't, so without kernels
+    the head stays whole.
+    An embedding that is tied to it is then only ever looked up in its file, row by row.
+    """
+    unit = next((unit for unit in units.order if unit.module is head), None)
+    if type(head) is not nn.Linear or head.bias is not None or unit is None:
+        return
+    (slot,) = unit.slots
+    largest = max((u.nbytes for u in units.order if not isinstance(u.module, _WHOLE)), default=0)
+    count = -(-slot.nbytes // max(largest, _LEAST))
+    if count < 2 or slot.nbytes < _SMALLEST or kernels.library() is None:
+        return
+    if not rows_can_be_read(slot.recipe):
+        return
+    num_out, depth = head.weight.shape
+    rows = -(-num_out // count // _ROWS) * _ROWS
+    pieces = []
+    for begin in range(0, num_out, rows):
+        end = min(begin + rows, num_out)
+        piece = nn.Linear(depth, end - begin, bias=False, device="meta")
+        piece.weight = nn.Parameter(head.weight.data[begin:end], requires_grad=False)
+        name = f"{unit.name}[{begin}:{end}]"
+        cut = Slot(f"{name}.weight", piece.weight, rows_of(slot.recipe, begin, end))
+        pieces.append(Unit(name, piece.eval(), [cut]))
+    at = units.order.index(unit)
+    units.order[at : at + 1] = pieces
+    slot.rows_only = any(slot in other.slots for other in units.order)
+    head.forward = _in_pieces([piece.module for piece in pieces])
+
+
+_WHOLE = (nn.Embedding, nn.Linear)
+
+
+def _in_pieces(pieces: list[nn.Module]) -> Callable[..., Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return torch.cat([piece(x) for piece in pieces], dim=-1)
+
+    return forward
+
+
+def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
+    """The recipe of some rows of a matrix of which `rows_can_be_read`."""
+    if isinstance(recipe, Stored):
+        width = recipe.nbytes // recipe.shape[0]
+        return Stored(
+            f"{recipe.name}[{begin}:{end}]",
+            recipe.path,
+            recipe.offset + begin * width,
+            (end - begin) * width,
+            recipe.dtype,
+            (end - begin, *recipe.shape[1:]),
+        )
+    assert isinstance(recipe, Made)
+    source: Any = recipe.args[0]
+    return Made(recipe.func, (rows_of(source, begin, end), *recipe.args[1:]), recipe.kwargs, None)
