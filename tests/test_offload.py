@@ -30,7 +30,6 @@ from verbatim import (
     kernels,
 )
 from verbatim.batch import Batch
-from verbatim.model.verified import VERIFIED
 from verbatim.placement.offload import checkpoint
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
@@ -115,24 +114,23 @@ def test_streams_drafts_and_scores_are_the_same(folders: Callable[[str], Path]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in sweep.cases() if not sweep.refusal(c)])
+@pytest.mark.parametrize(
+    "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]
+)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_every_architecture_gives_the_same_words(case: str, tmp_path: Path) -> None:
-    model = sweep.build(case)
-    if type(model).__name__ not in VERIFIED:
-        pytest.skip("the class is not run without a trial")
-    model.save_pretrained(tmp_path)
+    sweep.build(case).save_pretrained(tmp_path)
+    placement = Offload(gpu=BUDGET, weights=(0, 0, 100), batch_size=3, micro_batches=1)
     try:
         resident = LLM(tmp_path, max_length=32)
-    except ModelError as error:  # saved under a type that transformers doesn't open as a causal LM
-        if "not a causal language model" not in str(error):
-            raise
+    except ModelError as error:  # saved under a type that transformers opens otherwise, for one
+        with pytest.raises(type(error)):
+            LLM(tmp_path, max_length=32, placement=placement)
         return
     prompts = [[1 + (i * j * 7 + j) % 90 for j in range(1, 4 + 4 * i)] for i in range(4)]
     params = [SamplingParams(max_tokens=4, seed=i, prompt_logprobs=0) for i in range(4)]
     with resident:
         expected = [facts(result) for result in resident.generate(prompts, params)]
-    placement = Offload(gpu=BUDGET, weights=(0, 0, 100), batch_size=3, micro_batches=1)
     with LLM(tmp_path, max_length=32, placement=placement) as llm:
         assert [facts(result) for result in llm.generate(prompts, params)] == expected
 

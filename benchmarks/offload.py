@@ -1,0 +1,466 @@
+"""A checkpoint larger than its memory: Verbatim and accelerate's disk offload, under one limit.
+
+    python benchmarks/offload.py [--gb 4] [--cap 1GB] [--sequences 64] [--rounds 3] [--folder PATH]
+
+Makes a checkpoint of random weights in Qwen3's shape. Each engine runs in a process of its own, which,
+after its imports, joins a control group with the memory limit (as root, with cgroup v1 or v2; otherwise only
+the peak is told). Both decode the same prompts; the time of a step is that of the steps behind the first
+token. In the same processes, between two generations, the limit is measured: what reading the same
+file gives when nothing else runs, and what the matrix products of a step take on weights in memory. A
+step can't be faster than the longer of the two. Bytes read are the operating system's.
+
+`--quick` is a small run to see that all is well. Figures of a shared machine: compare ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def shape(gb: float) -> dict[str, Any]:
+    """A config of about so many gigabytes in bfloat16."""
+    vocab = 151_936 if gb >= 2 else 8_192
+    hidden, inter, heads, kv_heads = (2048, 6144, 16, 2) if gb >= 2 else (512, 1536, 8, 2)
+    per_layer = 2 * (hidden * (2 * heads + 2 * kv_heads) * 128 + 3 * hidden * inter)
+    layers = max(2, round((gb * 1e9 - 4 * vocab * hidden) / per_layer))
+    return dict(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inter,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def make_checkpoint(folder: Path, gb: float) -> None:
+    """Random weights in safetensors shards, without ever holding the model."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(**shape(gb))
+    config.architectures = ["Qwen3ForCausalLM"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    noise = (torch.randn(1 << 24) * 0.02).bfloat16()
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    index: dict[str, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def flush() -> None:
+        name = f"model-{len(shards):05}.safetensors"
+        save_file(shards[-1], folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shards[-1], name))
+        shards.append({})
+
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        if parameter.dim() == 1:
+            values = torch.ones(count, dtype=torch.bfloat16)
+        else:
+            values = noise.repeat(-(-count // len(noise)))[:count].clone()
+        shards[-1][name] = values.view(parameter.shape)
+        if sum(t.nbytes for t in shards[-1].values()) > 1e9:
+            flush()
+    if shards[-1]:
+        flush()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    config.save_pretrained(folder)
+    with open(folder / "config.json", "rb") as file:
+        os.fsync(file.fileno())
+    os.sync()
+
+
+# ---- in a child
+
+
+def status(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def bytes_from_disk() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes"):
+            return int(line.split()[1])
+    return 0
+
+
+class Group:
+    """A control group with a limit on the memory that this process takes while it is in it."""
+
+    def __init__(self, limit: int) -> None:
+        root = Path("/sys/fs/cgroup/memory")
+        self.how, most = ("cgroup v1", "memory.limit_in_bytes")
+        if not root.is_dir():
+            root, self.how, most = root.parent, "cgroup v2", "memory.max"
+        self._out, self._in = (
+            root / "cgroup.procs",
+            root / f"offload-{os.getpid()}" / "cgroup.procs",
+        )
+        try:
+            self._in.parent.mkdir()
+            (self._in.parent / most).write_text(str(limit))
+            self.enter()
+        except OSError as error:
+            self.how = f"no control group: {error.strerror}"
+            self._out = self._in = Path("/dev/null")
+
+    def enter(self) -> None:
+        self._in.write_text(str(os.getpid()))
+
+    def leave(self) -> None:
+        """What is taken from now on counts elsewhere."""
+        self._out.write_text(str(os.getpid()))
+
+
+def read_alone(folder: Path, nbytes: int) -> float:
+    """Bytes a second of direct reads with nothing else running, with as many readers as Verbatim has."""
+    from verbatim.placement.offload.recipe import Stored
+    from verbatim.placement.offload.stream import Stream, lay_out
+    from verbatim.placement.offload.trace import Trace
+
+    path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    step = 64 << 20
+    pieces = [
+        Stored(str(at), path, at, step, torch.uint8, (step,))
+        for at in range(0, min(nbytes, path.stat().st_size) - step, step)
+    ]
+    stream = Stream([lay_out(p.name, [p]) for p in pieces], 2 * step + 8192, 2, Trace())
+    begin = time.perf_counter()
+    for i in range(len(pieces)):
+        stream.take(i)
+        stream.give_back()
+    taken = time.perf_counter() - begin
+    stream.close()
+    return step * len(pieces) / taken
+
+
+def products_alone(config: dict[str, Any], rows: int) -> float:
+    """Seconds of a step's matrix products, on weights that lie in memory: one layer's, over and over."""
+    from verbatim.model.products import linear
+
+    hidden, inter = config["hidden_size"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
+    shapes = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+    shapes += [(inter, hidden), (inter, hidden), (hidden, inter)]
+    weights = [torch.randn(s).bfloat16() for s in shapes]
+    inputs = [torch.randn(rows, s[1]).bfloat16() for s in shapes]
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for x, w in zip(inputs, weights, strict=True):
+            linear(x, w)
+        times.append(time.perf_counter() - begin)
+    size = sum(w.numel() for w in weights)
+    head = config["vocab_size"] * hidden
+    return statistics.median(times) * (config["num_hidden_layers"] * size + head) / size
+
+
+def prompts(config: dict[str, Any], count: int, length: int) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(7)
+    ids: list[list[int]] = torch.randint(
+        5, config["vocab_size"], (count, length), generator=noise
+    ).tolist()
+    return ids
+
+
+def begin(args: argparse.Namespace) -> tuple[Group, int]:
+    """After the imports: the group, and the memory that counts as the baseline."""
+    gc.collect()
+    group = Group(int(args.limit))
+    Path("/proc/self/clear_refs").write_text("5")
+    return group, status("VmRSS")
+
+
+def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    import scipy.optimize  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401  (as the other has)
+
+    from verbatim import LLM, Offload, SamplingParams
+    from verbatim.batch import Batch
+
+    group, base = begin(args)
+    start = time.perf_counter()
+    llm = LLM(
+        args.folder,
+        max_length=args.prompt + args.new + 8,
+        max_sequences=args.sequences,
+        quantization=args.quantization,
+        placement=Offload(gpu=args.cap, workload=(args.prompt, args.new), trace=args.trace),
+    )
+    opened = time.perf_counter() - start
+    work = prompts(config, args.sequences, args.prompt)
+    runner, folder = llm._engine.runner, Path(args.folder)
+    if args.throttle:
+        throttle(args.throttle)
+    marks: list[
+        tuple[float, int, int]
+    ] = []  # when a forward begins, its rows, what was read before
+    plain = runner.forward
+
+    def forward(batch: Batch) -> Any:
+        read = bytes_from_disk()
+        marks.append((time.perf_counter(), batch.num_tokens, batch.num_sequences, read))
+        return plain(batch)
+
+    runner.forward = forward  # type: ignore[method-assign]
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        llm.generate(work, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+        return time.perf_counter() - start
+
+    steps, reads, bandwidths, computes = [], [], [], []
+    peak = status("VmHWM")
+    for _ in range(args.rounds):
+        marks.clear()
+        group.leave()
+        bandwidths.append(args.throttle or read_alone(folder, 2_000_000_000))
+        computes.append(products_alone(config, args.sequences))
+        group.enter()
+        Path("/proc/self/clear_refs").write_text("5")  # what the two took is not the model's
+        whole = run(1 + args.new)
+        peak = max(peak, status("VmHWM"))
+        pairs = list(itertools.pairwise(marks))
+        decodes = [(a, b) for a, b in pairs if a[1] == a[2] and b[1] == b[2]]
+        rows = max(a[1] for a, _ in decodes)  # as many as have room for K and V
+        steps += [b[0] - a[0] for a, b in decodes if a[1] == rows]
+        reads += [b[3] - a[3] for a, b in decodes if a[1] == rows]
+    table = llm.stats()["offload"]
+    plan = llm.info()["plan"]
+    found = {
+        "how": group.how,
+        "opened_s": opened,
+        "whole_s": whole,
+        "rows": rows,
+        "step_s": statistics.median(steps),
+        "read_per_step": statistics.median(reads),
+        "bandwidth": statistics.median(bandwidths),
+        "products_s": statistics.median(computes),
+        "weights_per_step": runner.weights.bytes_per_forward,
+        "kv_share_on_disk": plan["kv"][2] / 100,
+        "peak_over_baseline": peak - base,
+        "plan": llm.info()["plan_summary"],
+        "predicted_step_s": table["decode_step_s"]["predicted"],
+        "actual_step_s": table["decode_step_s"]["actual"],
+        "compute_s": table["decode_compute_s"]["actual"],
+    }
+    llm.close()
+    gc.collect()
+    found["left_over_baseline"] = status("VmRSS") - base
+    return found
+
+
+def throttle(rate: float) -> None:
+    """Let the readers together read no more than `rate` bytes a second."""
+    import threading
+
+    from verbatim.placement.offload.files import File
+
+    plain, lock, free_at = File.read, threading.Lock(), [time.perf_counter()]
+
+    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+        done = plain(self, into, offset, needed)
+        with lock:
+            free_at[0] = max(free_at[0], time.perf_counter() - 0.01) + done / rate
+            pause = free_at[0] - time.perf_counter()
+        if pause > 0:
+            time.sleep(pause)
+        return done
+
+    File.read = read  # type: ignore[method-assign]
+
+
+def child_accelerate(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    import accelerate  # noqa: F401
+    from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+    group, base = begin(args)
+    device_map: dict[str, str] = {
+        "model.embed_tokens": "disk",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
+    for i in range(config["num_hidden_layers"]):
+        device_map[f"model.layers.{i}"] = "cpu" if i < args.kept else "disk"
+    marks: list[tuple[float, int]] = []
+
+    class Mark(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+            marks.append((time.perf_counter(), bytes_from_disk()))
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with tempfile.TemporaryDirectory(dir=Path(args.folder).parent) as spare:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.folder, device_map=device_map, offload_folder=spare, dtype=torch.bfloat16
+        )
+        ids = torch.tensor(prompts(config, args.sequences, args.prompt))
+        with torch.no_grad():
+            model.generate(
+                ids,
+                max_new_tokens=5,
+                min_new_tokens=5,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([Mark()]),
+            )
+        pairs = list(itertools.pairwise(marks))
+        return {
+            "how": group.how,
+            "step_s": statistics.median(b[0] - a[0] for a, b in pairs),
+            "read_per_step": statistics.median(b[1] - a[1] for a, b in pairs),
+            "peak_over_baseline": status("VmHWM") - base,
+        }
+
+
+# ---- the parent
+
+
+def child(engine: str, args: argparse.Namespace, **more: Any) -> dict[str, Any] | None:
+    for path in Path(args.folder).glob(
+        "*.safetensors"
+    ):  # what is cached counts against nobody's limit
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    settings = {**vars(args), "engine": engine, **more}
+    command = [sys.executable, __file__, "--child", json.dumps(settings, default=str)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        said = run.stderr.strip().splitlines()[-1:] or ["(nothing)"]
+        print(f"  {engine} {more} ended with {run.returncode}: {said[0][:200]}")
+        return None
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gb", type=float, default=4.0)
+    parser.add_argument("--cap", default="1GB")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=12, help="new tokens")
+    parser.add_argument("--throttle", type=float, help="GB/s that Verbatim's readers may read")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", help="a checkpoint made before by --keep")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint where it is")
+    parser.add_argument("--trace", help="write Verbatim's trace here")
+    parser.add_argument("--alone", action="store_true", help="without accelerate")
+    parser.add_argument("--theirs", help="accelerate's numbers of sequences, as 64,16")
+    parser.add_argument("--quantization", help="of Verbatim's weights")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        inner = argparse.Namespace(**json.loads(args.child))
+        config = json.loads((Path(inner.folder) / "config.json").read_text())
+        run = child_verbatim if inner.engine == "verbatim" else child_accelerate
+        print(json.dumps(run(inner, config)))
+        return
+    if args.quick:
+        args.gb, args.cap, args.new, args.rounds, args.sequences = 0.3, "150MB", 4, 1, 8
+
+    from verbatim.options import memory_bytes
+
+    cap = memory_bytes(args.cap, 1 << 62)
+    args.throttle = args.throttle and args.throttle * 1e9
+    args.limit = int(cap * 1.15)
+    made = args.folder is None
+    if made:
+        args.folder = tempfile.mkdtemp(prefix="verbatim-checkpoint-")
+    folder = Path(args.folder)
+    try:
+        if not any(folder.glob("*.safetensors")):
+            make_checkpoint(folder, args.gb)
+        report(args, folder, cap)
+    finally:
+        if made and not args.keep:
+            shutil.rmtree(folder)
+
+
+def report(args: argparse.Namespace, folder: Path, cap: int) -> None:
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    )
+    print(f"checkpoint {size / 1e9:.2f} GB, cap {cap / 1e9:.2f} GB, {args.sequences} sequences")
+    ours = child("verbatim", args)
+    if ours is None:
+        raise SystemExit(1)
+    io = ours["weights_per_step"] / ours["bandwidth"]
+    limit = max(io, ours["products_s"])
+    rate = ours["rows"] / ours["step_s"]
+    computing = (
+        ours["compute_s"] + ours["step_s"] - ours["actual_step_s"]
+    )  # outside of the forward, all is
+    print(ours["plan"])
+    print(
+        f"verbatim: step of {ours['rows']} rows {ours['step_s']:.3f} s ({rate:.1f} tokens/s), opened in "
+        f"{ours['opened_s']:.1f} s, the last round took {ours['whole_s']:.0f} s; {ours['how']}"
+    )
+    print(
+        f"  limit {limit:.3f} s: reading {ours['weights_per_step'] / 1e9:.2f} GB of weights at "
+        f"{ours['bandwidth'] / 1e9:.2f} GB/s takes {io:.3f} s, products {ours['products_s']:.3f} s; "
+        f"reached {100 * limit / ours['step_s']:.0f} %. Computing and drawing take {computing:.3f} s in all, "
+        f"so the step is {ours['step_s'] / max(io, computing):.2f} times the longer of the two"
+    )
+    print(
+        f"  predicted {ours['predicted_step_s']:.3f} s a forward, actual {ours['actual_step_s']:.3f} s; "
+        f"{100 * ours['kv_share_on_disk']:.0f} % of K and V on the disk"
+    )
+    print(
+        f"  read from disk per step {ours['read_per_step'] / 1e9:.2f} GB, peak over the baseline "
+        f"{ours['peak_over_baseline'] / 1e9:.3f} GB ({100 * ours['peak_over_baseline'] / cap:.0f} % of the "
+        f"cap), left after close {ours['left_over_baseline'] / 1e6:.0f} MB"
+    )
+    if args.alone:
+        return
+    best = 0.0
+    tried = [args.sequences, args.sequences // 4, args.sequences // 16]
+    for sequences in dict.fromkeys(map(int, args.theirs.split(",")) if args.theirs else tried):
+        for kept in (0, 3):
+            theirs = child("accelerate", args, sequences=max(1, sequences), kept=kept)
+            if theirs is None:
+                continue
+            speed = sequences / theirs["step_s"]
+            best = max(best, speed)
+            print(
+                f"accelerate, {sequences} sequences, {kept} layers in memory: step {theirs['step_s']:.2f} s "
+                f"({speed:.2f} tokens/s), {theirs['read_per_step'] / 1e9:.2f} GB a step, peak "
+                f"{theirs['peak_over_baseline'] / 1e9:.2f} GB"
+            )
+    if best:
+        print(f"ratio: {rate / best:.2f} times accelerate at its best")
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    main()
