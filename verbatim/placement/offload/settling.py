@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.options import available_memory
 from verbatim.placement.offload import memory
 from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.cost import Load, predict_step
@@ -14,8 +13,6 @@ from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.shares import Costs, Room, Shares, solve
 from verbatim.placement.offload.wish import ANY, IN_MEMORY, Wish
-
-_KV_SHARE = 0.4  # of the memory that is available, for K and V where there are no budgets
 
 
 def settle(
@@ -289,7 +286,7 @@ def use_the_rest(wish: Wish, plan: Plan) -> Plan:
             if share
         )
         if wish.budget is None:
-            grown = min(grown, int(available_memory() * _KV_SHARE))
+            grown = min(grown, wish.most_kv)
         kv_bytes = max(kv_bytes, min(grown, useful))
         taken["K and V"] = kv_bytes
     settled = tuple(tiers)

@@ -14,6 +14,7 @@ from verbatim.placement.options import EngineOptions
 
 IN_MEMORY: Percents = (100.0, 0.0, 0.0)
 ANY = 1 << 60  # bytes: as many as it takes
+_KV_SHARE = 0.4  # of the memory that is available, for K and V, where no budget is given
 _SHARE = 0.6  # of the memory that is available, where no budget is given
 
 
@@ -26,6 +27,7 @@ class Wish:
         budget: of gpu and cpu together; None: as much as it takes.
         workload: (prompt, new) tokens, within the model's limit.
         limit: tokens of a sequence at most.
+        most_kv: bytes of K and V at most, where no budget says so.
     """
 
     shape: ModelShape
@@ -38,6 +40,7 @@ class Wish:
     budget: int | None
     workload: tuple[int, int]
     limit: int | None
+    most_kv: int = ANY
 
     @property
     def context(self) -> int:
@@ -54,7 +57,7 @@ class Wish:
         if self.limit is not None and self.budget is not None:
             longest = -(-self.limit // block) + 1
             blocks = max(blocks, min(longest, self.budget // 4 // max(1, a_block)))
-        return blocks * a_block
+        return min(blocks, max(2, self.most_kv // max(1, a_block))) * a_block
 
     def within(self, budget: int) -> Wish:
         """The same with another budget of gpu and cpu together, in the same proportion."""
@@ -101,6 +104,7 @@ def wish_of(
         budget,
         (prompt, new),
         limit,
+        int(available_memory() * _KV_SHARE) if budget is None else ANY,
     )
 
 
