@@ -9,7 +9,8 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +65,19 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(opening, "open_engine", poisoned)
     monkeypatch.setattr("verbatim.llm.open_engine", poisoned)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Toys on the disk, each saved once."""
+    import toys
+
+    saved: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in saved:
+            saved[name] = tmp_path_factory.mktemp(name)
+            toys.make_toy(name).save_pretrained(saved[name])
+        return saved[name]
+
+    return folder

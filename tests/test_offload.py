@@ -43,20 +43,6 @@ BUDGET = "300MB"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Toys on the disk, each saved once."""
-    saved: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in saved:
-            saved[name] = tmp_path_factory.mktemp(name)
-            toys.make_toy(name).save_pretrained(saved[name])
-        return saved[name]
-
-    return folder
-
-
 def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
     settings = {"weights": (0, 0, 100), "batch_size": 3, "micro_batches": 2} | settings
     engine = {k: settings.pop(k) for k in ("max_batch_tokens", "draft") if k in settings}

@@ -41,20 +41,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=1)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Toys on the disk, each saved once."""
-    saved: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in saved:
-            saved[name] = tmp_path_factory.mktemp(name)
-            toys.make_toy(name).save_pretrained(saved[name])
-        return saved[name]
-
-    return folder
-
-
 @pytest.fixture
 def no_thread_left() -> Iterator[None]:
     yield

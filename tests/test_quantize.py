@@ -277,20 +277,6 @@ def test_names_and_defaults() -> None:
 # ---- Models ----
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Toys on the disk, each saved once."""
-    saved: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in saved:
-            saved[name] = tmp_path_factory.mktemp(name)
-            make_toy(name).save_pretrained(saved[name])
-        return saved[name]
-
-    return folder
-
-
 def quantized(folder: Path, quantization: Any, dtype: str = "float32", **settings: Any) -> LLM:
     placed: dict[str, Any] = {"gpu": "300MB", "weights": (0, 0, 100), "policy": None}
     placed |= {"batch_size": 3, "micro_batches": 2}

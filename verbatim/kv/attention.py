@@ -291,7 +291,7 @@ def _reference_rows(
         blocks, offsets = block_table[held // block_size].long(), held % block_size
         k = k_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)  # [Hkv, 1, tile, Dk]
         v = v_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)
-        scores = _tree_sum(queries * k, -1).squeeze(-1) * options.scale
+        scores = tree_sum(queries * k, -1).squeeze(-1) * options.scale
         if options.softcap:
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if slopes is not None:
@@ -302,13 +302,13 @@ def _reference_rows(
         factor = torch.exp(largest - highest)
         weights = torch.exp(scores - highest)
         values = torch.where(seen.unsqueeze(-1), weights.unsqueeze(-1) * v, 0.0)
-        total = torch.where(active, total * factor + _tree_sum(weights, -1), total)
-        acc = torch.where(active, acc * factor + _tree_sum(values, -2).squeeze(-2), acc)
+        total = torch.where(active, total * factor + tree_sum(weights, -1), total)
+        acc = torch.where(active, acc * factor + tree_sum(values, -2).squeeze(-2), acc)
         largest = torch.where(active, highest, largest)
     return (acc / total).reshape(rows, heads, value_size).to(q.dtype)
 
 
-def _tree_sum(x: Tensor, dim: int) -> Tensor:
+def tree_sum(x: Tensor, dim: int) -> Tensor:
     """The sum over `dim`, kept as size 1, by adding halves: the same bits for any other shape."""
     while (size := x.shape[dim]) > 1:
         half = size // 2

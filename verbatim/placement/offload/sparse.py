@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.attention import AttentionOptions, tree_sum
 from verbatim.kv.quantized import Packing, unpack
 from verbatim.kv.store import KVStore
 
@@ -108,7 +108,7 @@ def _rows(
     scored = []
     for first in range(oldest, position + rows, _TILE):
         tile = keys[:, first : first + _TILE].unsqueeze(1)  # [Hkv, 1, tile, Dk]
-        scored.append(_tree_sum(queries * tile, -1).squeeze(-1))
+        scored.append(tree_sum(queries * tile, -1).squeeze(-1))
     places = torch.arange(oldest, oldest + sum(tile.shape[-1] for tile in scored))
     scores = torch.cat(scored, -1) * options.scale
     if options.softcap:
@@ -125,20 +125,11 @@ def _rows(
     if options.sinks is not None:
         largest = torch.maximum(largest, options.sinks.reshape(*grouped, 1))
     weights = torch.exp(scores - largest)
-    total = _tree_sum(weights, -1)
+    total = tree_sum(weights, -1)
     if options.sinks is not None:
         total = total + torch.exp(options.sinks.reshape(*grouped, 1) - largest)
     head = torch.arange(kv_heads).reshape(kv_heads, 1, 1)
     chosen = values[head, places[best]]  # [R, Hkv, G, k, Dv]
     chosen = torch.where(weights.unsqueeze(-1) > 0, weights.unsqueeze(-1) * chosen, 0.0)
-    mixed = _tree_sum(chosen, -2).squeeze(-2) / total
+    mixed = tree_sum(chosen, -2).squeeze(-2) / total
     return mixed.reshape(rows, heads, -1).to(q.dtype)
-
-
-def _tree_sum(x: Tensor, dim: int) -> Tensor:
-    """The sum over `dim`, kept as size 1, by adding halves: the same bits for any other shape."""
-    while (size := x.shape[dim]) > 1:
-        half = size // 2
-        total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-        x = torch.cat([total, x.narrow(dim, size - 1, 1)], dim) if size % 2 else total
-    return x
