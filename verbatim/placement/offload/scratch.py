@@ -80,14 +80,6 @@ class Scratch:
         """
         self.write_from([bytes_of(data)], offset)
 
-    def read(self, into: Tensor, offset: int) -> None:
-        """Fill a contiguous tensor from `offset`.
-
-        Raises:
-            TierFailed: it can't be read.
-        """
-        self.read_into([bytes_of(into)], offset)
-
     def write_from(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
         """Put what lies in `views` at `offset`, one behind the other.
 
