@@ -37,7 +37,9 @@ from verbatim.core import Delta, Metrics, Request, Result
 from verbatim.engine import loop
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import dummy_forward
+from verbatim.engine.sessions import Sessions
 from verbatim.errors import ModelChanged, QueueFull
+from verbatim.kv.blocks import BlockPool
 
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
@@ -740,6 +742,7 @@ class CountingEngine:
     def __init__(self) -> None:
         self.inside: dict[Request, Any] = {}
         self.runner = self
+        self.sessions = Sessions(BlockPool(2), 1)
         self.busy = threading.Lock()
         self.steps = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Mapping, Set
@@ -10,7 +11,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from verbatim.core import GrammarState, Request, Sequence
-from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
+from verbatim.engine.sessions import Holding
+from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.placement.runner import Runner
 from verbatim.sampling.beam import BeamSearch
@@ -68,23 +70,75 @@ class Admission:
             PromptTooLong: no room for a single token.
             NotSupported: something that this model or the combination can't do.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._ids(prompt)
         self._check_params(params)
-        room = self.max_length - len(ids)
+        text = prompt if isinstance(prompt, str) else None
+        return self._request(text, self.prompt_ids(prompt), params, first_sample=first_sample)
+
+    def admit_turn(
+        self,
+        prompt: str | None,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        holding: Holding,
+        *,
+        resumed_ids: SequenceOf[int] = (),
+        resumed_text: str = "",
+    ) -> Request:
+        """A request of a session, within its `max_length`.
+
+        Args:
+            prompt: what was given as text.
+            prompt_ids: all ids before the completion.
+            resumed_ids: those of the completion that are there already.
+            resumed_text: what was told of their text.
+
+        Raises:
+            As `admit`; NotSupported for several completions.
+        """
+        self._check_params(params)
+        for name in ("n", "num_beams"):
+            if getattr(params, name) != 1:
+                raise NotSupported(
+                    f"{name}={getattr(params, name)} in a session: a conversation goes on in one way; "
+                    "use generate with session.token_ids for several"
+                )
+        return self._request(
+            prompt,
+            prompt_ids,
+            params,
+            limit=(holding.max_length, "the session's max_length"),
+            resumed_ids=list(resumed_ids),
+            resumed_text=resumed_text,
+            holding=holding,
+        )
+
+    def _request(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        *,
+        first_sample: int = 0,
+        limit: tuple[int, str] | None = None,
+        resumed_ids: SequenceOf[int] = (),
+        resumed_text: str = "",
+        holding: Holding | None = None,
+    ) -> Request:
+        limit_tokens, source = limit or (self.max_length, self.limit_source)
+        num_given = len(ids) + len(resumed_ids)
+        room = limit_tokens - num_given
         if room < 0 or (room == 0 and params.max_tokens != 0):
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; the limit for prompt and completion together is "
-                f"{self.max_length} ({self.limit_source})"
+                f"the prompt has {num_given} tokens; the limit for prompt and completion together is "
+                f"{limit_tokens} ({source})"
             )
         if params.max_tokens is not None and params.max_tokens > room:
             raise PromptTooLong(
-                f"the prompt's {len(ids)} tokens and max_tokens={params.max_tokens} make "
-                f"{len(ids) + params.max_tokens}; the limit for both together is {self.max_length} "
-                f"({self.limit_source})"
+                f"the prompt's {num_given} tokens and max_tokens={params.max_tokens} make "
+                f"{num_given + params.max_tokens}; the limit for both together is {limit_tokens} "
+                f"({source})"
             )
+        new_tokens = room if params.max_tokens is None else params.max_tokens
         request = Request(
             request_id=f"request-{next(self._count)}",
             prompt=text,
@@ -92,17 +146,20 @@ class Admission:
             params=params,
             # 53 bits survive every JSON reader unrounded.
             seed=secrets.randbits(53) if params.seed is None else params.seed,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            max_tokens=len(resumed_ids) + new_tokens,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             bad_word_ids=self._bad_words(params),
             arrival=time.monotonic(),
             begin=self._begin,
             first_sample=first_sample,
+            resumed_ids=list(resumed_ids),
+            resumed_text=resumed_text,
+            holding=holding,
         )
         if params.min_tokens > request.max_tokens:
             raise InvalidRequest(
                 f"min_tokens={params.min_tokens} is more than the {request.max_tokens} tokens that the "
-                f"prompt of {len(ids)} leaves of {self.max_length} ({self.limit_source})"
+                f"prompt of {len(ids)} leaves of {limit_tokens} ({source})"
             )
         self._check_replay(params, len(ids) + request.max_tokens)
         self._begin(request)
@@ -138,7 +195,10 @@ class Admission:
             max_tokens=request.max_tokens,
             detokenizer=detokenizer,
         )
-        return Sequence(request, 0, watch, self._grammar(request))
+        sequence = Sequence(request, 0, watch, self._grammar(request))
+        if request.resumed_ids:
+            _resume(sequence, watch)
+        return sequence
 
     def _grammar(self, request: Request) -> GrammarState | None:
         """Where a completion begins in the structure that is asked for; None where none is."""
@@ -153,9 +213,18 @@ class Admission:
             self._compiler = GrammarCompiler(tokenizer, self.vocab_size, self.eos_ids)
         return self._compiler.start(params, ends=bool(request.eos_ids))
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
+        """The ids of a prompt.
+
+        Args:
+            begins: nothing stands before it, so the tokenizer's own rule adds its special tokens to a string.
+
+        Raises:
+            InvalidRequest: as `admit`.
+        """
         if isinstance(prompt, str):
-            ids = self._need_tokenizer("a prompt given as text").encode(prompt)
+            tokenizer = self._need_tokenizer("a prompt given as text")
+            ids = tokenizer.encode(prompt, special_tokens=begins)
             outside = [value for value in ids if value >= self.vocab_size]
             if outside:
                 raise InvalidRequest(
@@ -176,6 +245,8 @@ class Admission:
         return value
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
         check_vocabulary(params, self.vocab_size)
         for wanted in ("logprobs", "prompt_logprobs"):
             if (getattr(params, wanted) or 0) > self.vocab_size:
@@ -228,6 +299,37 @@ class Admission:
         if self.tokenizer is None:
             raise InvalidRequest(f"{what} needs a tokenizer, and this engine has none; give ids")
         return self.tokenizer
+
+
+def _resume(sequence: Sequence, watch: StopWatch) -> None:
+    """Put a new sequence behind the tokens of its completion that are there already.
+
+    Raises:
+        InvalidRequest: they don't fit the structure that is asked for, or it is complete with them.
+    """
+    request, grammar = sequence.request, sequence.grammar
+    ids = request.resumed_ids
+    for count, token_id in enumerate(ids if grammar is not None else ()):
+        assert grammar is not None
+        name = next(name for name in STRUCTURES if getattr(request.params, name) is not None)
+        try:
+            fits = bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1)
+            ended = fits and grammar.push(token_id)
+        except RequestFailed as error:
+            raise InvalidRequest(f"{name}: {error}") from error
+        if not fits or ended:
+            how = "the structure is complete" if fits else f"token {count + 1} does not fit it"
+            raise InvalidRequest(
+                f"{name} for a completion that goes on behind {len(ids)} tokens: {how}"
+            )
+    watch.resume(ids, request.resumed_text)
+    sequence.output_ids = list(ids)
+    # What was told of them before is not told again; these only keep the lists as long as the ids.
+    sequence.weight_versions = [0] * len(ids)
+    sequence.logprobs = [math.nan] * len(ids)
+    sequence.sampled_logprobs = [math.nan] * len(ids)
+    sequence.top_logprobs = [[] for _ in ids] if request.params.logprobs is not None else []
+    sequence.num_sent = len(ids)
 
 
 def _plain(prompt: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from verbatim.batch import Candidate
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
+    from verbatim.engine.sessions import Holding
     from verbatim.sampling.beam import BeamSearch
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
@@ -41,7 +42,12 @@ class Watch(Protocol):
 
     @property
     def text(self) -> str:
-        """The text so far, cut where a stop string begins."""
+        """The text so far, cut where a stop string begins; without what was told before it was resumed."""
+        ...
+
+    @property
+    def whole_text(self) -> str:
+        """The same with what was told before."""
         ...
 
     def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
@@ -247,7 +253,7 @@ class Sequence:
         if not request.reads_prompt_rows or self.index != 0:
             return None
         known = request.num_prompt_rows_read
-        return known if known < len(request.prompt_ids) - 1 else None
+        return known if known < request.num_given - 1 else None
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -315,12 +321,17 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
-    max_tokens: int  # settled: `params.max_tokens` or what the length limit leaves
+    max_tokens: (
+        int  # settled: `resumed_ids`, and `params.max_tokens` or what the length limit leaves
+    )
     eos_ids: frozenset[int]  # empty with `ignore_eos`
     bad_word_ids: list[tuple[int, ...]]
     arrival: float  # time.monotonic()
     begin: Callable[[Request], None]  # makes its first sequences, with nothing done yet
     first_sample: int = 0  # sample index of completion 0
+    resumed_ids: list[int] = field(default_factory=list)  # of its completion, made before
+    resumed_text: str = ""  # what was told of those
+    holding: Holding | None = None  # of the session whose turn it is
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
     prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...
@@ -337,6 +348,16 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.result is not None or self.error is not None
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that stand before the first one that it makes."""
+        return len(self.prompt_ids) + len(self.resumed_ids)
+
+    @property
+    def makes_nothing(self) -> bool:
+        """Was it asked for no token?"""
+        return self.max_tokens == len(self.resumed_ids)
 
     def begin_again(self) -> None:
         """As if nothing had been done for it yet; its seed and its place among others stay."""

@@ -38,7 +38,9 @@ class ModelChanged(VerbatimError, RuntimeError):
 
 
 class OutOfBlocks(VerbatimError, MemoryError):
-    """The KV memory is too small for even one sequence of the length that was asked for."""
+    """The KV memory is too small for even one sequence of the length that was asked for, or what open
+    sessions leave of it for another session.
+    """
 
 
 class QueueFull(VerbatimError, RuntimeError):
@@ -46,7 +48,11 @@ class QueueFull(VerbatimError, RuntimeError):
 
 
 class EngineClosed(VerbatimError, RuntimeError):
-    """A call on an engine after `close()`."""
+    """A call on an engine after `close()`, or on a session after its own."""
+
+
+class SessionBusy(VerbatimError, RuntimeError):
+    """A call on a session while another one is under way."""
 
 
 class TierFailed(VerbatimError, OSError):
@@ -67,6 +73,14 @@ class TierFailed(VerbatimError, OSError):
 
 class RequestFailed(VerbatimError, RuntimeError):
     """A request that was accepted and failed while it ran; the cause is chained."""
+
+
+class StageFailed(VerbatimError, RuntimeError):
+    """A stage of a cluster was lost and could not be replaced; the message names it and the reason.
+
+    The requests of the step fail with this error. The engine goes on: the next request tries to fill the
+    place again, and sessions keep what they have.
+    """
 
 
 def first_line(error: Exception) -> str:

@@ -47,7 +47,7 @@ def commit(
     for row in targets if request.params.prompt_logprobs is not None else ():
         request.prompt_logprobs.append(draws.logprobs[row])
         request.prompt_top_logprobs.append(draws.top(row))
-    if request.max_tokens == 0 and sequence.num_uncomputed == 0:
+    if request.makes_nothing and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
         return finish(request, FinishReason.LENGTH)
@@ -155,12 +155,13 @@ def _result(request: Request) -> Result:
     metrics, wanted = request.metrics, request.params.prompt_logprobs
     metrics.total_s = time.monotonic() - request.arrival
     longest = max((len(s.output_ids) for s in request.sequences), default=0)
+    longest -= len(request.resumed_ids)
     if longest > 1:
         metrics.per_token_s = (metrics.total_s - metrics.first_token_s) / (longest - 1)
     return Result(
         request_id=request.request_id,
         prompt=request.prompt,
-        prompt_token_ids=request.prompt_ids,
+        prompt_token_ids=request.prompt_ids + request.resumed_ids,
         prompt_logprobs=None if wanted is None else [None, *request.prompt_logprobs],
         prompt_top_logprobs=None if not wanted else [None, *request.prompt_top_logprobs],
         outputs=[_completion(s) for s in sorted(request.sequences, key=lambda s: s.index)],
@@ -174,18 +175,19 @@ def _result(request: Request) -> Result:
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
     assert sequence.finish_reason is not None
+    new = slice(len(request.resumed_ids), None)  # what it has made itself
     return Completion(
         index=sequence.index,
         sample_index=sequence.sample_index,
         text=sequence.watch.text,
-        token_ids=sequence.output_ids,
-        logprobs=sequence.logprobs,
-        sampled_logprobs=sequence.sampled_logprobs if request.search is None else None,
-        top_logprobs=sequence.top_logprobs if request.params.logprobs is not None else None,
+        token_ids=sequence.output_ids[new],
+        logprobs=sequence.logprobs[new],
+        sampled_logprobs=sequence.sampled_logprobs[new] if request.search is None else None,
+        top_logprobs=sequence.top_logprobs[new] if request.params.logprobs is not None else None,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         seed=request.seed,
-        weight_versions=sequence.weight_versions,
+        weight_versions=sequence.weight_versions[new],
         score=None if request.search is None else sequence.score,
         hidden_states=_stack(request, sequence.hidden),
         routing=sequence.routing,

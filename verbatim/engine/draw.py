@@ -62,21 +62,22 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
 
 
 def _target_rows(chunk: Chunk) -> list[Placed]:
-    request = chunk.sequence.request
+    sequence, request = chunk.sequence, chunk.sequence.request
     known = request.num_prompt_rows_read
+    targets = sequence.token_ids(known + 1, known + 1 + chunk.num_prompt_targets)
     return [
         (
             chunk.first_logits_row + i,
             SampleRow(
                 request.params,
                 request.seed,
-                chunk.sequence.sample_index,
+                sequence.sample_index,
                 known + 1 + i,
-                target=request.prompt_ids[known + 1 + i],
+                target=target,
                 num_logprobs=request.params.prompt_logprobs or 0,
             ),
         )
-        for i in range(chunk.num_prompt_targets)
+        for i, target in enumerate(targets)
     ]
 
 

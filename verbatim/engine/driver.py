@@ -11,7 +11,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.clients import Client, Outbox
@@ -20,6 +20,7 @@ from verbatim.engine.loop import AsyncWake, Wake
 from verbatim.engine.traffic import Mode, Traffic
 from verbatim.errors import InvalidRequest, TierFailed, VerbatimError
 
+_T = TypeVar("_T")
 PAUSES = ("keep", "drain", "abort")
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 
@@ -33,6 +34,9 @@ class Driver:
     Args:
         max_unread: deltas that may wait for the reader of a stream; one more, and its request fails.
     """
+
+    may_idle = False  # `run` is called with no requests, too, for the sake of others
+    alone = True  # no other process makes the same calls
 
     def __init__(self, engine: Engine, *, max_unread: int = 65_536) -> None:
         self.engine = engine
@@ -170,6 +174,21 @@ class Driver:
     def abort(self, request: Request) -> None:
         """End a request now, keeping what it has; from any thread, harmless when it has ended."""
         self._traffic.abort([request])
+
+    # ---- for sessions
+
+    def visit(self, work: Callable[[], _T]) -> _T:
+        """Do some work at the engine, between two steps.
+
+        Raises:
+            EngineClosed: the engine is closed.
+            VerbatimError: called from inside a forward.
+        """
+        return self._traffic.visit(work)
+
+    def let_out(self) -> None:
+        """Take back the blocks of sessions that have ended, now or after the step under way."""
+        self._traffic.tidy()
 
     # ---- for whoever runs the engine
 

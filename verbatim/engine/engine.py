@@ -13,6 +13,7 @@ from verbatim.engine.commit import commit, counted_rows, delta, finish
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
+from verbatim.engine.sessions import Sessions
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
 from verbatim.placement.runner import Forward, Runner
@@ -52,6 +53,11 @@ class Engine:
         self._stamp = runner.stamp() if live else None
 
     @property
+    def sessions(self) -> Sessions:
+        """What is held for conversations between their turns."""
+        return self.scheduler.sessions
+
+    @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
@@ -71,9 +77,10 @@ class Engine:
         """Take a request in; `deliver` gets its deltas, during the steps that make them."""
         if self.live and not self.has_work:
             self.scheduler.pool.forget()
+            self.sessions.forget_keys()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
-        if request.max_tokens == 0 and not (
+        if request.makes_nothing and not (
             request.reads_prompt_rows or request.params.record_routing
         ):
             self._end(request, FinishReason.LENGTH)  # nothing to compute: no forward
@@ -160,12 +167,13 @@ class Engine:
                 self.fail(request, error)  # whatever it is, it is this request's
 
     def _hand_out(self, sequence: Sequence) -> None:
-        """Send what is new; a sequence that has ended gives its blocks back."""
+        """Send what is new; a sequence that has ended gives its blocks back, or to its session."""
         request = sequence.request
         self.num_tokens += len(sequence.output_ids) - sequence.num_sent
         if sequence.finished:
             if request.params.record_routing:
                 sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
+            self.sessions.keep(sequence)
             self.scheduler.remove(sequence)
         if request.request_id not in self._active:
             return  # whoever took the last delta has aborted it
@@ -273,6 +281,7 @@ class Engine:
 
     def close(self) -> None:
         """Give back memory, processes and files."""
+        self.sessions.close()
         try:
             if self.drafting is not None:
                 self.drafting.tell("close")
@@ -293,6 +302,8 @@ class Engine:
             "blocks_used": pool.num_used,
             "blocks_cached": pool.num_cached,
             "blocks_free": pool.num_free,
+            "blocks_reserved": self.sessions.num_reserved,
+            "sessions": self.sessions.num_open,
             "draft": None if self.drafting is None else self.drafting.stats(),
             **self.runner.stats(),
         }

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from verbatim.core import Request, Sequence
+from verbatim.engine.sessions import Sessions
 from verbatim.engine.waiting import WaitingRoom
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
@@ -68,6 +69,7 @@ class Scheduler:
         self.max_sequences = max_sequences
         self.max_prompt_targets = max_prompt_targets
         self.prefixes = Prefixes(pool, block_size, enabled=prefix_cache)
+        self.sessions = Sessions(pool, block_size)
         self.waiting = WaitingRoom()
         self.running: dict[Sequence, None] = {}  # in the order in which they began to run
         self.num_preemptions = 0
@@ -76,10 +78,13 @@ class Scheduler:
         self._count = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
-        """Take in a sequence that has computed nothing yet."""
+        """Take in a sequence that has computed nothing yet, but for what a session holds of it."""
         sequence.number = next(self._count)
         self.num_new += 1
+        self.sessions.hand_over(sequence)
         self.waiting.add(sequence)
+        if sequence.blocks:
+            self._parked[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not, and take its blocks back."""
@@ -169,11 +174,23 @@ class Scheduler:
             self._preempt(sequence)
         for sequence in list(self._parked):
             self._release(sequence)
+        self.sessions.drop_kv()
         self.pool.forget()
+
+    def held(self) -> list[Sequence]:
+        """Those who run: what they have computed is all that is kept from here on. What others hold, and
+        what is cached, is let go.
+        """
+        for sequence in list(self._parked):
+            self._release(sequence)
+        self.sessions.drop_kv()
+        self.pool.drop_cached()
+        return list(self.running)
 
     def revise(self, request: Request) -> None:
         """After everybody was evicted: forget what the old weights said of what comes next."""
-        if not request.sequences[0].output_ids:  # else the prompt has been reported on
+        made = request.sequences[0].num_tokens - request.num_given
+        if not made:  # else the prompt has been reported on
             request.prompt_logprobs, request.prompt_top_logprobs = [], []
             request.prompt_hidden = []
         for beam in request.sequences:
@@ -192,7 +209,7 @@ class Scheduler:
         if not chunk.num_rows:
             return
         while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
-            if not self._free_parked():
+            if not self._free_idle():
                 others = (s for s in self.running if s not in budget.scheduled)
                 last = max(others, key=_dispensable)
                 self._preempt(last)
@@ -254,14 +271,16 @@ class Scheduler:
     def _make_way(self) -> None:
         """Before anybody is scheduled: the first who waits, if anybody runs at a worse priority."""
         first = self._next_waiting()
-        if first is None or first in self._parked:
+        if first is None:
             return
-        priority = first.request.params.priority
+        priority, is_parked = first.request.params.priority, first in self._parked
         if any(s.request.params.priority > priority for s in self.running):
-            self.prefixes.attach(first)
+            if not is_parked:
+                self.prefixes.attach(first)
             nobody_yet = _Budget(self.max_batch_tokens, self.max_prompt_targets)
             self._make_room(first, min(first.num_uncomputed, nobody_yet.rows), nobody_yet)
-            self._release(first)
+            if not is_parked:
+                self._release(first)
 
     def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
         """A seat and the blocks for `rows` of a waiting sequence; False if nobody yields to it."""
@@ -269,7 +288,7 @@ class Scheduler:
             short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
             if not short_of_blocks and len(self.running) < self.max_sequences:
                 return True
-            if short_of_blocks and self._free_parked(but=sequence):
+            if short_of_blocks and self._free_idle(but=sequence):
                 continue
             yielding = [
                 s for s in self.running if s not in budget.scheduled and _yields(s, sequence)
@@ -296,9 +315,9 @@ class Scheduler:
         # eviction, is not asked for again.
         if unread is not None and sequence.num_computed <= unread:
             rows = min(rows, unread - sequence.num_computed + budget.prompt_targets)
-            end = min(sequence.num_computed + rows, len(request.prompt_ids) - 1)
+            end = min(sequence.num_computed + rows, request.num_given - 1)
             targets = max(0, end - unread)
-        draws = rows == sequence.num_uncomputed and request.max_tokens > 0
+        draws = rows == sequence.num_uncomputed and not request.makes_nothing
         return Chunk(sequence, rows, targets, draws)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -311,8 +330,12 @@ class Scheduler:
         self.num_preemptions += 1
         sequence.request.metrics.preemptions += 1
 
-    def _free_parked(self, but: Sequence | None = None) -> bool:
-        """Samples that wait for a seat hold their prompt's blocks, but not at the cost of others."""
+    def _free_idle(self, but: Sequence | None = None) -> bool:
+        """Sessions between their turns hold blocks, and so do those that wait for a seat: the samples of a
+        request their prompt's, turns their session's. But not at the cost of others.
+        """
+        if self.sessions.free_block():
+            return True
         for sequence in reversed(self._parked):
             if sequence is not but:
                 self._release(sequence)

@@ -166,7 +166,8 @@ class Traffic:
         While no step is made, newcomers are let in here, so that their time can run out.
         """
         wake = Wake()
-        while self._going or (self._coming and self.mode is Mode.PAUSED):
+        sessions = self.engine.sessions
+        while self._going or sessions.has_leavers or (self._coming and self.mode is Mode.PAUSED):
             try:
                 try:
                     if self.closed or not self.seat.take(wake, ahead=True):
@@ -287,9 +288,11 @@ class Traffic:
             self._clients.clear()  # they have ended, and were about to be forgotten
             self._hosted.clear()
         self._lock, self.seat, self._loop = threading.RLock(), Seat(), None
+        self.engine.sessions.forked()
 
     def _let_in_and_out(self) -> None:
-        """Between two steps: everybody who came, then everybody who left."""
+        """Between two steps: sessions that ended, everybody who came, then everybody who left."""
+        self.engine.sessions.settle()
         draining, now = self.mode is Mode.DRAINING, time.monotonic()
         # Taken out one by one, each when it is done: an interrupt in between must lose nobody.
         with self._lock:

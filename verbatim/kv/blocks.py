@@ -108,10 +108,21 @@ class BlockPool:
             found.append(block)
         return found
 
-    def forget(self) -> None:
-        """Forget every key: what is cached becomes free, what is used will not be found again."""
+    def forget_block(self, block: int) -> None:
+        """Somebody will write to a block that it alone holds: nobody is to find it any more."""
+        assert self._holders[block] == 1, block
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._by_key[key]
+
+    def drop_cached(self) -> None:
+        """What is cached becomes free; what is used can still be found."""
         for block in list(self._cached):
             self._discard(block)
+
+    def forget(self) -> None:
+        """Forget every key: what is cached becomes free, what is used will not be found again."""
+        self.drop_cached()
         self._by_key.clear()
         self._keys.clear()
 

@@ -11,7 +11,8 @@ class Prefixes:
 
     Only full blocks are shared this way, and at least one row of a sequence is always computed, since
     the next token is drawn from it. Sequences whose routing is forced keep to themselves: their K and V
-    are not what their ids alone would give.
+    are not what their ids alone would give. So do those of a session that goes on from K and V of a time
+    of which everything else was forgotten.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
@@ -86,7 +87,9 @@ class Prefixes:
         return dropped
 
     def _takes_part(self, sequence: Sequence) -> bool:
-        return self.enabled and sequence.request.params.replay_routing is None
+        request = sequence.request
+        is_private = request.holding is not None and request.holding.is_private
+        return self.enabled and request.params.replay_routing is None and not is_private
 
     def _wanted(self, sequence: Sequence) -> list[bytes]:
         """The keys of the blocks that may be found instead of computed."""

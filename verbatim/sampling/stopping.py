@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 from typing import Self, cast
 
 from verbatim.core import FinishReason
@@ -66,15 +67,40 @@ class StopWatch:
         self._num_taken = 0  # parts handed out
         self._held = ""  # final text behind them that may begin a stop string
         self._pending = ""  # text behind that which later tokens may yet change
+        self._told = ""  # of the whole text, what was told before it was resumed
+        self._retold = ""  # the rest of that, which comes again and is not handed out
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     @property
-    def text(self) -> str:
+    def whole_text(self) -> str:
         """The completion's text as far as it is certain; all of it when finished."""
         return "".join(self._parts) + self._held
+
+    @property
+    def text(self) -> str:
+        """The same without what was told before it was resumed."""
+        whole = self.whole_text
+        return whole[_in_common(whole, self._told) :] if self._told else whole
+
+    def resume(self, token_ids: Iterable[int], told: str) -> None:
+        """Begin behind tokens that are there already, none of which ends anything.
+
+        Args:
+            told: what was handed out as their text. It can't be taken back where later tokens show that it
+                was half a character, or the beginning of a stop string.
+        """
+        assert self.num_tokens == 0
+        ids = list(token_ids)
+        limits = self._min_tokens, self._max_tokens
+        self._min_tokens = self._max_tokens = len(ids) + 1
+        for token_id in ids:
+            self.push(token_id)
+        self._min_tokens, self._max_tokens = limits
+        self._told, self._retold = told, told
+        self.take()
 
     def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
         """Add a token. The verdict if it ends the completion, else None."""
@@ -112,6 +138,10 @@ class StopWatch:
         """
         text = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
+        if self._retold and text:
+            again = _in_common(text, self._retold)
+            self._retold = self._retold[again:] if again == len(text) else ""
+            text = text[again:]
         return text
 
     def fork(self) -> Self:
@@ -185,6 +215,14 @@ class StopWatch:
 
     def _begins_stop(self, end: str) -> bool:
         return any(len(end) < len(stop) and stop.startswith(end) for stop in self._stops)
+
+
+def _in_common(a: str, b: str) -> int:
+    """With how many characters both begin."""
+    if a.startswith(b):
+        return len(b)
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def banned_until_min_tokens(

@@ -90,9 +90,13 @@ class Tokenizer:
             raise ModelError(f"no tokenizer from {str(path_or_id)!r}: {error}") from error
         return cls(hf)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with what the tokenizer's own rule puts before it (and after it)."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, with what the tokenizer's own rule puts before it (and after it).
+
+        Args:
+            special_tokens: False leaves that away, for text that goes on with something.
+        """
+        return self._encode(text, add_special_tokens=special_tokens)
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
         """The ways to spell `text` inside a completion: at the start of a word and within one.

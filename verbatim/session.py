@@ -1,0 +1,403 @@
+"""`Session`: a conversation whose K and V stay between its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import operator
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from verbatim.admission import Prompt
+from verbatim.core import Delta, FinishReason, Request, Result
+from verbatim.engine.loop import AsyncWake, Wake
+from verbatim.engine.sessions import Holding
+from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
+from verbatim.params import SamplingParams
+from verbatim.session_file import SavedSession, read_session, write_session
+from verbatim.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from verbatim.llm import LLM
+
+
+class Session:
+    """One conversation, turn by turn; `LLM.session` opens it.
+
+    It says what `LLM.generate` would say to all its ids in one prompt, under one seed. K and V of what was
+    said stay, so that a turn computes only what is new. They are there to save time: where others need the
+    memory, or new weights come, they go and are computed again, and no word depends on it.
+
+    A turn that is broken off (an error, Ctrl-C, a stream that is left, `pause("abort")`) leaves the session
+    as it was before. A session serves one call at a time.
+
+    Attributes:
+        params: for turns that are given none.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_length: int | None = None,
+        seed: int | None = None,
+        params: SamplingParams | None = None,
+        load: str | os.PathLike[str] | None = None,
+        wait_s: float | None = 0.0,
+        idle_timeout_s: float | None = None,
+    ) -> None:
+        self._llm, self._driver, self._admission = llm, llm._driver, llm._admission
+        saved = None if load is None else read_session(load, llm)
+        self._wait_s = _seconds("wait_s", wait_s)
+        self._seed = _settle_seed(seed, saved)
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidRequest(f"params={params!r}: must be a SamplingParams or None")
+        self.params = params or (saved.params if saved is not None else SamplingParams())
+        self._ids: list[int] = [] if saved is None else saved.token_ids
+        # Where each completion begins and ends.
+        self._completions: list[tuple[int, int]] = [] if saved is None else saved.completions
+        self._text = (
+            "" if saved is None else saved.text
+        )  # of the last one, where it stands at the end
+        self._skips_special_tokens = True
+        self._busy = threading.Lock()
+        self._request: Request | None = None
+        if max_length is None and saved is not None:
+            max_length = min(saved.max_length, llm.max_length)
+        self._holding = Holding(
+            _settle_length(max_length, len(self._ids), llm),
+            _seconds("idle_timeout_s", idle_timeout_s),
+        )
+        sessions = llm._engine.sessions
+        self._let_go = weakref.finalize(self, sessions.leave, self._holding)
+        self._let_go.atexit = False  # nothing outlives the process
+        self._reserve()
+        sessions.end(self._holding)
+        if saved is not None and saved.kv is not None:
+            saved.put_kv(llm, self._holding)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids so far, those given and those made; a copy."""
+        return list(self._ids)
+
+    @property
+    def position(self) -> int:
+        """Tokens so far. Setting it rolls back: what stands behind is forgotten."""
+        return len(self._ids)
+
+    @position.setter
+    def position(self, value: int) -> None:
+        try:
+            position = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            position = -1
+        if not 0 <= position <= len(self._ids):
+            raise InvalidRequest(
+                f"position={value!r}: must be an integer from 0 to {len(self._ids)}, the tokens so far"
+            )
+        with self._claimed():
+            if position == len(self._ids):
+                return
+            self._ids = self._ids[:position]
+            self._completions = [
+                (begin, min(end, position)) for begin, end in self._completions if begin <= position
+            ]
+            self._text = self._decode(self._begin_of_completion())
+
+    @property
+    def text(self) -> str:
+        """The whole completion that `generate(None)` would go on with, as one call would have told it.
+
+        The texts of the calls join to it, but where a call ended in half a character or in what became a stop
+        string: what was told is not taken back.
+        """
+        return self._text
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the session may come to."""
+        return self._holding.max_length
+
+    @property
+    def seed(self) -> int:
+        """Of all its draws."""
+        return self._seed
+
+    @property
+    def closed(self) -> bool:
+        return self._holding.closed or self._driver.closed
+
+    def generate(
+        self, inputs: Prompt | None = None, params: SamplingParams | None = None
+    ) -> Result:
+        """One turn: everything so far and `inputs` is the prompt.
+
+        Args:
+            inputs: a string or a list of ids. At the beginning a string gets the special tokens of its
+                tokenizer's rule, later none. None goes on with the completion that stands at the end,
+                whatever ended it: penalties, `min_tokens`, stops and structures count over all of it,
+                `max_tokens` over what is new. Where nothing was said yet, it begins with the model's BOS.
+            params: None takes the session's. Its seed must be None or the session's, `n` and `num_beams` 1.
+
+        Returns:
+            As `LLM.generate`; `prompt_token_ids` is everything before the new tokens.
+
+        Raises:
+            PromptTooLong, InvalidRequest, NotSupported: before any forward runs; the session is as before.
+            OutOfBlocks: it had lost its room to `idle_timeout_s`, and there is none within `wait_s`.
+            SessionBusy: another call is under way.
+            EngineClosed: the session or its LLM is closed.
+            RequestFailed: as in `LLM.generate`.
+        """
+        with self._turn(inputs, params) as request:
+            (result,) = self._driver.run([request])
+            self._take(request, result)
+        return result
+
+    def stream(
+        self, inputs: Prompt | None = None, params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """`generate`, as it grows. Leaving the loop early leaves the session as it was before the turn."""
+        deltas = self._stream(inputs, params)
+        next(deltas)  # claims the session, and is inside of what gives it back
+        return deltas  # type: ignore[return-value]  # only the first one is None
+
+    def _stream(
+        self, inputs: Prompt | None, params: SamplingParams | None
+    ) -> Iterator[Delta | None]:
+        with self._turn(inputs, params) as request:
+            yield None
+            for delta in self._driver.deltas(request):
+                if delta.result is not None:
+                    self._take(request, delta.result)
+                yield delta
+
+    async def agenerate(
+        self, inputs: Prompt | None = None, params: SamplingParams | None = None
+    ) -> Result:
+        """`generate` for asyncio; cancelling leaves the session as it was before the turn."""
+        request = self._claim(inputs, params)
+        try:
+            await self._areserve()
+            (result,) = await self._driver.arun([request])
+            self._take(request, result)
+        finally:
+            self._release()
+        return result
+
+    async def astream(
+        self, inputs: Prompt | None = None, params: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
+        """`stream` for asyncio; what is refused is refused when the first delta is asked for."""
+        request = self._claim(inputs, params)
+        try:
+            await self._areserve()
+            async for delta in self._driver.adeltas(request):
+                if delta.result is not None:
+                    self._take(request, delta.result)
+                yield delta
+        finally:
+            self._release()
+
+    def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
+        """Write the session to a file, from which `LLM.session(load=path)` goes on with the same words.
+
+        The file replaces one of that name at once, or not at all.
+
+        Args:
+            kv: write K and V as well, as far as they are there, so that loading needs no forward for them.
+
+        Raises:
+            NotSupported: `kv` where they are not in this process's memory, or not all that there is to a
+                position; params with Python callables or recorded routing.
+            SessionBusy, EngineClosed: as in `generate`.
+        """
+        if not isinstance(kv, bool):
+            raise InvalidRequest(f"kv={kv!r}: must be True or False")
+        self._check_open()
+        with self._claimed():
+            saved = SavedSession(
+                self._ids, self._completions, self._text, self._seed, self.max_length, self.params
+            )
+            write_session(path, self._llm, saved, self._holding if kv else None)
+
+    def close(self) -> None:
+        """Give back K, V and room; a turn that is under way ends as "abort". Again does nothing."""
+        self._let_go()
+        if self._request is not None:
+            self._driver.abort(self._request)
+        self._driver.let_out()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- a turn
+
+    @contextmanager
+    def _turn(self, inputs: Prompt | None, params: SamplingParams | None) -> Iterator[Request]:
+        request = self._claim(inputs, params)
+        try:
+            self._reserve()
+            yield request
+        finally:
+            self._release()
+
+    def _claim(self, inputs: Prompt | None, params: SamplingParams | None) -> Request:
+        """Begin a turn; `_release` ends it."""
+        self._check_open()
+        self._lock()
+        try:
+            self._request = self._admit(inputs, self.params if params is None else params)
+        except BaseException:
+            self._busy.release()
+            raise
+        return self._request
+
+    def _release(self) -> None:
+        self._llm._engine.sessions.end(self._holding)
+        self._request = None
+        self._busy.release()
+
+    def _reserve(self) -> None:
+        wake = Wake()
+        for patience_s in self._llm._engine.sessions.begin(self._holding, self._wait_s, wake.set):
+            wake.wait(patience_s)
+
+    async def _areserve(self) -> None:
+        wake = AsyncWake()
+        for patience_s in self._llm._engine.sessions.begin(self._holding, self._wait_s, wake.set):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), patience_s)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        self._lock()
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _lock(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise SessionBusy(
+                "this session is in use: another call is under way, or a stream is open"
+            )
+
+    def _check_open(self) -> None:
+        if self._driver.closed:
+            raise EngineClosed("this LLM has been closed")
+        if self._holding.closed:
+            raise EngineClosed("this session has been closed")
+
+    def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
+        if params.seed not in (None, self._seed):
+            raise InvalidRequest(
+                f"seed={params.seed}: this session's is {self._seed}; leave it None, or open the session "
+                "with another one"
+            )
+        params = params.replace(seed=self._seed)
+        ids, resumed_ids, resumed_text = self._ids, list[int](), ""
+        if inputs is None and ids:
+            begin = self._begin_of_completion()
+            ids, resumed_ids, resumed_text = ids[:begin], ids[begin:], self._text
+        elif inputs is None:
+            ids = [self._bos_id()]
+        else:
+            ids = ids + self._admission.prompt_ids(inputs, begins=not ids)
+        return self._admission.admit_turn(
+            inputs if isinstance(inputs, str) else None,
+            ids,
+            params,
+            self._holding,
+            resumed_ids=resumed_ids,
+            resumed_text=resumed_text,
+        )
+
+    def _take(self, request: Request, result: Result) -> None:
+        """A turn has come to its end: what was said is said."""
+        (completion,) = result.outputs
+        if completion.finish_reason is FinishReason.ABORT:
+            return
+        begin = len(request.prompt_ids)
+        self._ids = result.prompt_token_ids + completion.token_ids
+        earlier = [entry for entry in self._completions if entry[0] < begin]
+        self._completions = [*earlier, (begin, len(self._ids))]
+        self._text = request.sequences[0].watch.whole_text
+        self._skips_special_tokens = request.params.skip_special_tokens
+
+    def _begin_of_completion(self) -> int:
+        """Where the completion begins that stands at the end; there, if none does."""
+        begin, end = self._completions[-1] if self._completions else (0, -1)
+        return begin if end == len(self._ids) else len(self._ids)
+
+    def _decode(self, begin: int) -> str:
+        """The text of the completion that begins there, up to the end."""
+        if self._admission.tokenizer is None or begin == len(self._ids):
+            return ""
+        detokenizer = Detokenizer(
+            self._admission.tokenizer,
+            skip_special_tokens=self._skips_special_tokens,
+            prompt_tail_ids=self._ids[:begin],
+        )
+        return "".join(map(detokenizer.push, self._ids[begin:])) + detokenizer.flush()
+
+    def _bos_id(self) -> int:
+        opened, tokenizer = self._llm._opened, self._admission.tokenizer
+        known = [None if tokenizer is None else tokenizer.bos_id]
+        known += [
+            getattr(c, "bos_token_id", None) for c in (opened.generation_config, opened.config)
+        ]
+        found = next((i for i in known if isinstance(i, int)), None)
+        if found is None or not 0 <= found < self._admission.vocab_size:
+            raise InvalidRequest(
+                "inputs=None at the beginning of a session starts from the model's BOS, and this one has "
+                "none; give a string or ids"
+            )
+        return found
+
+
+def _settle_length(max_length: Any, num_tokens: int, llm: LLM) -> int:
+    if max_length is None:
+        return llm.max_length
+    try:
+        length = 0 if isinstance(max_length, bool) else operator.index(max_length)
+    except TypeError:
+        length = 0
+    if not 1 <= length <= llm.max_length:
+        limit = f"{llm.max_length} ({llm._admission.limit_source})"
+        raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
+    if length < num_tokens:
+        raise InvalidRequest(
+            f"max_length={length}: the session that is loaded has {num_tokens} tokens already"
+        )
+    return length
+
+
+def _settle_seed(seed: int | None, saved: SavedSession | None) -> int:
+    seed = SamplingParams(seed=seed).seed  # checked there
+    if saved is None:
+        return secrets.randbits(53) if seed is None else seed
+    if seed not in (None, saved.seed):
+        raise InvalidRequest(f"seed={seed}: the session that is loaded has {saved.seed}")
+    return saved.seed
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise InvalidRequest(f"{name}={value!r}: must be seconds, 0 or more, or None")
+    return float(value)

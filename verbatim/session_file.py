@@ -1,0 +1,330 @@
+"""A session as a file: safetensors with ids and, on request, K and V; plain data beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verbatim.engine.sessions import Holding, num_in_common
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import SamplingParams
+from verbatim.placement.resident import Resident
+
+if TYPE_CHECKING:
+    from verbatim.kv.store import KVStore
+    from verbatim.llm import LLM
+
+FORMAT, VERSION = "verbatim-session", 1
+_SHAPE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+_NUM_PROBED = 32  # tokens whose log-probs tell whether K and V are of these weights
+
+
+@dataclass(slots=True)
+class SavedKV:
+    """K and V of a session's first tokens.
+
+    Attributes:
+        layers: (K, V) of each layer, `[blocks, KV head, block size, width]`, as the store has them.
+        num_tokens: positions that are computed; the rest of the last block is zero.
+        probe: of the weights that computed them, as `_probe`.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    num_tokens: int
+    dtype_name: str
+    probe: str
+
+
+@dataclass(slots=True)
+class SavedSession:
+    """What a session goes on from.
+
+    Attributes:
+        completions: where each one begins and ends in `token_ids`.
+        text: of the last one.
+        kv: None where none were written, or where they are of no use here.
+    """
+
+    token_ids: list[int]
+    completions: list[tuple[int, int]]
+    text: str
+    seed: int
+    max_length: int
+    params: SamplingParams
+    kv: SavedKV | None = None
+
+    def put_kv(self, llm: LLM, holding: Holding) -> None:
+        """Put K and V in the store, for the session to hold, if they are what it would compute itself and
+        there are free blocks for them; else they are left out, and computed in the next turn.
+        """
+        kv = self.kv
+        if kv is None or _why_no_kv(llm) is not None or _probe(llm, self.token_ids) != kv.probe:
+            return
+        runner, engine = llm._engine.runner, llm._engine
+        assert isinstance(runner, Resident)
+
+        def put() -> None:
+            store, pool = runner.store, engine.scheduler.pool
+            count = -(-kv.num_tokens // store.block_size)
+            if not _fits(kv, store, count) or pool.num_free < count or holding.closed:
+                return
+            blocks = pool.take(count)
+            for (k, v), (saved_k, saved_v) in zip(store.layers, kv.layers, strict=True):
+                k[blocks], v[blocks] = saved_k, saved_v
+            engine.sessions.put(holding, self.token_ids[: kv.num_tokens], blocks)
+
+        llm._driver.visit(put)
+
+
+def write_session(
+    path: str | os.PathLike[str], llm: LLM, saved: SavedSession, holding: Holding | None
+) -> None:
+    """Write a session, with K and V as far as `holding` has them.
+
+    Raises:
+        NotSupported: K and V, or params, that can't be written.
+        InvalidRequest: the folder can't be written to.
+    """
+    from safetensors.torch import save
+
+    tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64)}
+    plain: dict[str, Any] = {
+        "completions": saved.completions,
+        "text": saved.text,
+        "seed": saved.seed,
+        "max_length": saved.max_length,
+        "params": _plain_params(saved.params),
+        "model": _identity(llm),
+        "numerics_key": _numerics_key(llm),
+    }
+    kv = None if holding is None else _taken_kv(llm, saved.token_ids, holding)
+    if kv is not None:
+        plain["kv"] = {
+            "num_layers": len(kv.layers),
+            "num_tokens": kv.num_tokens,
+            "dtype": kv.dtype_name,
+            "probe": kv.probe,
+        }
+        for i, (k, v) in enumerate(kv.layers):
+            tensors[f"k.{i}"], tensors[f"v.{i}"] = k, v
+    metadata = {"format": FORMAT, "version": str(VERSION), "session": json.dumps(plain)}
+    data = save(tensors, metadata)
+    target = Path(path)
+    try:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix=target.name, suffix=".part", delete=False
+        ) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
+
+
+def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
+    """Read a session that this engine can go on with.
+
+    Raises:
+        InvalidRequest: not a session's file, a damaged one, or one of another model.
+    """
+    from safetensors import safe_open
+
+    def refuse(why: object) -> InvalidRequest:
+        return InvalidRequest(f"load={str(path)!r}: {why}")
+
+    if not Path(path).is_file():
+        raise refuse("there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise refuse("not a session; session.save writes them")
+            if metadata.get("version") != str(VERSION):
+                raise refuse(f"version {metadata.get('version')} is not known; this is {VERSION}")
+            plain = json.loads(metadata["session"])
+            saved = _settled(plain, file.get_tensor("token_ids"))
+            if "kv" in plain:
+                saved.kv = SavedKV(
+                    [
+                        (file.get_tensor(f"k.{i}"), file.get_tensor(f"v.{i}"))
+                        for i in range(plain["kv"]["num_layers"])
+                    ],
+                    plain["kv"]["num_tokens"],
+                    plain["kv"]["dtype"],
+                    plain["kv"]["probe"],
+                )
+                if not 0 < saved.kv.num_tokens <= len(saved.token_ids):
+                    raise ValueError(f"K and V of {saved.kv.num_tokens} tokens")
+    except InvalidRequest:
+        raise
+    except (
+        Exception
+    ) as error:  # a damaged file: safetensors, JSON and our own checks raise many kinds
+        raise refuse(f"a damaged file, or not a session: {error}") from error
+    if (reason := _other_model(plain["model"], _identity(llm))) is not None:
+        raise refuse(reason)
+    outside = [i for i in saved.token_ids if not 0 <= i < llm._admission.vocab_size]
+    if outside:
+        raise refuse(f"id {outside[0]} is outside 0 to {llm._admission.vocab_size - 1}")
+    if len(saved.token_ids) > llm.max_length:
+        raise refuse(f"{len(saved.token_ids)} tokens; this engine's limit is {llm.max_length}")
+    if plain["numerics_key"] != (key := _numerics_key(llm)):
+        saved.kv = None
+        warnings.warn(
+            f"the session was saved with numerics key {plain['numerics_key']}, and goes on with {key}: "
+            "from here on its words may be others than they would have been there",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return saved
+
+
+def _settled(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
+    """The parts of a file, checked."""
+    ids = token_ids.tolist()
+    if token_ids.ndim != 1 or token_ids.dtype is not torch.int64:
+        raise ValueError(f"token_ids is {token_ids.dtype} of shape {list(token_ids.shape)}")
+    last, completions = 0, []
+    for begin, end in plain["completions"]:
+        if not (type(begin) is type(end) is int and last <= begin <= end <= len(ids) and begin):
+            raise ValueError(f"a completion from {begin} to {end} of {len(ids)} tokens")
+        completions.append((begin, end))
+        last = end
+    if not isinstance(plain["text"], str) or not isinstance(plain["model"], dict):
+        raise ValueError("no text, or no model")
+    seed = SamplingParams(seed=plain["seed"]).seed
+    if seed is None or type(plain["max_length"]) is not int or plain["max_length"] < len(ids):
+        raise ValueError(f"seed={seed}, max_length={plain['max_length']}")
+    params = SamplingParams(**plain["params"])
+    return SavedSession(ids, completions, plain["text"], seed, plain["max_length"], params)
+
+
+def _plain_params(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults."""
+    default = SamplingParams()
+    plain = {}
+    for name in (field.name for field in dataclasses.fields(params)):
+        value = getattr(params, name)
+        if name in ("logits_processors", "replay_routing"):
+            if value is not None and len(value):
+                raise NotSupported(
+                    f"save: the session's params hold {name}, which no file can keep"
+                )
+        elif value != getattr(default, name):
+            plain[name] = dict(value) if name == "logit_bias" else value
+    return plain
+
+
+def _identity(llm: LLM) -> dict[str, Any]:
+    """What tells models apart that have nothing to do with each other. Weights are not looked at."""
+    shape = {name: getattr(llm._opened.config, name, None) for name in _SHAPE}
+    plain = {name: value for name, value in shape.items() if isinstance(value, int | str)}
+    vocabulary = None
+    if llm.tokenizer is not None:
+        entries = sorted(
+            llm.tokenizer.hf.get_vocab().items(), key=lambda entry: (entry[1], entry[0])
+        )
+        vocabulary = hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
+    return {
+        "name": llm.name,
+        "vocab_size": llm._admission.vocab_size,
+        "config": plain,
+        "tokenizer": vocabulary,
+    }
+
+
+def _other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Why a session of one model can't go on with the other."""
+    for name in ("vocab_size", "config"):
+        if theirs.get(name) != ours[name]:
+            return (
+                f"a session of another model, {theirs.get('name')!r}: its {name} is {theirs.get(name)}, "
+                f"and that of {ours['name']!r} is {ours[name]}"
+            )
+    known = theirs.get("tokenizer") is not None and ours["tokenizer"] is not None
+    if known and theirs["tokenizer"] != ours["tokenizer"]:
+        return f"a session of {theirs.get('name')!r}, whose tokenizer is another one"
+    return None
+
+
+def _numerics_key(llm: LLM) -> str:
+    return str(llm._driver.visit(llm._opened.info)["numerics_key"])
+
+
+def _why_no_kv(llm: LLM) -> str | None:
+    """Why K and V can't be taken out of the store or put in; None where they can."""
+    runner = llm._engine.runner
+    if type(runner) is not Resident:
+        return f"placement {runner.info()['placement']!r} keeps them where no session can take them"
+    if runner.mtp is not None:
+        return "draft='mtp' keeps more than K and V of each position"
+    if runner.routed_layers:
+        return "the model's routing is kept beside them"
+    return None
+
+
+def _probe(llm: LLM, token_ids: list[int]) -> str:
+    """Equal where the weights are: the log-probs of the session's first tokens, bit for bit."""
+    scores = llm.score([token_ids[:_NUM_PROBED]])[0][1:]
+    packed = struct.pack(f"<{len(scores)}d", *scores)
+    return hashlib.blake2b(packed, digest_size=16).hexdigest()
+
+
+def _taken_kv(llm: LLM, token_ids: list[int], holding: Holding) -> SavedKV | None:
+    """A copy of K and V that a session holds; None where it holds none."""
+    reason = _why_no_kv(llm)
+    if reason is not None:
+        raise NotSupported(f"save(kv=True): {reason}; leave kv=False, they are computed again")
+    runner = llm._engine.runner
+    assert isinstance(runner, Resident)
+
+    def take() -> tuple[list[tuple[Tensor, Tensor]], int]:
+        num_tokens = num_in_common(holding.token_ids, token_ids)
+        store = runner.store
+        blocks = holding.blocks[: -(-num_tokens // store.block_size)]
+        layers = [(k[blocks], v[blocks]) for k, v in store.layers if blocks]
+        used = num_tokens - (len(blocks) - 1) * store.block_size
+        for tensor in (tensor for layer in layers for tensor in layer):
+            tensor[-1, :, used:] = 0
+        return layers, num_tokens
+
+    layers, num_tokens = llm._driver.visit(take)
+    if not num_tokens:
+        return None
+    return SavedKV(layers, num_tokens, runner.store.dtype_name, _probe(llm, token_ids))
+
+
+def _fits(kv: SavedKV, store: KVStore, count: int) -> bool:
+    """Are these the tensors that this store would hold?"""
+    if kv.dtype_name != store.dtype_name or len(kv.layers) != len(store.layers):
+        return False
+    pairs = zip(kv.layers, store.layers, strict=True)
+    return all(
+        theirs.dtype is ours.dtype and theirs.shape == (count, *ours.shape[1:])
+        for saved, layer in pairs
+        for theirs, ours in zip(saved, layer, strict=True)
+    )
