@@ -35,6 +35,7 @@ class Anatomy:
     Attributes:
         slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
         layers: what each layer of the store holds for a token.
+        query_heads: of each of them.
         dtype: of the keys, and so of the store unless told otherwise.
         vocab_size: width of the logits.
         needs_safety_net: functions the model calls directly that must be swapped; usually none.
@@ -49,6 +50,7 @@ class Anatomy:
 
     slots: dict[tuple[int, int], int]
     layers: list[LayerShape]
+    query_heads: list[int]
     dtype: torch.dtype
     vocab_size: int
     needs_safety_net: frozenset[str]
@@ -66,6 +68,7 @@ class Look:
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], int] = {}
         self.layers: list[LayerShape] = []
+        self.query_heads: list[int] = []
         self.calls: dict[int, int] = {}
         self.routed: list[Call] = []
         self.dtype: torch.dtype | None = None
@@ -78,6 +81,7 @@ class Look:
         self.calls[id(module)] = call + 1
         self.slots[id(module), call] = len(self.layers)
         self.layers.append(LayerShape(k.shape[1], k.shape[2], v.shape[2]))
+        self.query_heads.append(q.shape[1])
         if not (q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0):
             raise UnsupportedModel(
                 f"{type(module).__name__} attends with shapes {tuple(q.shape)}, {tuple(k.shape)}"
@@ -146,34 +150,13 @@ def look_at(module: nn.Module) -> Anatomy:
 
 def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> Anatomy:
     """Look once; `positions` None: hand over `position_ids` if the forward names them."""
-    masks.register()
     signature = inspect.signature(inner.forward).parameters
-    named = "position_ids" in signature
+    named = takes_positions(inner)
     positions = named if positions is None else positions
-    look, recorder, configs = Look(), Recorder(), configs_of(module)
-    device = next(module.parameters()).device
-    ids, head = torch.tensor(_IDS, device=device), head_of(inner)
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if positions:
-        inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
-    if "logits_to_keep" in signature:
-        inputs["logits_to_keep"] = torch.arange(ids.shape[1], device=device)
-    try:
-        with (
-            borrow(module, replaced_forwards(module), configs, hooks=False),
-            activate(look),
-            recorder,
-            head_inputs(head, [look]) as (seen,),
-        ):
-            for config in configs:  # borrow puts it back
-                config.__dict__["_attn_implementation_internal"] = masks.LOOK
-            logits = module(**inputs, use_cache=False).logits
-    except (UnsupportedModel, TierFailed):
-        raise
-    except Exception as error:
-        raise UnsupportedModel(
-            f"a forward of a few tokens without a cache raised {type(error).__name__}: {error}"
-        ) from error
+    look, recorder = Look(), Recorder()
+    with recorder:
+        logits, seen = look_forward(module, inner, look, positions=positions)
+    ids = torch.tensor(_IDS)
     if not look.layers:
         raise UnsupportedModel(_NO_INTERFACE)
     if look.needs_positions and not positions:
@@ -195,6 +178,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
     return Anatomy(
         slots=look.slots,
         layers=look.layers,
+        query_heads=look.query_heads,
         dtype=look.dtype,
         vocab_size=logits.shape[-1],
         needs_safety_net=frozenset(recorder.swapped),
@@ -202,9 +186,55 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         takes_positions=positions,
         routed=routed,
         routing_reason=routing_reason,
-        hidden_reason=why_no_hidden(head, seen, ids.numel()),
+        hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )
+
+
+def takes_positions(inner: Any) -> bool:
+    """Does the forward of a transformers model name `position_ids`?"""
+    return "position_ids" in inspect.signature(inner.forward).parameters
+
+
+def look_forward(
+    module: nn.Module, inner: Any, look: Look, *, positions: bool
+) -> tuple[Tensor, list[Any]]:
+    """The forward of a look: a few tokens without a cache, with masks that tell what they mean.
+
+    Args:
+        inner: the transformers model in `module`.
+        look: the pass that is active meanwhile.
+        positions: hand over `position_ids`.
+
+    Returns:
+        The logits `[2, 4, V]`, and what the model's head was called with.
+
+    Raises:
+        UnsupportedModel: what the look says, or the forward failed.
+    """
+    masks.register()
+    configs, device = configs_of(module), next(module.parameters()).device
+    inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
+    if positions:
+        inputs["position_ids"] = torch.tensor(_POSITIONS, device=device)
+    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+        inputs["logits_to_keep"] = torch.arange(len(_IDS[0]), device=device)
+    try:
+        with (
+            borrow(module, replaced_forwards(module), configs, hooks=False),
+            activate(look),
+            head_inputs(head_of(inner), [look]) as (seen,),
+        ):
+            for config in configs:  # borrow puts it back
+                config.__dict__["_attn_implementation_internal"] = masks.LOOK
+            logits: Tensor = module(**inputs, use_cache=False).logits
+    except (UnsupportedModel, TierFailed):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"a forward of a few tokens without a cache raised {type(error).__name__}: {error}"
+        ) from error
+    return logits, seen
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

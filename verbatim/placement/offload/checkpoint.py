@@ -106,8 +106,8 @@ def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, Recipe]:
                 found = parameter if isinstance(parameter, Traced) else parameter.data
                 if not isinstance(found, Traced):
                     raise NotSupported(
-                        f"placement=Offload: transformers puts a parameter into {type(layer).__name__}."
-                        f"{name} that is not read from the checkpoint"
+                        f"transformers puts a parameter into {type(layer).__name__}.{name} that is not read "
+                        "from the checkpoint, so it can't be left there until it is needed"
                     )
                 placed[id(parameter)] = nn.Parameter(placeholder(found), requires_grad=False)
                 recipes[placed[id(parameter)]] = found.recipe
@@ -134,10 +134,12 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
         NotSupported: there are other files to read than safetensors.
     """
     if (folder / "adapter_config.json").is_file():
-        raise NotSupported(f"placement=Offload: {folder} holds an adapter; merge it into the model")
+        raise NotSupported(f"{folder} holds an adapter; merge it into the model")
     named = getattr(config, "transformers_weights", None)
     if named is not None:
-        raise NotSupported(f"placement=Offload: {folder}: config.json names its weights ({named})")
+        raise NotSupported(
+            f"{folder}: config.json names its weights ({named}); model.safetensors or its shards are read"
+        )
     one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if one.is_file():
         files = [one]
@@ -146,8 +148,8 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
         files = [folder / name for name in names]
     else:
         raise NotSupported(
-            f"placement=Offload reads model.safetensors or its shards, and {folder} has none; load the "
-            "model with transformers and save it with save_pretrained"
+            f"this placement reads model.safetensors or its shards, and {folder} has none; load the model "
+            "with transformers and save it with save_pretrained"
         )
     found: dict[str, Stored] = {}
     for path in files:

@@ -1,0 +1,265 @@
+"""A part of a model: a contiguous range of its layers, which runs batches bit for bit as the model does.
+
+The module is whole but for its layers: those of other parts are shells. Its own code runs around them, so
+that rotary embeddings, masks and whatever else it makes of ids and positions are the model's own. The
+hidden states from the part before are put in the place of those that enter the first own layer; those that
+would enter the first layer of the part behind leave, and the forward ends there. What is computed from
+weights of other parts on the way is NaN, and thrown away.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.batch import Batch
+from verbatim.errors import EngineClosed, UnsupportedModel
+from verbatim.kv.store import KVStore
+from verbatim.model.anatomy import inner_model
+from verbatim.model.borrow import exclusive
+from verbatim.model.decoder import Decoder
+from verbatim.model.loader import LoadedModel
+from verbatim.model.routing import RoutedLayers, RoutingStore
+from verbatim.options import dtype_name
+from verbatim.placement.cluster.outline import hidden_of, hollow_copy, with_hidden
+from verbatim.placement.cluster.shape import PartShape
+from verbatim.placement.cluster.split import Split
+from verbatim.placement.offload.checkpoint import placeholder
+from verbatim.placement.offload.files import read_whole
+from verbatim.placement.offload.recipe import cook
+from verbatim.placement.resident import give_back_freed
+
+_ALIGNED = 64  # bytes; what torch's own products may round differently without
+_STAND_INS = 64  # rows of hidden states for a forward that nobody sent any for
+
+
+class PartOutput(NamedTuple):
+    """What one forward of a part computed; what it does not make is None."""
+
+    leaving: Tensor | None  # [T, hidden_size], for the part behind
+    logits: Tensor | None  # [R, V], of the last part
+    hidden: Tensor | None  # [R, H], what the head saw, where the batch wants it
+
+
+class _Left(BaseException):
+    """Hidden states leave; a `BaseException`, so that no model's own code catches it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Part:
+    """Layers `first` to `end` (exclusive) of a skeleton, with their own weights read.
+
+    Args:
+        skeleton: of the whole model; left as it is, so that other parts can be made of it.
+        split: of this skeleton, where it is there already.
+
+    Attributes:
+        is_first, is_last: it begins with the embedding; it ends with the head.
+        routed: its own layers that send tokens to experts, or None.
+        shape: what others must know of it.
+
+    Raises:
+        InvalidRequest: there are no such layers.
+        UnsupportedModel: the model can't be cut there, or its own layers need something of other parts.
+        TierFailed: a file can't be read, or changed since the skeleton was opened.
+    """
+
+    def __init__(
+        self, skeleton: LoadedModel, first: int, end: int, *, split: Split | None = None
+    ) -> None:
+        assert skeleton.recipes is not None, "a skeleton has a recipe for each of its weights"
+        split = split or Split(skeleton)
+        split.check(first, end)
+        self.first, self.end = first, end
+        self.is_first, self.is_last = first == 0, end == split.num_layers
+        self._split = split
+        self._received: Tensor | None = None
+        self._ids = torch.empty(0, dtype=torch.int64)  # of the forward in progress
+        self._parameters: list[nn.Parameter] = []
+        try:
+            self._decoder: Decoder | None = self._open(skeleton)
+            self.shape = self._shape()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, skeleton: LoadedModel) -> Decoder:
+        split, first, end = self._split, self.first, self.end
+        assert skeleton.recipes is not None
+        module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
+        for parameter in split.parameters(first, end):
+            own = copies[parameter]
+            own.data = cook(skeleton.recipes[parameter], read_whole)
+            self._parameters.append(own)
+        for index in split.walked[:first]:
+            layers[index].__dict__["forward"] = self._pass
+        if not self.is_first:
+            layer = layers[split.walked[first]]
+            layer.__dict__["forward"] = partial(self._enter, layer)
+        if not self.is_last:
+            layers[split.walked[end]].__dict__["forward"] = self._leave
+        inner = inner_model(module)
+        inner.__dict__["forward"] = self._forward_of(inner)
+        decoder = Decoder(module)
+        if not decoder.anatomy.finite:
+            raise UnsupportedModel(
+                f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
+                "weights hold NaN or infinities, or they need weights of other layers"
+            )
+        return decoder
+
+    def _shape(self) -> PartShape:
+        split, anatomy = self._split, self.decoder.anatomy
+        routed = None
+        if anatomy.routed is not None:
+            own = anatomy.routed
+            routed = own.count, own.experts_per_token, own.num_experts
+        return PartShape(
+            first=self.first,
+            end=self.end,
+            num_layers=split.num_layers,
+            layers=anatomy.layers,
+            kv_dtype=anatomy.dtype,
+            hidden_size=split.hidden_size,
+            hidden_dtype=split.hidden_dtype,
+            vocab_size=split.vocab_size,
+            routed=routed,
+            routing_reason=anatomy.routing_reason,
+            hidden_reason=anatomy.hidden_reason if self.is_last else None,
+            architecture=type(inner_model(self.decoder.module)).__name__,
+            parameters=sum(p.numel() for p in self._parameters),
+            weight_bytes=sum(p.nbytes for p in self._parameters),
+            safety_net=sorted(anatomy.needs_safety_net),
+        )
+
+    @property
+    def decoder(self) -> Decoder:
+        """What runs it; EngineClosed when it was closed."""
+        if self._decoder is None:
+            raise EngineClosed("this part of a model was closed")
+        return self._decoder
+
+    @property
+    def routed(self) -> RoutedLayers | None:
+        return self.decoder.anatomy.routed
+
+    def run(
+        self,
+        batch: Batch,
+        store: KVStore,
+        received: Tensor | None,
+        records: RoutingStore | None = None,
+    ) -> PartOutput:
+        """One forward; K and V go to `store`, the experts that were chosen to `records`.
+
+        Args:
+            batch: as the whole model would get it, but for `forced_experts`, which are of this part's
+                routed layers alone.
+            store: of `shape.layers`.
+            received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
+
+        Raises:
+            NotSupported: the batch wants hidden states or forces experts, and the model can't.
+        """
+        decoder = self.decoder
+        assert (received is None) == self.is_first
+        if not self.is_last:
+            batch = replace(batch, logit_rows=torch.arange(batch.num_tokens), wants_hidden=False)
+        with exclusive:
+            self._received = None if received is None else self._checked(received, batch)
+            try:
+                out = decoder.run(batch, store, records)
+            finally:
+                self._received = None
+        if self.is_last:
+            return PartOutput(None, out.logits, out.hidden)
+        return PartOutput(out.logits, None, None)
+
+    def _checked(self, received: Tensor, batch: Batch) -> Tensor:
+        expected = (batch.num_tokens, self._split.hidden_size)
+        assert received.shape == expected, (received.shape, expected)
+        assert received.dtype == self._split.hidden_dtype, received.dtype
+        received = received.contiguous()
+        return received.clone() if received.data_ptr() % _ALIGNED else received
+
+    def check_replay(self) -> None:
+        """Try once whether the experts of this part can be forced.
+
+        Raises:
+            NotSupported: they can't; the message tells why.
+        """
+        self.decoder.check_replay()
+
+    def close(self) -> None:
+        """Free the weights; again does nothing."""
+        for parameter in self._parameters:
+            parameter.data = placeholder(parameter)
+        self._parameters = []
+        decoder, self._decoder = getattr(self, "_decoder", None), None
+        if decoder is not None:
+            decoder.close()
+            give_back_freed()
+
+    def _forward_of(self, inner: Any) -> Any:
+        """The forward of the whole, which ends where the hidden states leave."""
+        plain = inner.forward
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._ids = kwargs["input_ids"]
+            try:
+                return plain(*args, **kwargs)
+            except _Left as left:
+                # In the place of logits: what is read of them is true of hidden states as well.
+                return SimpleNamespace(logits=left.hidden)
+
+        return forward
+
+    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of a layer of the parts before."""
+        return self._split.returned.passing(hidden_of(args, kwargs))
+
+    def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The first own layer, with what was received."""
+        hidden = hidden_of(args, kwargs)
+        rows = self._stand_in() if self._received is None else self._received
+        args, kwargs = with_hidden(args, kwargs, _from_rows(rows, hidden.shape))
+        return type(layer).forward(layer, *args, **kwargs)
+
+    def _leave(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the first layer of the part behind."""
+        hidden = hidden_of(args, kwargs)
+        if hidden.dtype != self._split.hidden_dtype:
+            raise UnsupportedModel(
+                f"layer {self.end} is given {dtype_name(hidden.dtype)}, and others "
+                f"{dtype_name(self._split.hidden_dtype)}"
+            )
+        raise _Left(_to_rows(hidden).view(*self._ids.shape, -1))
+
+    def _stand_in(self) -> Tensor:
+        """Hidden states for a look or a trial: the same for the same id, wherever it stands."""
+        split = self._split
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
+        return table.to(split.hidden_dtype)[self._ids.flatten() % _STAND_INS]
+
+
+def _to_rows(hidden: Tensor) -> Tensor:
+    """`[..., B, T, H]` to `[B * T, ... * H]`, in memory of its own."""
+    streams = hidden.shape[:-3].numel()
+    rows = hidden.reshape(streams, -1, hidden.shape[-1]).transpose(0, 1)
+    return rows.flatten(1).clone(memory_format=torch.contiguous_format)
+
+
+def _from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+    """The same back again."""
+    streams = shape[:-3].numel()
+    return rows.view(-1, streams, shape[-1]).transpose(0, 1).reshape(shape)

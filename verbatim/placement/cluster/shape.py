@@ -1,0 +1,71 @@
+"""What others must know of a part of a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from verbatim.kv.store import LayerShape
+from verbatim.options import dtype_name
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """What others must know of a part.
+
+    Attributes:
+        first, end: its layers, as `Split` counts them.
+        num_layers: of the whole model.
+        layers: what each attention call of its own layers stores for a token, in their order.
+        kv_dtype: of the keys.
+        hidden_size, hidden_dtype: of what enters and leaves, for each token.
+        vocab_size: of the whole model.
+        routed: of its own layers that send tokens to experts: how many, experts of a token, experts;
+            None where there are none, or `routing_reason` tells why they can't be recorded.
+        hidden_reason: why what the head sees can't be handed back; None: it can, by the last part.
+        architecture: name of the model's class.
+        parameters, weight_bytes: what it holds; what several parts hold counts on each.
+        safety_net: functions its layers call directly that must be swapped; usually none.
+    """
+
+    first: int
+    end: int
+    num_layers: int
+    layers: list[LayerShape]
+    kv_dtype: torch.dtype
+    hidden_size: int
+    hidden_dtype: torch.dtype
+    vocab_size: int
+    routed: tuple[int, int, int] | None
+    routing_reason: str | None
+    hidden_reason: str | None
+    architecture: str
+    parameters: int
+    weight_bytes: int
+    safety_net: list[str]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, which is what its keys are in."""
+        return self.kv_dtype
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, which JSON can carry."""
+        plain = asdict(self)
+        plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
+        plain["routed"] = None if self.routed is None else list(self.routed)
+        for name in ("kv_dtype", "hidden_dtype"):
+            plain[name] = dtype_name(plain[name])
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> PartShape:
+        """From what `as_dict` made; anything else in it is left out."""
+        own = {name: plain[name] for name in cls.__dataclass_fields__}
+        own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
+        own["routed"] = None if own["routed"] is None else tuple(own["routed"])
+        for name in ("kv_dtype", "hidden_dtype"):
+            own[name] = getattr(torch, own[name])
+        return cls(**own)
