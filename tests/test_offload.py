@@ -199,7 +199,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
 ) -> None:
     with pytest.raises(NotSupported, match="a live module"):
         LLM(toys.make_toy("llama"), placement=Offload(gpu=BUDGET))
-    with pytest.raises(NotSupported, match="must be None or an Offload"):
+    with pytest.raises(NotSupported, match="must be None, an Offload"):
         LLM(folders("llama"), placement="offload")
     toys.make_toy("llama").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"

@@ -126,9 +126,10 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
     inner = inner_model(decoder.module)
     if draft.model is not None:
         return MtpLayers(given_mtp(draft.model, inner), decoder)
-    if loaded.checkpoint is None:
+    folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
+    if folder is None:
         raise InvalidRequest(
             "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
             "draft=Mtp(model=...), transformers' MtpModel made of it"
         )
-    return MtpLayers(load_mtp(inner, loaded.checkpoint.folder), decoder)
+    return MtpLayers(load_mtp(inner, folder), decoder)

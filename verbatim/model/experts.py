@@ -38,20 +38,29 @@ def flat_experts(
     by_expert = torch.argsort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
     counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts).tolist()
-    out = torch.empty_like(rows)
-    start = 0
-    for expert, count in enumerate(counts[: experts.num_experts]):
-        if count:
-            stop = start + count
-            out[start:stop] = _one_expert(experts, expert, rows[start:stop])
-            start = stop
-    slots = torch.empty_like(out)
-    slots[by_expert] = out
+    counts = counts[: experts.num_experts]
+    # Experts that live on several ranks come with something that knows where (`shard.py`).
+    share = getattr(experts, "expert_share", None)
+    out = run_experts(experts, rows, counts) if share is None else share.run(experts, rows, counts)
+    slots = torch.empty_like(rows)
+    slots[by_expert[: len(out)]] = out
     weighted = slots.view(num_tokens, top_k, -1).float() * top_k_weights[..., None].float()
     total = weighted[:, 0]
     for k in range(1, top_k):
         total = total + weighted[:, k]
     return total.to(hidden.dtype)
+
+
+def run_experts(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+    """What the experts that lie here make of rows `[n, H]`, sorted by expert, `counts[e]` of each."""
+    out = rows.new_empty(sum(counts), rows.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            stop = start + count
+            out[start:stop] = _one_expert(experts, expert, rows[start:stop])
+            start = stop
+    return out
 
 
 def _one_expert(experts: Any, expert: int, rows: Tensor) -> Tensor:

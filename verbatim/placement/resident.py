@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Resident:
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
+    placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class Resident:
         drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
         return {
             "architecture": type(inner_model(module)).__name__,
-            "placement": "resident",
             **weight_info(module),
+            **self.placement,
             "dtype": dtype_name(anatomy.dtype),
             "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,

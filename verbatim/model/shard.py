@@ -1,0 +1,116 @@
+"""A model of which this process holds a share: some columns of each product, some of the experts.
+
+Nothing is ever added up over processes. A product is cut by output columns: each rank computes its own
+from the whole input, every one by the very arithmetic that it has where all are computed together, and the
+columns are put side by side. So every rank has every activation, and all bits are those of one process. (To
+cut along the input and add, as is usual for every second product, is half the talk and other bits.)
+
+Attention is cut by heads, in the store of K and V (`placement/parallel/heads.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.model import products
+from verbatim.model.experts import run_experts
+
+# With the kernels, a column's bits are the same in any slice of 2 or more; torch's own products have other
+# methods for few columns, and cut in sixteens they held wherever they were tried (`same_bits` asks again).
+COLUMNS = 16
+_ASKED_ROWS = 16
+
+
+class Ranks(Protocol):
+    """The processes that hold a model together."""
+
+    rank: int
+    size: int
+
+    def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
+        """Everybody's columns side by side: `[..., own]` of each rank to `[..., bounds[-1]]`.
+
+        Args:
+            bounds: rank r has the columns from `bounds[r]` to `bounds[r + 1]`.
+            to: the only rank that needs them; the others get zeros of the same shape, in no memory.
+        """
+        ...
+
+    def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """Everybody's rows, one below the other: `[counts[rank], W]` of each rank to `[sum, W]`."""
+        ...
+
+
+def bounds_of(count: int, size: int, unit: int = 1) -> list[int] | None:
+    """Where `count` things are cut into `size` nearly equal shares, each of whole units but the last.
+
+    None: there are fewer units than shares.
+    """
+    units = count // unit
+    if units < size:
+        return None
+    return [units * rank // size * unit for rank in range(size)] + [count]
+
+
+class Columns(nn.Module):
+    """A linear of which this rank computes some columns, and gets the others from their ranks.
+
+    Args:
+        inner: holds the parameters of these columns.
+        bounds, to: as `Ranks.columns` takes them.
+    """
+
+    def __init__(
+        self, inner: nn.Module, ranks: Ranks, bounds: Sequence[int], to: int | None = None
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._ranks, self._bounds, self._to = ranks, list(bounds), to
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ranks.columns(self.inner(x), self._bounds, self._to)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a model that looks at its linear's weight, for its dtype
+            return getattr(super().__getattr__("inner"), name)
+
+
+class ExpertShare:
+    """Whole experts, some on each rank; all ranks have the same tokens.
+
+    Args:
+        bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
+    """
+
+    def __init__(self, ranks: Ranks, bounds: Sequence[int]) -> None:
+        self.bounds = list(bounds)
+        self._ranks = ranks
+
+    def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        """What `run_experts` gives, from rows `[n, H]` sorted by expert, `counts[e]` of each expert e."""
+        shares = [sum(counts[a:b]) for a, b in pairwise(self.bounds)]
+        rank = self._ranks.rank
+        first, end = self.bounds[rank], self.bounds[rank + 1]
+        start = sum(shares[:rank])
+        own = run_experts(experts, rows[start : start + shares[rank]], counts[first:end])
+        return self._ranks.rows(own, shares)
+
+
+def same_bits(weight: Tensor, bounds: Sequence[int]) -> bool:
+    """Does torch compute each share of the columns of `weight` `[N, K]` as it computes all of them?"""
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(_ASKED_ROWS, weight.shape[1], generator=noise).to(weight.dtype)
+    whole = products.linear(x, weight)
+    for first, end in pairwise(bounds):
+        part = weight[first:end]
+        part = part.clone() if weight.is_contiguous() else part.t().contiguous().t()
+        if not torch.equal(products.linear(x, part), whole[:, first:end]):
+            return False
+    return True

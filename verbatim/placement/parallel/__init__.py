@@ -1,0 +1,1 @@
+"""One model over several processes of one machine, without a bit of difference."""

@@ -1,0 +1,209 @@
+"""Rank 0's view of the other ranks: who they are, what they are told, and who is gone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import TierFailed, VerbatimError
+from verbatim.placement.cluster.link import Door, Link, LinkLost
+
+HOST = "127.0.0.1"
+_COME_S = 120.0  # in which a process that was started has to report: it imports torch
+_TELL_S = 3.0  # in which it becomes known who is gone
+_END_S = 5.0
+
+Message = dict[str, Any]
+
+
+class _Post:
+    """The connections. Threads hold this one, and none of them the crew, which may be forgotten."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.links: dict[int, Link] = {}
+        self.answers: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self.lost: dict[int, str] = {}  # rank to its last words, in the order in which they went
+        self.changed = threading.Condition()
+
+    def let_in(self, who: Message, link: Link) -> None:
+        """In a thread of its own: take a rank in, and listen to it until it is gone."""
+        rank = who.get("rank")
+        with self.changed:
+            if not isinstance(rank, int) or not 0 < rank < self.size or rank in self.links:
+                raise VerbatimError(f"rank {rank!r} is none that is waited for")
+            link.send({"welcome": True})
+            self.links[rank] = link
+            self.changed.notify_all()
+        words = ""
+        try:
+            while True:
+                message = link.receive()
+                words = str(message.get("gone", ""))
+                self.answers.put((rank, message))
+        except VerbatimError:
+            with self.changed:
+                self.lost[rank] = words
+                self.changed.notify_all()
+
+
+class Crew:
+    """The ranks 1 to `size` - 1, over a connection to each.
+
+    Attributes:
+        folder: nobody else's, for as long as the crew is there.
+        key, port: what a rank needs to come in.
+        follows: the others make the same calls, and have to be told if one fails.
+        processes: those that were started here, by rank; empty where the user started them.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.follows = False
+        self.folder = Path(tempfile.mkdtemp(prefix="verbatim-ranks-"))
+        self.key = secrets.token_bytes(32)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._post = _Post(size)
+        self._door = Door(self.key, HOST, self._post.let_in)
+        self.port = self._door.port
+        # For whoever forgets to close it; what it holds on to must not lead back here.
+        self._end = weakref.finalize(
+            self, _end, os.getpid(), self.folder, self._door, self._post.links, self.processes
+        )
+
+    def start(self) -> None:
+        """Start the processes, as new interpreters."""
+        import verbatim
+
+        home = str(Path(verbatim.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        for rank in range(1, self.size):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "verbatim.placement.parallel.worker"],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C is rank 0's to notice
+            )
+            self.processes[rank] = process
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(f"{rank} {self.port} {self.key.hex()}\n".encode())
+
+    def wait_for_all(self, timeout_s: float = _COME_S) -> None:
+        """Until each rank is connected.
+
+        Raises:
+            TierFailed: one has died, or does not come.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            with self._post.changed:
+                missing = [rank for rank in range(1, self.size) if rank not in self._post.links]
+                if not missing:
+                    return
+                self._post.changed.wait(0.1)
+            for rank in missing:
+                process = self.processes.get(rank)
+                if process is not None and process.poll() is not None:
+                    raise TierFailed(self._said(rank, "it ended before it was ready"))
+            if time.monotonic() > end:
+                raise TierFailed(self._said(missing[0], f"it did not come within {timeout_s:g} s"))
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send the same to all.
+
+        Raises:
+            TierFailed: one is gone; the message names it.
+        """
+        try:
+            for link in self._post.links.values():
+                link.send(message)
+        except LinkLost as error:
+            raise self.failure(error) from None
+
+    def answers(self, timeout_s: float) -> dict[int, Message]:
+        """One message from each, by rank.
+
+        Raises:
+            TierFailed: one is gone, or does not answer.
+        """
+        found: dict[int, Message] = {}
+        end = time.monotonic() + timeout_s
+        while len(found) < self.size - 1:
+            try:
+                rank, message = self._post.answers.get(timeout=0.1)
+            except queue.Empty:
+                if self._post.lost:
+                    raise self.failure(None) from None
+                if time.monotonic() > end:
+                    rank = next(r for r in range(1, self.size) if r not in found)
+                    late = f"it did not answer within {timeout_s:g} s"
+                    raise TierFailed(self._said(rank, late)) from None
+                continue
+            found[rank] = message
+        return found
+
+    def failure(self, error: Exception | None) -> TierFailed:
+        """The error that names who is gone, once that is known."""
+        with self._post.changed:
+            self._post.changed.wait_for(lambda: bool(self._post.lost), _TELL_S)
+        time.sleep(0.05)  # for the last words of others, which may have caused it
+        with self._post.changed:
+            lost = dict(self._post.lost)
+        # Who went without a word took the others along.
+        for rank, words in sorted(lost.items(), key=lambda entry: bool(entry[1])):
+            return TierFailed(self._said(rank, words or "its connection is lost"))
+        stuck = f"no rank is known to be gone, but one does not answer: {error}"
+        return TierFailed(f"of {self.size} ranks, {stuck}")
+
+    def _said(self, rank: int, what: str) -> str:
+        process = self.processes.get(rank)
+        if process is not None:
+            try:
+                code = process.wait(timeout=0.5)
+                ended = f"signal {-code}" if code < 0 else f"exit status {code}"
+                what = f"process {process.pid} has ended ({ended}): {what}"
+            except subprocess.TimeoutExpired:
+                what = f"process {process.pid}: {what}"
+        return f"rank {rank} of {self.size}: {what}"
+
+    def close(self) -> None:
+        """End the processes, and give everything back. Again does nothing."""
+        self._end()
+
+
+def _end(
+    pid: int,
+    folder: Path,
+    door: Door,
+    links: dict[int, Link],
+    processes: dict[int, subprocess.Popen[bytes]],
+) -> None:
+    if os.getpid() != pid:  # a forked child
+        return
+    door.close()
+    for link in links.values():
+        try:
+            link.send({"do": "close"})
+        except LinkLost:
+            pass
+        link.close()
+    end = time.monotonic() + _END_S
+    for process in processes.values():
+        try:
+            process.wait(timeout=max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""What a rank that only follows knows of the model: as much as rank 0 has told it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import NotSupported
+from verbatim.placement.parallel.member import Member
+from verbatim.placement.runner import Forward, Runner
+
+_ATTRIBUTES = (
+    "vocab_size",
+    "block_size",
+    "num_blocks",
+    "has_hidden",
+    "hidden_reason",
+    "routed_layers",
+    "experts_per_token",
+    "num_experts",
+    "routing_reason",
+)
+
+
+def described(runner: Runner) -> dict[str, Any]:
+    """What `Following` is made of, as plain data."""
+    return {**{name: getattr(runner, name) for name in _ATTRIBUTES}, "info": runner.info()}
+
+
+class Following:
+    """A Runner for the door alone: requests are checked here as on rank 0, and run there.
+
+    Args:
+        member: what does rank 0's work here.
+        told: what `described` made on rank 0.
+    """
+
+    in_one_process = True  # its connections are not a forked child's
+    num_forwards = 0
+
+    def __init__(self, member: Member, told: Mapping[str, Any]) -> None:
+        self.vocab_size: int = told["vocab_size"]
+        self.block_size: int = told["block_size"]
+        self.num_blocks: int = told["num_blocks"]
+        self.has_hidden: bool = told["has_hidden"]
+        self.hidden_reason: str | None = told["hidden_reason"]
+        self.routed_layers: int = told["routed_layers"]
+        self.experts_per_token: int = told["experts_per_token"]
+        self.num_experts: int = told["num_experts"]
+        self.routing_reason: str | None = told["routing_reason"]
+        self.member = member
+        self.store = member.runner.store
+        self._info: dict[str, Any] = told["info"]
+
+    def forward(self, batch: Batch) -> Forward:
+        raise self._refused("a forward")
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        raise self._refused("a draw")
+
+    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
+        raise self._refused("logits")
+
+    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+        raise self._refused("routing")
+
+    def check_replay(self) -> None:
+        """Rank 0 finds out, with this rank's help, when the call is made."""
+
+    def look_again(self) -> None:
+        """Nobody else can edit the module."""
+
+    def info(self) -> dict[str, Any]:
+        return self._info
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        raise self._refused("new weights")
+
+    def stamp(self) -> object:
+        return None
+
+    def sleep(self, weights: bool) -> None:
+        raise self._refused("sleep")
+
+    def wake(self) -> None:
+        """It never sleeps by itself."""
+
+    def close(self) -> None:
+        self.member.close()
+
+    @staticmethod
+    def _refused(what: str) -> NotSupported:
+        return NotSupported(f"{what}: this rank follows rank 0, which is the one to ask")

@@ -1,0 +1,132 @@
+"""K and V of some heads: this rank's share of attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import NotSupported
+from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.quantized import KVDtype
+from verbatim.kv.store import KVStore, LayerShape, make_store
+from verbatim.model.shard import Ranks, bounds_of
+
+
+@functools.cache
+def split_heads(query_heads: int, kv_heads: int, size: int) -> tuple[list[int], list[slice]]:
+    """Share heads out: whole KV heads with their query heads, or where there are too few of those, each KV
+    head to several ranks, which share its query heads.
+
+    Returns:
+        Rank r has the query heads from entry r to entry r + 1, on the KV heads in its slice.
+
+    Raises:
+        NotSupported: that does not come out even.
+    """
+    group = query_heads // kv_heads
+    bounds = bounds_of(kv_heads, size)
+    if bounds is not None:
+        slices = [slice(a, b) for a, b in pairwise(bounds)]
+        return [bound * group for bound in bounds], slices
+    sharing, left = divmod(size, kv_heads)
+    parts = None if left else bounds_of(group, sharing)
+    if parts is None:
+        raise NotSupported(
+            f"TensorParallel(size={size}): a layer has {query_heads} query heads on {kv_heads} KV heads; "
+            f"size must be at most {kv_heads}, or a multiple of it up to {query_heads}"
+        )
+    query = [head * group + part for head in range(kv_heads) for part in parts[:-1]]
+    slices = [slice(rank // sharing, rank // sharing + 1) for rank in range(size)]
+    return [*query, query_heads], slices
+
+
+class HeadStore(KVStore):
+    """A `KVStore` that is handed all heads, keeps and attends with this rank's, and gets what others made.
+
+    Args:
+        layers: of the whole model.
+        query_heads: in each of them.
+
+    Raises:
+        NotSupported: its heads can't be shared by so many ranks.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        query_heads: Sequence[int],
+        ranks: Ranks,
+        num_blocks: int,
+        block_size: int,
+        dtype: KVDtype,
+    ) -> None:
+        self._heads = [
+            split_heads(heads, shape.kv_heads, ranks.size)
+            for heads, shape in zip(query_heads, layers, strict=True)
+        ]
+        self._value_sizes = [shape.value_dim for shape in layers]
+        self._ranks = ranks
+        self._own = make_store(
+            own_layers(layers, query_heads, ranks.rank, ranks.size),
+            num_blocks,
+            block_size,
+            dtype,
+            torch.device("cpu"),
+        )
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.dtype_name = self._own.dtype_name
+        self.layers = self._own.layers  # one list, which `release` empties
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        own = self._heads[layer][1][self._ranks.rank]
+        self._own.write(layer, k[:, own], v[:, own], slots)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        rank, bounds = self._ranks.rank, self._heads[layer][0]
+        own, width = slice(bounds[rank], bounds[rank + 1]), self._value_sizes[layer]
+        if options.sinks is not None or options.alibi is not None:
+            options = replace(
+                options,
+                sinks=None if options.sinks is None else options.sinks[own].contiguous(),
+                alibi=None if options.alibi is None else options.alibi[own].contiguous(),
+            )
+        out = self._own.attend(layer, q[:, own], query_starts, context_lens, block_tables, options)
+        columns = [bound * width for bound in bounds]
+        return self._ranks.columns(out.flatten(1), columns).view(len(out), -1, width)
+
+    def poison(self, blocks: list[int]) -> None:
+        self._own.poison(blocks)
+
+    def release(self) -> None:
+        self._own.release()
+
+    def allocate(self) -> None:
+        self._own.allocate()
+
+
+def own_layers(
+    layers: Sequence[LayerShape], query_heads: Sequence[int], rank: int, size: int
+) -> list[LayerShape]:
+    """What `rank` keeps of each token.
+
+    Raises:
+        NotSupported: the heads can't be shared by so many ranks.
+    """
+    found = []
+    for shape, heads in zip(layers, query_heads, strict=True):
+        own = split_heads(heads, shape.kv_heads, size)[1][rank]
+        found.append(replace(shape, kv_heads=own.stop - own.start))
+    return found

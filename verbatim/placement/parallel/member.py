@@ -1,0 +1,158 @@
+"""A rank other than 0: does what rank 0 tells, with its own share of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import TierFailed, VerbatimError
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.model.loader import LoadedModel, load
+from verbatim.numerics import numerics_key
+from verbatim.placement.cluster.link import Link
+from verbatim.placement.cluster.messages import unpack_batch
+from verbatim.placement.cluster.part import Part
+from verbatim.placement.offload.checkpoint import open_skeleton
+from verbatim.placement.parallel.heads import HeadStore
+from verbatim.placement.parallel.ranks import Gloo
+from verbatim.placement.parallel.runner import Rank
+from verbatim.placement.parallel.share import Shared, open_share
+from verbatim.placement.parallel.stages import Stage, open_part
+
+Message = dict[str, Any]
+
+
+class Member:
+    """Serves rank 0.
+
+    Args:
+        link: to rank 0.
+        loaded: the model without its weights, where it was opened here before; None opens the one that
+            rank 0 names.
+    """
+
+    runner: Rank | Stage
+
+    def __init__(self, link: Link, rank: int, loaded: LoadedModel | None = None) -> None:
+        self._link = link
+        self._rank = rank
+        self._loaded = loaded
+        self._shared: Shared
+        self._part: Part
+        self._ranks: Gloo
+        self._told: Message = {}
+
+    def serve(self, *until: str) -> Message:
+        """Do what comes, through the first message that tells to do one of `until`, which is returned.
+
+        Raises:
+            LinkLost: rank 0 is gone. TierFailed: another rank is. Whatever else goes wrong here.
+        """
+        while True:
+            message = self._link.receive()
+            what = str(message["do"])
+            try:
+                do: Callable[[Message], None] | None = getattr(self, f"_do_{what}", None)
+                if do is not None:
+                    do(message)
+                elif what not in until:
+                    raise TierFailed(f"rank {self._rank} was told to {what!r}, which it can't")
+            except BaseException as error:
+                self._link.send({"gone": f"{type(error).__name__}: {error}"})
+                raise
+            if what in until:
+                return message
+
+    def _do_open(self, message: Message) -> None:
+        self._told = message
+        if self._loaded is None:
+            self._loaded = load(
+                message["folder"],
+                dtype=message["dtype"],
+                trust_remote_code=message["trust_remote_code"],
+                with_tokenizer=False,
+                skeleton=open_skeleton,
+            )
+        key = numerics_key(message["dtype"], message["kv_dtype"])
+        self._link.send({"key": key})
+
+    def _do_share(self, message: Message) -> None:
+        assert self._loaded is not None
+        told = self._told
+        ranks = Gloo(Path(told["meeting"]), self._rank, told["size"], told["timeout_s"])
+        if told["layers"]:
+            self._ranks = ranks
+            self._part = open_part(self._loaded, self._rank, told["size"], told["num_threads"])
+            self._link.send({"shape": self._part.shape.as_dict()})
+            return
+        self._shared = open_share(self._loaded, ranks, told["num_threads"])
+        self._link.send({"weight_bytes": self._shared.weight_bytes})
+
+    def _do_store(self, message: Message) -> None:
+        if self._told["layers"]:
+            self.runner = stage = Stage(
+                self._part,
+                self._ranks,
+                self._told["num_threads"],
+                message["num_blocks"],
+                message["block_size"],
+                settle_kv_dtype(message["kv_dtype"]),
+                message["first_routed"][self._rank],
+            )
+            self._link.send({"kv_bytes": stage.store.nbytes})
+            return
+        shared, anatomy = self._shared, self._shared.decoder.anatomy
+        store = HeadStore(
+            anatomy.layers,
+            anatomy.query_heads,
+            shared.ranks,
+            message["num_blocks"],
+            message["block_size"],
+            settle_kv_dtype(message["kv_dtype"]),
+        )
+        self.runner = Rank(
+            shared.decoder, store, self._told["num_threads"], shared.ranks, shared.cut
+        )
+        self._link.send({"kv_bytes": store.nbytes})
+
+    def _do_ready(self, message: Message) -> None:
+        """Everything is open on all ranks."""
+
+    def _do_forward(self, message: Message) -> None:
+        try:
+            self.runner.forward(unpack_batch(message["batch"]))
+        except TierFailed:
+            raise
+        except VerbatimError:
+            pass  # of the batch and the model: rank 0 has the same, and goes on
+
+    def _do_replay(self, message: Message) -> None:
+        assert isinstance(self.runner, Stage)
+        self._link.send({"reason": self.runner.why_not_replayable()})
+
+    def _do_routing(self, message: Message) -> None:
+        assert isinstance(self.runner, Stage)
+        found = self.runner.routing(message["block_table"], message["num_tokens"])
+        self._link.send({"routing": found})
+
+    def _do_check_replay(self, message: Message) -> None:
+        assert isinstance(self.runner, Rank)
+        try:
+            self.runner.check_replay()
+        except TierFailed:
+            raise
+        except VerbatimError:
+            pass
+
+    def _do_sleep(self, message: Message) -> None:
+        self.runner.sleep(False)
+
+    def _do_wake(self, message: Message) -> None:
+        self.runner.wake()
+
+    def close(self) -> None:
+        """Hang up and free everything."""
+        self._link.close()
+        if hasattr(self, "runner"):
+            self.runner.close()

@@ -1,0 +1,135 @@
+"""Tensors between the ranks: a process group of gloo's, of our own, on this machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from verbatim.errors import TierFailed, first_line
+
+_HOST = "127.0.0.1"
+
+
+class Gloo:
+    """`Ranks` over gloo; not the default group of torch.distributed, which may be somebody else's.
+
+    Args:
+        meeting: a file that does not exist yet, in a folder that is nobody else's; the same for all.
+        timeout_s: of one exchange, and of meeting.
+
+    Raises:
+        TierFailed: the others did not come.
+    """
+
+    def __init__(self, meeting: Path, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._everywhere = False
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_HOST)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+        with _told(rank):
+            store = FileStore(str(meeting), size)
+            self._group = gloo(store, rank, size, options)
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        """In this block, all ranks need what usually one of them does."""
+        before, self._everywhere = self._everywhere, True
+        try:
+            yield
+        finally:
+            self._everywhere = before
+
+    def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
+        shape, rows = own.shape[:-1], own.flatten(0, -2)
+        widths = [end - first for first, end in pairwise(bounds)]
+        to = None if self._everywhere else to
+        if not rows.shape[0]:
+            return own.new_empty(*shape, bounds[-1])
+        found = self._exchange(_widened(rows, max(widths)), to)
+        if found is None:
+            return own.new_zeros(()).expand(*shape, bounds[-1])
+        if len(set(widths)) == 1:
+            return found.transpose(0, 1).reshape(*shape, bounds[-1])
+        parts = [part[:, :width] for part, width in zip(found, widths, strict=True)]
+        return torch.cat(parts, dim=-1).view(*shape, bounds[-1])
+
+    def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        most = max(counts)
+        if not most:
+            return own
+        padded = own.new_zeros(most, own.shape[1])
+        padded[: len(own)] = own
+        found = self._exchange(padded, None)
+        assert found is not None
+        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
+
+    def send(self, rows: Tensor, to: int) -> None:
+        """Send `rows` to a rank that receives as many."""
+        self._wait("send", [rows.contiguous().view(torch.uint8).view(-1)], to, 0)
+
+    def receive(self, into: Tensor, source: int) -> None:
+        """Fill `into` with what a rank sends."""
+        self._wait("recv", [into.view(torch.uint8).view(-1)], source, 0)
+
+    def _exchange(self, own: Tensor, to: int | None) -> Tensor | None:
+        """What each rank has, of one shape, behind one another; None on a rank that doesn't need it."""
+        own = own.contiguous()
+        sent = own.view(torch.uint8).view(-1)
+        if to is not None and to != self.rank:
+            self._wait("gather", [], [sent], _gather_to(to))
+            return None
+        found = own.new_empty(self.size, *own.shape)
+        into = found.view(torch.uint8).view(self.size, -1)
+        if to is None:
+            self._wait("allgather", [list(into)], [sent])
+        else:
+            self._wait("gather", [list(into)], [sent], _gather_to(to))
+        return found
+
+    def _wait(self, name: str, *args: Any) -> None:
+        with _told(self.rank):
+            if self._group is None:
+                raise TierFailed(f"rank {self.rank} has let go of the others")
+            getattr(self._group, name)(*args).wait()
+
+    def close(self) -> None:
+        """Hang up: whoever waits for this rank gets an error."""
+        self._group = None
+
+
+def _gather_to(rank: int) -> Any:
+    options = dist.GatherOptions()
+    options.rootRank = rank
+    return options
+
+
+def _widened(rows: Tensor, width: int) -> Tensor:
+    if rows.shape[1] == width:
+        return rows
+    wide = rows.new_zeros(rows.shape[0], width)
+    wide[:, : rows.shape[1]] = rows
+    return wide
+
+
+@contextmanager
+def _told(rank: int) -> Iterator[None]:
+    """gloo's errors as ours."""
+    try:
+        yield
+    except RuntimeError as error:  # dist.DistError and its kin are RuntimeErrors
+        reason = first_line(error).rpartition("] ")[2]
+        raise TierFailed(f"rank {rank} lost touch with the others: {reason}") from None

@@ -1,0 +1,150 @@
+"""One rank's share of a model as a Runner, and rank 0's, which takes the others along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from verbatim.batch import Batch
+from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
+from verbatim.model.decoder import Decoder
+from verbatim.placement.cluster.messages import pack_batch
+from verbatim.placement.parallel.crew import Crew
+from verbatim.placement.parallel.heads import HeadStore
+from verbatim.placement.parallel.ranks import Gloo
+from verbatim.placement.parallel.share import Cut
+from verbatim.placement.resident import Resident, give_back_freed
+from verbatim.placement.runner import Forward
+from verbatim.shield import Shield
+
+
+class Rank(Resident):
+    """As `Resident`, with a share of the weights and of K and V; its forward needs all other ranks."""
+
+    def __init__(
+        self, decoder: Decoder, store: HeadStore, num_threads: int, ranks: Gloo, cut: Cut
+    ) -> None:
+        super().__init__(decoder, store, num_threads)
+        self.ranks = ranks
+        self.cut = cut
+
+    def check_replay(self) -> None:
+        with self.ranks.everywhere():
+            super().check_replay()
+
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        raise NotSupported(
+            "placement=TensorParallel: the weights lie on several ranks and can't be updated in memory; "
+            "open the LLM again"
+        )
+
+    def stamp(self) -> object:
+        return None  # nobody else can write to the parameters
+
+    def sleep(self, weights: bool) -> None:
+        if weights:
+            raise NotSupported(
+                "sleep(weights=True): placement=TensorParallel; close the LLM instead"
+            )
+        super().sleep(False)
+
+    def close(self) -> None:
+        self.ranks.close()
+        super().close()
+
+
+class Leading(Rank):
+    """Rank 0: whatever it does, it tells the others to do.
+
+    Args:
+        crew: the others.
+        weight_bytes: of each rank.
+    """
+
+    in_one_process = True  # its processes and connections are not a forked child's
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: HeadStore,
+        num_threads: int,
+        ranks: Gloo,
+        cut: Cut,
+        *,
+        crew: Crew,
+        weight_bytes: list[int],
+        kv_bytes: list[int],
+    ) -> None:
+        super().__init__(decoder, store, num_threads, ranks, cut)
+        self.crew = crew
+        self._weight_bytes = weight_bytes
+        self._kv_bytes = kv_bytes
+
+    def forward(self, batch: Batch) -> Forward:
+        # All ranks make a forward or none: Ctrl-C waits for its end.
+        with Shield().up():
+            made: Forward = self._together(
+                {"do": "forward", "batch": pack_batch(batch)},
+                lambda: super(Leading, self).forward(batch),
+            )
+            return made
+
+    def check_replay(self) -> None:
+        with Shield().up():
+            try:
+                self._together({"do": "check_replay"}, super().check_replay)
+            except NotSupported as error:
+                self._refuse(error)
+                raise
+
+    def _refuse(self, error: VerbatimError) -> None:
+        """Before a call has begun, and only here: the others are in it."""
+        if self.crew.follows:
+            self.crew.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
+
+    def _together(self, message: dict[str, Any], do: Callable[[], Any]) -> Any:
+        self.crew.tell(message)
+        try:
+            return do()
+        except TierFailed as error:
+            raise self.crew.failure(error) from error
+        except VerbatimError:  # of the batch and the model, so it is the same on all ranks
+            raise
+        except Exception as error:  # the others are in the middle of what this one gave up
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise TierFailed(f"rank 0 of {self.crew.size}: {what}") from error
+
+    def info(self) -> dict[str, Any]:
+        return {
+            **super().info(),
+            "placement": "tensor parallel",
+            "ranks": self.ranks.size,
+            "exact": True,
+            "parameters": self.cut.total_parameters,
+            "weight_bytes": self.cut.total_bytes,
+            "rank_weight_bytes": self._weight_bytes,
+            "kv_bytes": sum(self._kv_bytes),
+            "rank_kv_bytes": self._kv_bytes,
+            "split_linears": len(self.cut.columns),
+            "split_experts": len(self.cut.experts),
+            "whole_linears": self.cut.whole,
+        }
+
+    def sleep(self, weights: bool) -> None:
+        super().sleep(weights)
+        self.crew.tell({"do": "sleep"})
+
+    def wake(self) -> None:
+        self.crew.tell({"do": "wake"})
+        super().wake()
+
+    def close(self) -> None:
+        with ExitStack() as last_first:
+            last_first.callback(give_back_freed)
+            last_first.callback(super().close)
+            last_first.callback(self.crew.close)
