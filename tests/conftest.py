@@ -37,7 +37,9 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         opened = plain(*args, **kwargs)
-        store, pool = opened.engine.runner.store, opened.engine.scheduler.pool
+        store, pool = getattr(opened.engine.runner, "store", None), opened.engine.scheduler.pool
+        if store is None:  # it lies elsewhere, and is poisoned there (tests/stages.py)
+            return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from requests_mixed import all_facts, facts, mixed_requests
+from stages import ThreadHosts, serving
 from toys import make_toy, random_ids
 
-from verbatim import LLM, SamplingParams
+from verbatim import LLM, Cluster, SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Dense and mixture-of-experts, with and without windows, sinks, caps and ALiBi; odd widths throughout.
@@ -144,6 +145,31 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
             found = [request.result for request in requests]
             assert all(found) and all_facts(found) == expected  # type: ignore[arg-type]
             assert llm.stats()["blocks_used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(n, d, marks=() if (n, d) == ("gpt_oss", "bfloat16") else pytest.mark.slow)
+        for n in MODELS
+        for d in DTYPES
+    ],
+)
+def test_on_two_stages_and_after_a_kill(name: str, dtype: str, tmp_path: Path) -> None:
+    prompts, params = mixed_requests()
+    make_toy(name, dtype=DTYPES[dtype], **MODELS[name]).save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "on two stages"
+        for victim in (0, 1):
+            stage = serving(llm)[victim]
+            deltas = llm.stream(prompts[8], params[8])
+            next(deltas)
+            stage.kill()
+            *_, last = deltas
+            assert last.result is not None and facts(last.result) == expected[8], "after a kill"
+        assert llm.stats()["cluster"]["restarts"] == 2
 
 
 def test_kv_in_another_dtype_is_as_invariant() -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         RequestFailed,
+        SessionBusy,
+        StageFailed,
         TierFailed,
         UnsupportedModel,
         VerbatimError,
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
     from verbatim.llm import LLM
     from verbatim.model.quantize import Quantization
     from verbatim.params import SamplingParams
+    from verbatim.placement.cluster.choice import Cluster
     from verbatim.placement.offload.choice import Offload
+    from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
     from verbatim.sampling.sampler import sample
+    from verbatim.session import Session
     from verbatim.tensors import generate
 
 # Where each public name lives. It is imported when it is first asked for, so that `verbatim --help`
@@ -33,8 +38,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",
+    "Cluster": "verbatim.placement.cluster.choice",
     "Offload": "verbatim.placement.offload.choice",
+    "TensorParallel": "verbatim.placement.parallel.choice",
+    "ExpertParallel": "verbatim.placement.parallel.choice",
+    "PipelineParallel": "verbatim.placement.parallel.choice",
     "Quantization": "verbatim.model.quantize",
+    "Session": "verbatim.session",
     "sample": "verbatim.sampling.sampler",
     "generate": "verbatim.tensors",
     **dict.fromkeys(("Completion", "Delta", "FinishReason", "Result"), "verbatim.core"),
@@ -48,6 +58,8 @@ _HOMES = {
             "PromptTooLong",
             "QueueFull",
             "RequestFailed",
+            "SessionBusy",
+            "StageFailed",
             "TierFailed",
             "UnsupportedModel",
             "VerbatimError",
@@ -58,21 +70,28 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "Cluster",
     "Completion",
     "Delta",
     "EngineClosed",
+    "ExpertParallel",
     "FinishReason",
     "InvalidRequest",
     "ModelError",
     "NotSupported",
     "Offload",
     "OutOfBlocks",
+    "PipelineParallel",
     "PromptTooLong",
     "Quantization",
     "QueueFull",
     "RequestFailed",
     "Result",
     "SamplingParams",
+    "Session",
+    "SessionBusy",
+    "StageFailed",
+    "TensorParallel",
     "TierFailed",
     "UnsupportedModel",
     "VerbatimError",

@@ -16,16 +16,21 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
+from verbatim.model.loader import ModelSource
 from verbatim.model.quantize import Quantization
 from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_runner
 from verbatim.options import check_device, positive, refuse_unbuilt, switch
 from verbatim.params import SamplingParams
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions, engine_options
+from verbatim.placement.parallel.choice import Ranked
 from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
+from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat
 
@@ -67,7 +72,8 @@ class LLM:
             tokenizer, or such a module; or one of `verbatim.draft`'s classes, with their own settings; or
             anything with the method of `verbatim.draft.Proposer`.
         num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
-        placement: where the model lives. None: in this process's memory; or an `Offload`.
+        placement: where the model lives. None: in this process's memory; or an `Offload`, a
+            `Cluster`, a `TensorParallel`, a `PipelineParallel` or an `ExpertParallel`.
         quantization: of weights with `placement=Offload(...)`, packed once when the model is opened: "int8",
             "int4", or a `Quantization` with another size of its groups. None leaves them as they are. Of
             what is packed and how far off it is, `info` tells.
@@ -109,8 +115,13 @@ class LLM:
     ) -> None:
         refuse_unbuilt(fused=fused)
         check_device(device, deterministic)
-        if placement is not None and not isinstance(placement, Offload):
-            raise NotSupported(f"placement={placement!r}: must be None or an Offload")
+        if placement is not None and not isinstance(placement, Offload | Cluster | Ranked):
+            raise NotSupported(
+                f"placement={placement!r}: must be None, an Offload, a Cluster, a TensorParallel, a "
+                "PipelineParallel or an ExpertParallel"
+            )
+        offload = placement if isinstance(placement, Offload) else None
+        ranks = placement if isinstance(placement, Ranked) else None
         options = engine_options(
             quantization=quantization,
             kv_dtype=kv_dtype,
@@ -123,7 +134,7 @@ class LLM:
             prefix_cache=prefix_cache,
             num_threads=num_threads,
         )
-        if options.quantization is not None and placement is None:
+        if options.quantization is not None and offload is None:
             raise NotSupported(f"quantization={quantization!r} needs placement=Offload(...) so far")
         drafts = DraftOptions(
             settle_draft(draft),
@@ -139,7 +150,19 @@ class LLM:
             config,
             skeleton=None if placement is None else open_skeleton,
         )
-        opened = open_engine(loaded, options, drafts, weak=_weak, offload=placement)
+        opened = open_engine(
+            loaded,
+            options,
+            drafts,
+            weak=_weak,
+            offload=offload,
+            ranks=ranks,
+            cluster=placement if isinstance(placement, Cluster) else None,
+            origin=None
+            if isinstance(model, nn.Module)
+            else ModelSource.of(model, dtype, revision, trust_remote_code),
+            trust_remote_code=trust_remote_code,
+        )
         self._start(loaded.name, opened, max_unread)
 
     @classmethod
@@ -177,7 +200,10 @@ class LLM:
         self.max_length = opened.admission.max_length
         self._admission = opened.admission
         self._engine = opened.engine
-        self._driver = Driver(opened.engine, max_unread=max_unread)
+        if opened.make_driver is None:
+            self._driver = Driver(opened.engine, max_unread=max_unread)
+        else:
+            self._driver = opened.make_driver(opened.engine, max_unread)
 
     def generate(
         self,
@@ -258,6 +284,68 @@ class LLM:
     ) -> Iterator[Delta]:
         """`chat`, as it grows."""
         return self.stream(self._chat_ids(messages), params)
+
+    def session(
+        self,
+        max_length: int | None = None,
+        *,
+        seed: int | None = None,
+        params: SamplingParams | None = None,
+        load: str | os.PathLike[str] | None = None,
+        wait_s: float | None = 0.0,
+        idle_timeout_s: float | None = None,
+    ) -> Session:
+        """Open a conversation whose K and V stay between its turns; close it, or use it in a `with` block.
+
+        Args:
+            max_length: tokens that it may come to, given and made. Room for so many is reserved: open
+                sessions together never reserve more than the KV memory holds. None takes the LLM's.
+            seed: of all its draws; None takes a fresh one, which `session.seed` tells.
+            params: for turns that are given none.
+            load: a file that `session.save` wrote, to go on with; its `max_length`, seed and params stand
+                where none are given here.
+            wait_s: how long to wait for room until other sessions end, when it is opened and whenever it
+                needs room again; None waits as long as it takes.
+            idle_timeout_s: unused for so long, it gives its K, V and room back, and takes them again in its
+                next turn. None keeps them.
+
+        Raises:
+            OutOfBlocks: no room within `wait_s`.
+            InvalidRequest: a value out of range; a file that is no session, or one of another model's.
+            EngineClosed: this LLM is closed.
+        """
+        if not self._driver.alone:
+            raise NotSupported(
+                "a session: where each rank is a process of the user's, they make their calls together, and "
+                "generate, score and chat are what they can make"
+            )
+        return Session(
+            self,
+            max_length=max_length,
+            seed=seed,
+            params=params,
+            load=load,
+            wait_s=wait_s,
+            idle_timeout_s=idle_timeout_s,
+        )
+
+    def rebalance(self) -> list[tuple[int, int]]:
+        """Divide the layers of a `Cluster` anew over its stages, by how fast each has shown to be; what runs
+        goes on, on the same bits.
+
+        Returns:
+            The layers of each stage from now on: the first, and the one behind the last.
+
+        Raises:
+            NotSupported: another placement.
+            StageFailed: a stage was lost meanwhile, and can't be replaced.
+        """
+        runner = self._engine.runner
+        if not isinstance(runner, Clustered):
+            raise NotSupported(
+                "rebalance() moves layers between stages: it needs placement=Cluster(...)"
+            )
+        return self._driver.visit(runner.rebalance)
 
     def pause(self, mode: str = "keep") -> None:
         """Make no more steps until `resume()`; returns when that is so. Callers that wait go on waiting.
@@ -397,6 +485,8 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
+        if self._driver.may_idle and isinstance(prompts, list) and not prompts:
+            return []
         many, _ = as_prompts(prompts)
         each = as_params(params, len(many))
         return [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]

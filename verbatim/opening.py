@@ -6,27 +6,33 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from verbatim import kernels
 from verbatim.admission import Admission
 from verbatim.draft.choice import DraftOptions, EarlyExit, Mtp
 from verbatim.drafters import open_drafting, open_mtp
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
+from verbatim.engine.holdings import batches_of
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.products import probe_report
+from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.opening import open_cluster
+from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.options import EngineOptions
+from verbatim.placement.parallel.choice import ExpertParallel, Ranked
+from verbatim.placement.parallel.opening import open_parallel
+from verbatim.placement.parallel.together import MakeDriver
 from verbatim.placement.resident import open_resident
 from verbatim.placement.runner import Runner
 from verbatim.text.tokenizer import Tokenizer
@@ -42,6 +48,7 @@ class Opened:
     engine: Engine
     config: Any  # the model's own
     generation_config: Any
+    make_driver: MakeDriver | None = None  # from the engine and `max_unread`; None: the usual one
 
     def info(self) -> dict[str, Any]:
         """What was opened and how it is run, as plain values."""
@@ -70,12 +77,17 @@ def open_engine(
     *,
     weak: bool = False,
     offload: Offload | None = None,
+    ranks: Ranked | None = None,
+    cluster: Cluster | None = None,
+    origin: ModelSource | None = None,
+    trust_remote_code: bool = False,
 ) -> Opened:
     """Build the rooms under `LLM`; `weak` holds the module only weakly."""
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
     module: Any = loaded.module
+    make_driver: MakeDriver | None = None
     if speaks_kv_caches(module):
         config = module.config
         limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
@@ -93,6 +105,30 @@ def open_engine(
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         runner, options = open_offloaded(loaded, offload, options, limit)
+    elif cluster is not None:
+        if isinstance(drafts.draft, EarlyExit | Mtp):
+            raise NotSupported(
+                f"draft={drafts.draft!r}: with placement=Cluster, the model's own layers don't draft; "
+                "'ngram' and a smaller model do"
+            )
+        assert origin is not None
+        config = inner_model(module).config
+        limit, source = settle_length(options, *max_length_of(config))
+        runner, options = open_cluster(loaded, origin, cluster, options, limit)
+    elif ranks is not None:
+        if isinstance(drafts.draft, EarlyExit) or (
+            isinstance(drafts.draft, Mtp) and not isinstance(ranks, ExpertParallel)
+        ):
+            raise NotSupported(
+                f"draft={drafts.draft!r}: with placement={ranks!r}, the model's own layers don't draft; "
+                "'ngram' and a smaller model do"
+            )
+        config = inner_model(module).config
+        limit, source = settle_length(options, *max_length_of(config))
+        placed = open_parallel(
+            loaded, ranks, options, limit, drafts.draft, trust_remote_code=trust_remote_code
+        )
+        runner, make_driver = placed.runner, placed.driver
     else:
         decoder = Decoder(module, weak=weak)
         config = inner_model(module).config
@@ -100,7 +136,7 @@ def open_engine(
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
         runner = open_resident(decoder, loaded, options, limit, mtp)
     try:
-        return open_runner(
+        opened = open_runner(
             runner,
             options,
             tokenizer=loaded.tokenizer,
@@ -111,9 +147,20 @@ def open_engine(
             generation_config=loaded.generation_config,
             drafting=open_drafting(drafts, runner, options, loaded),
         )
+        opened.make_driver = make_driver
+        if isinstance(runner, Clustered):
+            _tell_what_is_held(runner, opened.engine.scheduler)
+        return opened
     except BaseException:
         runner.close()
         raise
+
+
+def _tell_what_is_held(runner: Clustered, scheduler: Scheduler) -> None:
+    """Let a runner that has lost K and V compute again those that are in use."""
+    size, rows = scheduler.block_size, scheduler.max_batch_tokens
+    runner.supervisor.held = lambda: batches_of(scheduler.held(), size, rows)
+    runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
 
 
 def settle_length(options: EngineOptions, limit: int | None, source: str) -> tuple[int | None, str]:
@@ -178,13 +225,3 @@ def _probe_findings() -> list[str]:
         + (", one thread" if tiles.one_thread else "")
         for (rows, columns), dtype, tiles in probe_report()
     ] or ["not needed: the kernels' products are row-invariant by construction"]
-
-
-def numerics_key(dtype: str, kv_dtype: str, quantization: dict[str, Any] | None = None) -> str:
-    """What two machines must have in common to give the same bits."""
-    instructions = kernels.instruction_set()
-    computed_by = f"kernels{kernels.VERSION}-{instructions}"
-    if instructions is None:
-        computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    packed = "" if quantization is None else f"/weights-{quantization['format']}"
-    return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"

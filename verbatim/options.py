@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from verbatim.errors import InvalidRequest, NotSupported
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
 # Options of the public face whose work is not built yet, with the value that leaves them alone.
@@ -84,6 +86,22 @@ def memory_bytes(value: int | str, total: int) -> int:
             f"kv_memory={value!r} is {amount} bytes; between 1 and {total}, this machine's memory"
         )
     return amount
+
+
+def budget(name: str, value: Any) -> int:
+    """Bytes meant by 0, 5000000 or "16GB", which may be more than this machine has."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+        if value == 0:
+            return 0
+    try:
+        if isinstance(value, str) and "%" in value:
+            raise InvalidRequest("")
+        return memory_bytes(value, _ANY_SIZE)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
+        ) from None
 
 
 def total_memory() -> int:

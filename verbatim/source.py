@@ -43,7 +43,8 @@ def open_model(
     if skeleton is not None and (dcp is not None or isinstance(model, nn.Module)):
         what = f"{model} is a torch.distributed.checkpoint" if dcp else "a live module is in memory"
         raise NotSupported(
-            f"placement=Offload: {what}; it takes a folder with safetensors, such as save_pretrained writes"
+            f"placement: {what}; all placements but None take a folder with safetensors, such as "
+            "save_pretrained writes"
         )
     if dcp is not None:
         from verbatim.model.dcp.load import load_dcp

@@ -45,6 +45,32 @@ class LoadedModel:
     live: bool = False  # somebody else's module, whose weights may change between two calls
     checkpoint: Checkpoint | None = None  # None for a live one
     recipes: Mapping[nn.Parameter, Any] | None = None  # of weights that were left where they are
+    folder: Path | None = None  # where those are
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What `LLM` was asked to open, for whoever opens it once more elsewhere.
+
+    Attributes:
+        model: a folder's whole path, a hub id, or None for the small model inside the package.
+    """
+
+    model: str | None
+    dtype: str
+    revision: str | None
+    trust_remote_code: bool
+
+    @classmethod
+    def of(
+        cls, model: Any, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool
+    ) -> ModelSource:
+        """From `LLM`'s arguments, once they have been opened here."""
+        if model is not None:
+            named = os.path.expanduser(os.fspath(model))
+            model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
+        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+        return cls(model, name, revision, trust_remote_code)
 
 
 class Checkpoint:
@@ -177,7 +203,7 @@ def load(
         folder = _all_files(source, where)
         module, recipes = skeleton(folder, config, settled, trust_remote_code)
         generation = _generation_config(folder, config)
-        return LoadedModel(module, tokenizer, generation, source, recipes=recipes)
+        return LoadedModel(module, tokenizer, generation, source, recipes=recipes, folder=folder)
     module = _module(source, config, settled, where)
     folder = _folder(source, where)
 

@@ -50,18 +50,24 @@ class Call(NamedTuple):
     num_experts: int
 
 
+NOT_ROUTED = "no layer of it sends its tokens to experts through transformers' experts interface"
+
+
+def different_kinds(kinds: set[tuple[int, int]]) -> str:
+    """Why layers with so many experts of so many for each token can't be recorded as one."""
+    listed = ", ".join(f"{k} of {experts}" for k, experts in sorted(kinds))
+    return f"its layers send a token to different numbers of experts ({listed})"
+
+
 def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | None, str | None]:
     """What the calls in a forward of `num_rows` tokens tell; else None, and why nothing is recorded."""
     if not calls:
-        return None, (
-            "no layer of it sends its tokens to experts through transformers' experts interface"
-        )
+        return None, NOT_ROUTED
     if any(call.num_rows != num_rows for call in calls):
         return None, "a layer of it sends only some of its tokens to experts"
     kinds = {(call.experts_per_token, call.num_experts) for call in calls}
     if len(kinds) > 1:
-        listed = ", ".join(f"{k} of {experts}" for k, experts in sorted(kinds))
-        return None, f"its layers send a token to different numbers of experts ({listed})"
+        return None, different_kinds(kinds)
     ((k, experts),) = kinds
     return RoutedLayers(tuple(call.module for call in calls), len(calls), k, experts), None
 

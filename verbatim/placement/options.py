@@ -18,7 +18,7 @@ from verbatim.options import (
 )
 
 _MAX_BATCH_TOKENS = 2048
-_DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
+DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class EngineOptions:
             OutOfBlocks: the memory doesn't hold one block.
         """
         block_bytes = self.block_size * bytes_per_token
-        budget = self.kv_bytes or int(available_memory() * _DEFAULT_KV_SHARE)
+        budget = self.kv_bytes or int(available_memory() * DEFAULT_KV_SHARE)
         blocks = budget // block_bytes - 1
         if blocks < 1:
             raise OutOfBlocks(

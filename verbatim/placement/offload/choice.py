@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import InvalidRequest
-from verbatim.options import memory_bytes, positive, switch
+from verbatim.options import budget, positive, switch
 
 Percents = tuple[float, float, float]  # gpu, cpu, disk; together 100
-_ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class Offload:
 
         for name in ("gpu", "cpu", "disk_limit"):
             value = getattr(self, name)
-            settle(name, None if value is None else _budget(name, value))
+            settle(name, None if value is None else budget(name, value))
         for name in ("weights", "kv", "activations"):
             value = getattr(self, name)
             settle(name, None if value is None else percents(name, value))
@@ -126,21 +125,6 @@ class Offload:
     def replace(self, **changes: Any) -> Offload:
         """The same with other values."""
         return Offload(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
-
-
-def _budget(name: str, value: Any) -> int:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)
-        if value == 0:
-            return 0
-    try:
-        if isinstance(value, str) and "%" in value:
-            raise InvalidRequest("")
-        return memory_bytes(value, _ANY_SIZE)
-    except InvalidRequest:
-        raise InvalidRequest(
-            f"{name}={value!r}: must be bytes, 0 or more, or an amount such as '16GB'"
-        ) from None
 
 
 def percents(name: str, value: Any) -> Percents:

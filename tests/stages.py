@@ -1,0 +1,117 @@
+"""Stages without Ray: threads of this process behind the same connections as processes have."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.placement.cluster.contact import NoHost
+from verbatim.placement.cluster.hosts import versions
+from verbatim.placement.cluster.layers import Layers
+from verbatim.placement.cluster.link import Address
+from verbatim.placement.cluster.stage import Stage
+
+
+_OPENING = threading.Lock()  # transformers sets torch's default dtype while it loads
+
+
+class ThreadHost:
+    """A stage in threads of this process. `kill` hangs up at once, as the end of a process does.
+
+    Attributes:
+        before: called before each frame is computed, with the batch; to be set by a test.
+    """
+
+    def __init__(self, key: bytes, machine: str) -> None:
+        self.stage = Stage(key, "127.0.0.1")
+        self.machine = machine
+        self.address: Address = self.stage.address
+        self.relay = None
+        self.killed = False
+        self.before: Callable[[Any], object] = lambda batch: None
+        layers: Layers = self.stage._layers
+        run, allocate, opened = layers.run, layers.allocate, layers.open
+
+        def noted_run(batch: Any, frame: Any) -> Any:
+            self.before(batch)
+            return run(batch, frame)
+
+        def poisoned_allocate(message: Any) -> Any:
+            answer = allocate(message)
+            assert layers.store is not None
+            if layers.store.nbytes < 64 * 2**20:
+                layers.store.poison(list(range(layers.store.num_blocks)))
+            return answer
+
+        def open_alone(message: Any) -> Any:
+            with _OPENING:
+                return opened(message)
+
+        layers.open = open_alone  # type: ignore[method-assign]
+        layers.run, layers.allocate = noted_run, poisoned_allocate  # type: ignore[method-assign]
+
+    def kill(self) -> None:
+        self.killed = True
+        self.stage.close()
+
+    def __repr__(self) -> str:
+        return f"ThreadHost({self.machine})"
+
+
+class ThreadHosts:
+    """As `RayHosts`, on machines that are names.
+
+    Attributes:
+        hosts: all that were started, in order.
+        room: how many more may be; None: any number.
+    """
+
+    def __init__(self, *machines: str) -> None:
+        self.key = secrets.token_bytes(32)
+        self.names = list(machines or ("one",))
+        self.hosts: list[ThreadHost] = []
+        self.room: int | None = None
+        self.unreachable: set[str] = set()
+        self.on_start: Callable[[ThreadHost], object] = lambda host: None
+
+    def start(self, count: int, avoid: set[str]) -> list[Any]:
+        names = [name for name in self.names if name not in avoid | self.unreachable]
+        if not names or (self.room is not None and count > self.room):
+            raise NoHost("there is no machine left for another stage")
+        if self.room is not None:
+            self.room -= count
+        first = len(self.hosts)
+        made = [ThreadHost(self.key, names[(first + i) % len(names)]) for i in range(count)]
+        self.hosts += made
+        for host in made:
+            self.on_start(host)
+        return made
+
+    def prepare(self, count: int, model: dict[str, Any]) -> None:
+        pass
+
+    def machines(self) -> list[str]:
+        return [name for name in self.names if name not in self.unreachable]
+
+    def reachable(self, host: Any) -> bool:
+        return host.machine not in self.unreachable
+
+    def versions(self) -> dict[str, str]:
+        return versions()
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.kill()
+            host.stage.join(5.0)  # a thread that computes as the interpreter ends would abort it
+
+
+def serving(llm: Any) -> list[ThreadHost]:
+    """The hosts of an engine's stages, in their order."""
+    return [member.host for member in llm._engine.runner.crew.members]
+
+
+def num_threads() -> int:
+    """Threads of ours that are alive."""
+    return sum(thread.name.startswith("verbatim-") for thread in threading.enumerate())

@@ -1,0 +1,19 @@
+"""What two machines must have in common to give the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verbatim import kernels
+
+
+def numerics_key(dtype: str, kv_dtype: str, quantization: dict[str, Any] | None = None) -> str:
+    """What two machines must have in common to give the same bits."""
+    instructions = kernels.instruction_set()
+    computed_by = f"kernels{kernels.VERSION}-{instructions}"
+    if instructions is None:
+        computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    packed = "" if quantization is None else f"/weights-{quantization['format']}"
+    return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"

@@ -1,0 +1,96 @@
+"""How a process comes to Ray: which cluster it talks to, and by which token."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from verbatim.errors import NotSupported, VerbatimError, first_line
+
+NAMESPACE = "verbatim"  # of our actors, for Ray
+_REACH_S = 1.5  # in which a machine takes a connection, or it is not there
+
+
+class NoHost(VerbatimError):
+    """There is no machine, or no memory, for another process."""
+
+
+def answers(address: tuple[str, int]) -> bool:
+    """Does anybody take connections there?"""
+    try:
+        socket.create_connection(address, timeout=_REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def token_path() -> Path | None:
+    """The file with Ray's token for clusters of this user, where one is; RAY_AUTH_TOKEN comes first."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return path if path.is_file() else None
+
+
+def import_ray() -> Any:
+    """Ray, which an extra installs. Where this user has a token, it is shown to whoever asks for one.
+
+    Raises:
+        NotSupported: it is not installed.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "ray" not in sys.modules and (os.environ.get("RAY_AUTH_TOKEN") or token_path()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # read once, as Ray is imported
+    try:
+        import ray
+    except ImportError:
+        raise NotSupported(
+            "placement=Cluster(...) needs Ray: pip install 'verbatim[cluster]'"
+        ) from None
+    return ray
+
+
+def begin_ray(address: str | None) -> None:
+    """Connect this process to the Ray cluster at `address`, or to one of its own.
+
+    Raises:
+        NoHost: nobody answers there, or not to us.
+    """
+    import ray
+
+    given = address or os.environ.get("RAY_ADDRESS")
+    try:
+        if given is None:
+            ray.init(
+                "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+            )
+        else:
+            _look_for(given)
+            ray.init(given, log_to_driver=False, logging_level=logging.ERROR)
+    except NoHost:
+        raise
+    except ray.exceptions.AuthenticationError:
+        raise NoHost(
+            f"the Ray cluster at {given} asks for another token than this machine has in "
+            "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
+        ) from None
+    except Exception as error:  # ConnectionError, ValueError, RuntimeError, of several kinds each
+        where = "on this machine" if given in (None, "auto") else f"at {given}"
+        if "Could not find any running" in str(error):
+            raise NoHost(f"no Ray cluster {where}: `verbatim cluster start` makes one") from None
+        if "Failed to connect" in str(error):  # and yet somebody answers: it is all that Ray says
+            raise NoHost(
+                f"no Ray cluster {where} that takes the token of this machine (~/.ray/auth_token, "
+                "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
+            ) from None
+        raise NoHost(f"no Ray cluster {where}: {first_line(error)}") from error
+
+
+def _look_for(address: str) -> None:
+    """Raise NoHost where nobody listens at "host:port": Ray tries for half a minute before it says so."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in host and not answers((host, int(port))):
+        raise NoHost(f"no Ray cluster at {address}: nobody answers there")

@@ -1,0 +1,284 @@
+"""The stages as the head sees them: calls and their answers, and who is still there."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks, VerbatimError
+from verbatim.placement.cluster.link import Address, Link, LinkLost, connect
+from verbatim.shield import Shield
+
+_PING_S = 0.5  # between two looks at who is still there, while something is waited for
+_LOADING_S = 60.0  # who reads weights and imports libraries may be silent for so long
+
+_log = logging.getLogger("verbatim.cluster")
+
+Message = dict[str, Any]
+
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (InvalidRequest, ModelError, NotSupported, OutOfBlocks, MemoryError)
+}
+
+
+class Host(Protocol):
+    """A process somewhere that serves a stage."""
+
+    address: Address
+    relay: Address | None  # the same by way of Ray, for who can't connect to the other
+    machine: str  # which of the machines it is on
+
+    def kill(self) -> None:
+        """End it at once; harmless where it is gone already."""
+        ...
+
+
+class StageGone(VerbatimError):
+    """Some stages do not answer any more."""
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self.members = list(members)
+        super().__init__("; ".join(str(member) for member in self.members))
+
+
+class Member:
+    """A stage, and the connection to it.
+
+    Attributes:
+        first, end: its layers.
+        shape: what it told of its part of the model.
+        lost: why it is given up; None while it is there.
+        behind: its K and V are not those that the others hold.
+        restarts: how often this place in the line was filled anew.
+    """
+
+    def __init__(self, host: Host, link: Link, inbox: Inbox) -> None:
+        self.host = host
+        self.link = link
+        self.index = -1
+        self.first = self.end = 0
+        self.shape: Message = {}
+        self.facts: Message = {}
+        self.kept_blocks = 0
+        self.restarts = 0
+        self.lost: str | None = None
+        self.behind = False
+        self.asked: float | None = None  # when a ping went out that isn't answered
+        self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
+        self._listener.start()
+
+    def __str__(self) -> str:
+        why = "" if self.lost is None else f": {self.lost}"
+        return f"stage {self.index} (layers {self.first} to {self.end} on {self.host.machine}){why}"
+
+    def _listen(self, inbox: Inbox) -> None:
+        try:
+            while True:
+                inbox.put((self, self.link.receive()))
+        except VerbatimError as error:
+            inbox.put((self, str(error)))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send, or take note that the stage is gone."""
+        try:
+            with Shield().up():  # half a message would be the end of the connection
+                self.link.send(message)
+        except LinkLost as error:
+            self.lost = self.lost or str(error)
+
+    def give_up(self) -> None:
+        """Hang up, and end its process."""
+        self.lost = self.lost or "it was given up"
+        self.link.close()
+        self.host.kill()
+        self._listener.join(1.0)
+
+
+Inbox = queue.SimpleQueue[tuple[Member, "Message | str"]]
+
+
+class Crew:
+    """All stages, in the order of their layers.
+
+    Args:
+        key: the cluster's secret.
+        patience_s: a stage that doesn't answer a ping for so long is lost.
+        step_timeout_s: so is one that computes for so long on one piece of work.
+    """
+
+    def __init__(self, key: bytes, *, patience_s: float, step_timeout_s: float) -> None:
+        self.members: list[Member] = []
+        self.patience_s = patience_s
+        self.step_timeout_s = step_timeout_s
+        self.epoch = 0
+        self._key = key
+        self._walled: set[str] = set()  # machines that only Ray reaches
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._calls = 0
+        self._expected: dict[int, Member] = {}
+        self._answers: dict[int, Message] = {}
+        self._reports: list[tuple[Member, Message]] = []  # of work that ended or failed
+        self._next_ping = 0.0
+        self._last_pump = 0.0
+
+    def meet(self, host: Host) -> Member:
+        """Connect to a stage; it is not one of the members yet.
+
+        Raises:
+            LinkLost, Refused: it can't be had.
+        """
+        if host.machine in self._walled:
+            self.relay(host)
+        try:
+            link = connect(host.address, self._key, {"role": "head"})
+        except LinkLost as error:
+            if host.relay is None:
+                raise
+            link = connect(host.relay, self._key, {"role": "head"})
+            self.relay(host, error)
+        answer = link.receive()
+        if "welcome" not in answer:
+            link.close()
+            raise LinkLost(f"{host.machine}: {answer.get('refused', 'no answer')}")
+        return Member(host, link, self._inbox)
+
+    def relay(self, host: Host, why: object = "") -> None:
+        """Reach this host by way of Ray from now on, and all others on its machine."""
+        if host.machine not in self._walled:
+            _log.warning("%s is reached by way of Ray, which is slower: %s", host.machine, why)
+        self._walled.add(host.machine)
+        if host.relay is not None:
+            host.address, host.relay = host.relay, None
+
+    @property
+    def lost(self) -> list[Member]:
+        return [member for member in self.members if member.lost is not None]
+
+    def call(self, member: Member, do: str, **fields: Any) -> Any:
+        """What a stage answers.
+
+        Raises:
+            StageGone: it, or another one, is lost.
+            VerbatimError: it could not do what was asked for.
+        """
+        return self.call_each([(member, {"do": do, **fields})])[0]
+
+    def call_each(
+        self,
+        orders: list[tuple[Member, Message]],
+        *,
+        patient: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[Any]:
+        """What these stages answer, all asked at once.
+
+        Args:
+            patient: what they do may take any time, as reading weights does.
+            meanwhile: called whenever something has come in; it may raise.
+        """
+        calls = []
+        for member, message in orders:
+            self._calls += 1
+            calls.append(self._calls)
+            self._expected[self._calls] = member
+            member.send({**message, "call": self._calls})
+        try:
+            while any(call not in self._answers for call in calls):
+                self.check([member for member, _ in orders])
+                meanwhile()
+                self._pump(patient=patient)
+            answers = [self._answers[call] for call in calls]
+        finally:
+            for call in calls:
+                self._expected.pop(call, None)
+                self._answers.pop(call, None)
+        for (member, message), answer in zip(orders, answers, strict=True):
+            if "error" in answer:
+                raise error_of(answer["error"], f"{member}, {message['do']}")
+        return [answer["result"] for answer in answers]
+
+    def check(self, also: Iterable[Member] = ()) -> None:
+        """Raise StageGone if a member, or one of these, is lost."""
+        gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
+        if gone:
+            raise StageGone(gone)
+
+    def reports(self) -> list[tuple[Member, Message]]:
+        """What stages told unasked since the last time: work that has ended or failed."""
+        found, self._reports = self._reports, []
+        return found
+
+    def wait_for_report(self) -> list[tuple[Member, Message]]:
+        """The next reports; waits for one.
+
+        Raises:
+            StageGone: somebody is lost.
+        """
+        while not (found := self.reports()):
+            self.check()
+            self._pump()
+        return found
+
+    def _pump(self, *, patient: bool = False) -> None:
+        """Take in what comes next, and ask now and then who is still there."""
+        try:
+            member, message = self._inbox.get(timeout=_PING_S)
+        except queue.Empty:
+            pass
+        else:
+            self._take(member, message, patient=patient)
+        now = time.monotonic()
+        if now >= self._next_ping:
+            self._look_around(now, max(self.patience_s, _LOADING_S if patient else 0.0))
+
+    def _look_around(self, now: float, patience_s: float) -> None:
+        # Nobody has listened for a while: answers may lie here unread, and say nothing of who is late.
+        idle = now - self._last_pump > 2 * _PING_S + 0.5
+        self._next_ping, self._last_pump = now + _PING_S, now
+        waited_for = [m for m in {*self.members, *self._expected.values()} if m.lost is None]
+        for member in waited_for:
+            if member.asked is None or idle:
+                member.asked = now
+                self._calls += 1
+                self._expected[self._calls] = member
+                member.send({"do": "ping", "call": self._calls})
+            elif now - member.asked > patience_s:
+                member.lost = f"silent for {now - member.asked:.1f} s"
+
+    def _take(self, member: Member, message: Message | str, *, patient: bool) -> None:
+        if isinstance(message, str):
+            member.lost = member.lost or message
+            return
+        member.asked = None  # it is there, whatever it says
+        call = message.get("call")
+        if call is None:
+            self._reports.append((member, message))
+            return
+        if call not in self._expected:
+            return
+        result = message.get("result")
+        if isinstance(result, dict) and "busy_s" in result and "step" in result:  # a ping's
+            del self._expected[call]
+            if result["busy_s"] > self.step_timeout_s and not patient:
+                member.lost = f"busy with one piece of work for {result['busy_s']:.1f} s"
+            return
+        self._answers[call] = message
+
+    def close(self) -> None:
+        """Hang up."""
+        for member in self.members:
+            member.link.close()
+
+
+def error_of(described: list[str], where: str) -> Exception:
+    """The error that a stage described, to be raised here."""
+    kind, text = described
+    known = _ERRORS.get(kind)
+    if known is not None:
+        return known(f"{text} ({where})")
+    return VerbatimError(f"{kind}: {text} ({where})")

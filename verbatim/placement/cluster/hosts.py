@@ -1,0 +1,292 @@
+"""Where the processes of a cluster come from: Ray's actors, on whatever machines Ray knows.
+
+Ray starts the processes, on this machine or another, and ends them. What they say to each other goes over
+connections of their own (`link.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from verbatim import __version__
+from verbatim.errors import NotSupported, VerbatimError, first_line
+from verbatim.placement.cluster.contact import NAMESPACE, NoHost, answers, begin_ray, import_ray
+from verbatim.placement.cluster.crew import Host
+from verbatim.placement.cluster.link import Address
+from verbatim.placement.cluster.relay import GROUPS, RelayDoor, relay_address
+
+_START_S = 60.0  # for a process to come up, imports included
+_LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it
+
+
+class Hosts(Protocol):
+    """Something that starts processes which serve a stage."""
+
+    def start(self, count: int, avoid: set[str]) -> list[Host]:
+        """So many processes, spread over the machines but those to avoid.
+
+        Raises:
+            NoHost: they can't be had.
+        """
+        ...
+
+    def prepare(self, count: int, model: dict[str, Any]) -> None:
+        """Have so many ready for the next `start`, made in the background, that have looked at a model."""
+        ...
+
+    def machines(self) -> list[str]:
+        """All machines there are now."""
+        ...
+
+    def reachable(self, host: Host) -> bool:
+        """Is the machine there on which this host is, or was?"""
+        ...
+
+    def versions(self) -> dict[str, str]:
+        """What runs on this machine: `verbatim`, `torch` and `transformers`."""
+        ...
+
+    def close(self) -> None:
+        """End whatever was started here."""
+        ...
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all machines of a cluster."""
+    import transformers
+
+    return {
+        "verbatim": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+    }
+
+
+class StageActor(RelayDoor):
+    """What Ray runs: a process with one stage."""
+
+    def __init__(self, key: bytes, name: str) -> None:
+        import ray
+
+        from verbatim.placement.cluster.stage import Stage
+
+        self._name = name
+        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._stage = Stage(key, here, lambda: os._exit(0))
+        super().__init__(key, self._stage.let_in)
+
+    def address(self) -> Address:
+        """Where the stage listens."""
+        return self._stage.address
+
+    def warm(self, model: dict[str, Any]) -> None:
+        """Make ready to hold layers of a model soon."""
+        try:
+            self._stage.warm(model)
+        except VerbatimError:
+            pass  # it will be said when it is opened
+
+    def status(self) -> dict[str, Any]:
+        """`Stage.status`, for whoever looks from outside."""
+        return {"cluster": self._name, **self._stage.status()}
+
+
+class RayHost:
+    """An actor of Ray."""
+
+    def __init__(self, actor: Any, name: str, machine: str, daemon: Address) -> None:
+        self.actor = actor
+        self.name = name
+        self.machine = machine
+        self.daemon = daemon  # where Ray listens on that machine
+        self.prepared = False  # made before it was needed
+        self.killed = False
+        self.address: Address = ("", 0)
+        self.relay: Address | None = None
+
+    def kill(self) -> None:
+        import ray
+
+        self.killed = True
+        try:
+            ray.kill(self.actor, no_restart=True)
+        except Exception:
+            pass  # it is gone, or Ray is
+
+
+class RayHosts:
+    """Actors on the machines that Ray knows.
+
+    Args:
+        address: of the Ray cluster; None takes the one at hand, or starts one here.
+        key: the stages' secret.
+        name: of the cluster, which `verbatim cluster status` shows.
+        transport: as `Cluster.transport`.
+
+    Raises:
+        NotSupported: Ray is not installed.
+        NoHost: there is no Ray at `address`.
+    """
+
+    def __init__(self, address: str | None, key: bytes, name: str, transport: str) -> None:
+        ray = import_ray()
+        self._key = key
+        self._transport = transport
+        self._name = name
+        self._hosts: list[RayHost] = []  # that were not ended yet
+        self._prepared: list[RayHost] = []
+        self._own = not ray.is_initialized()
+        if self._own:
+            begin_ray(address)
+        elif address is not None and address != ray.get_runtime_context().gcs_address:
+            raise NotSupported(
+                f"address={address!r}: this process is connected to the Ray cluster at "
+                f"{ray.get_runtime_context().gcs_address}"
+            )
+        self._actor = ray.remote(
+            num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups=GROUPS
+        )(StageActor)
+
+    def start(self, count: int, avoid: set[str]) -> list[Host]:
+        avoid = set(avoid)
+        hosts: list[RayHost] = []
+        deadline = time.monotonic() + _START_S
+        while len(hosts) < count:
+            coming = self._ready(count - len(hosts), avoid)
+            try:
+                coming += self._create(count - len(hosts) - len(coming), avoid)
+                for host in coming:
+                    try:
+                        self._wait(host, deadline)
+                        hosts.append(host)
+                    except NoHost:
+                        host.kill()
+                        if self.reachable(host) and not host.prepared:
+                            raise
+                        avoid |= set() if host.prepared else {host.machine}
+            except NoHost:
+                for host in [*hosts, *coming]:
+                    host.kill()
+                raise
+        return list(hosts)
+
+    def _ready(self, count: int, avoid: set[str]) -> list[RayHost]:
+        """Prepared ones, on machines that are there; those on others are let go."""
+        if not self._prepared:
+            return []
+        there = {machine for machine, _ in self._nodes().values()} - avoid
+        for host in self._prepared:
+            if host.machine not in there:
+                host.kill()
+        usable = [host for host in self._prepared if host.machine in there]
+        self._prepared = usable[count:]
+        return usable[:count]
+
+    def _wait(self, host: RayHost, deadline: float) -> None:
+        """Wait for the process, and take note of where it is reached."""
+        import ray
+
+        asked = host.actor.address.remote()
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                try:
+                    host.address = ray.get(asked, timeout=min(left, _LOOK_S))
+                    break
+                except ray.exceptions.GetTimeoutError:
+                    if time.monotonic() >= deadline or not self.reachable(host):
+                        raise
+        except Exception as error:  # Ray has many ways to say that an actor is gone
+            raise NoHost(f"{host.machine}: no process came up: {first_line(error)}") from None
+        if self._transport == "actors":
+            host.address = relay_address(host.name)
+        elif self._transport == "auto":
+            host.relay = relay_address(host.name)
+
+    def _create(self, count: int, avoid: set[str]) -> list[RayHost]:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if count < 1:
+            return []
+        nodes = {
+            node: (machine, port)
+            for node, (machine, port) in self._nodes().items()
+            if machine not in avoid
+        }
+        if not nodes:
+            raise NoHost("there is no machine left for another stage")
+        hosts = []
+        for _ in range(count):
+            node = self._emptiest(nodes)
+            name = f"verbatim-{self._name}-{os.urandom(4).hex()}"
+            actor = self._actor.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                name=name,
+                namespace=NAMESPACE,
+                runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
+            ).remote(self._key, self._name)
+            hosts.append(RayHost(actor, name, nodes[node][0], nodes[node]))
+            self._hosts.append(hosts[-1])
+        return hosts
+
+    def _emptiest(self, nodes: dict[str, Address]) -> str:
+        """The machine with the fewest of our processes; of equals this one, without which all is lost anyway."""
+        import ray
+
+        self._hosts = [host for host in self._hosts if not host.killed]
+        here = ray.get_runtime_context().get_node_id()
+        on = Counter(host.daemon for host in self._hosts)
+        return min(nodes, key=lambda node: (on[nodes[node]], node != here))
+
+    def prepare(self, count: int, model: dict[str, Any]) -> None:
+        try:
+            fresh = self._create(count - len(self._prepared), set())
+        except NoHost:
+            return  # then there will be one when it is needed, or a message
+        for host in fresh:
+            host.prepared = True
+            host.actor.warm.remote(model)
+        self._prepared += fresh
+
+    def machines(self) -> list[str]:
+        return list(dict.fromkeys(machine for machine, _ in self._nodes().values()))
+
+    def _nodes(self) -> dict[str, Address]:
+        """Ray's id of each machine that is there, and where Ray listens on it.
+
+        Ray itself takes half a minute to see that a machine is gone.
+        """
+        import ray
+
+        try:
+            alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise NoHost(f"Ray can't be asked for machines: {first_line(error)}") from None
+        daemons = {n["NodeID"]: (n["NodeManagerAddress"], n["NodeManagerPort"]) for n in alive}
+        if not daemons:
+            return {}
+        with ThreadPoolExecutor(min(32, len(daemons))) as pool:
+            there = list(pool.map(answers, daemons.values()))
+        return {node: daemons[node] for node, yes in zip(daemons, there, strict=True) if yes}
+
+    def reachable(self, host: Host) -> bool:
+        assert isinstance(host, RayHost)
+        return answers(host.daemon)
+
+    def versions(self) -> dict[str, str]:
+        return versions()
+
+    def close(self) -> None:
+        for host in self._prepared:
+            host.kill()
+        self._prepared = []
+        if self._own:
+            import ray
+
+            ray.shutdown()

@@ -1,0 +1,290 @@
+"""What a stage holds: its part of the model, its K and V, what it hands on, and how it computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from verbatim import __version__, storyteller
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import VerbatimError
+from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.store import KVStore, bytes_per_token, make_store
+from verbatim.model.borrow import threads
+from verbatim.model.loader import LoadedModel, load
+from verbatim.model.routing import RoutingStore
+from verbatim.numerics import numerics_key
+from verbatim.options import available_memory, dtype_name
+from verbatim.placement.cluster.part import Part
+from verbatim.placement.cluster.split import Split
+from verbatim.placement.offload.checkpoint import open_skeleton
+from verbatim.placement.offload.recipe import ingredients, stamp_of
+from verbatim.sampling.sampler import sample_rows
+
+Message = dict[str, Any]
+
+_NAMES_A_MODEL = ("model", "dtype", "revision", "trust_remote_code")
+
+
+@dataclass(slots=True)
+class Made:
+    """What a stage made of a micro-batch."""
+
+    leaving: Tensor | None  # [T, H], for the next stage
+    logits: Tensor | None  # [R, V], of the last stage
+    hidden: Tensor | None  # [R, H], what its head saw, where the batch wants it
+    busy: list[float] = field(default_factory=list)  # seconds in each stage
+
+
+class Layers:
+    """The layers of one stage. Everything that is asked for, or told, is plain data."""
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        self.store: KVStore | None = None
+        self._records: RoutingStore | None = None
+        self._kept: HiddenStore | None = None
+        self._num_threads: int | None = None
+        self._opened_with: Message = {}
+        self._opening = threading.Lock()  # a spare may still be getting ready
+        self._loaded: LoadedModel | None = None
+        self._loaded_from: Message = {}
+        self._split: Split | None = None
+        self._first_routed = 0
+
+    def facts(self, message: Message) -> Message:
+        """What this process may compute with."""
+        return {
+            "verbatim": __version__,
+            "torch": torch.__version__.partition("+")[0],
+            "transformers": transformers.__version__,
+            "machine": platform.node(),
+            "pid": os.getpid(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": available_memory(),
+            "speed": _bytes_per_second(),
+        }
+
+    def warm(self, message: Message) -> None:
+        """Look at a model, without reading weights, so that some of it can be opened soon."""
+        with self._opening:
+            self._skeleton(message)
+
+    def _skeleton(self, message: Message) -> LoadedModel:
+        """The model without its weights; kept, since layers may come and go. Its files may change."""
+        model = {name: message[name] for name in _NAMES_A_MODEL}
+        if self._loaded is None or self._loaded_from != model or changed(self._loaded):
+            named = model["model"]
+            self._loaded = load(
+                storyteller.path() if named is None else named,
+                dtype=model["dtype"],
+                revision=model["revision"],
+                trust_remote_code=model["trust_remote_code"],
+                with_tokenizer=False,
+                skeleton=open_skeleton,
+            )
+            self._loaded_from = model
+            self._split = Split(self._loaded)
+        return self._loaded
+
+    def open(self, message: Message) -> Message:
+        """Read a range of a model's layers; what was held before goes first.
+
+        Raises:
+            ModelError, NotSupported: it can't be had here.
+        """
+        self.close()
+        self._opened_with = message
+        self._num_threads = message["num_threads"]
+        with self._opening, threads(self._num_threads):
+            loaded = self._skeleton(message)
+            part = self.part = Part(loaded, message["first"], message["end"], split=self._split)
+        kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
+        dtype = part.shape.kv_dtype if kv is None else kv
+        return {
+            **part.shape.as_dict(),
+            "dtype": dtype_name(part.shape.dtype),
+            "kv_dtype": name_of(dtype),
+            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype),
+            "numerics_key": numerics_key(dtype_name(part.shape.dtype), name_of(dtype)),
+            "fingerprint": fingerprint(loaded),
+            "memory": available_memory(),
+        }
+
+    def allocate(self, message: Message) -> Message:
+        """Take the memory of K and V, and of what is kept of what is handed on.
+
+        Args:
+            message: `num_blocks`, `block_size`, `kv_dtype`, `keep_bytes` and `first_routed`, the number of
+                routed layers before this part.
+        """
+        part = self._opened()
+        shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
+        kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
+        cpu = torch.device("cpu")
+        self._first_routed = message["first_routed"]
+        self.store = make_store(
+            shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
+        )
+        self._records = None
+        if part.routed is not None:
+            self._records = RoutingStore(part.routed, blocks, size)
+        self._kept = None
+        kept = 0
+        if not part.is_last:
+            row = shape.hidden_size * shape.hidden_dtype.itemsize
+            kept = min(blocks, message["keep_bytes"] // (row * size))
+            if kept:
+                self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
+        return {"kv_bytes": self.store.nbytes, "kept_blocks": kept}
+
+    def run(self, batch: Batch, frame: Message) -> Made:
+        """One micro-batch, from `frame["hidden"]`, from what was kept, or from the ids."""
+        part, store = self._opened(), self.store
+        if store is None:
+            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
+        if frame["kept"]:
+            assert self._kept is not None
+            return Made(self._kept.read(batch.slots(store.block_size)), None, None)
+        if batch.forced_experts is not None and part.routed is not None:
+            first = self._first_routed
+            batch.forced_experts = batch.forced_experts[:, first : first + part.routed.count]
+        elif part.routed is None:
+            batch.forced_experts = None
+        with threads(self._num_threads):
+            out = part.run(batch, store, frame["hidden"], self._records)
+        if out.leaving is not None and self._kept is not None:
+            self._keep(batch, store, out.leaving)
+        return Made(*out)
+
+    def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
+        kept = self._kept
+        assert kept is not None
+        limit = len(kept.rows)
+        copies = [(a, b) for a, b in batch.block_copies if max(a, b) * store.block_size < limit]
+        kept.copy_blocks(copies)
+        slots = batch.slots(store.block_size)
+        if int(slots.max()) < limit:
+            kept.write(slots, leaving)
+        else:
+            inside = slots < limit
+            kept.write(slots[inside], leaving[inside])
+
+    def sample(self, logits: Tensor, plan: SamplePlan) -> Draws:
+        with threads(self._num_threads):
+            return sample_rows(logits, plan)
+
+    def check_replay(self, message: Message) -> None:
+        """Find out whether the experts here can be forced."""
+        part = self._opened()
+        if part.routed is not None:
+            with threads(self._num_threads):
+                part.check_replay()
+
+    def routing(self, message: Message) -> Message:
+        """The experts of a sequence's tokens, from its blocks; None where no layer here has any."""
+        if self._records is None:
+            return {"routing": None}
+        return {"routing": self._records.read(message["block_table"], message["num_tokens"])}
+
+    def sleep(self, message: Message) -> None:
+        """Give memory back; with `weights`, that of the weights as well."""
+        if self.store is not None:
+            self.store.release()
+        if self._kept is not None:
+            self._kept.release()
+        if message["weights"] and self.part is not None:
+            self.part.close()
+            self.part = None
+
+    def wake(self, message: Message) -> None:
+        """Take it again."""
+        if self.part is None and self._opened_with:
+            store, kept, records = self.store, self._kept, self._records
+            self.open(self._opened_with)
+            self.store, self._kept, self._records = store, kept, records
+        if self.store is not None:
+            self.store.allocate()
+        if self._kept is not None:
+            self._kept.allocate()
+
+    def close(self) -> None:
+        """Free everything."""
+        if self.store is not None:
+            self.store.release()
+        if self.part is not None:
+            self.part.close()
+        self.part = self.store = self._records = self._kept = None
+
+    def status(self) -> Message:
+        part, store = self.part, self.store
+        if part is None:
+            return {"layers": None, "weight_bytes": 0, "kv_bytes": 0, "kept_bytes": 0}
+        return {
+            "layers": [part.first, part.end],
+            "weight_bytes": part.shape.weight_bytes,
+            "kv_bytes": 0 if store is None else store.nbytes,
+            "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
+        }
+
+    def _opened(self) -> Part:
+        if self.part is None:
+            raise VerbatimError("this stage holds no layers yet, or sleeps")
+        return self.part
+
+
+def name_of(kv_dtype: Any) -> str:
+    """Of what K and V are held in, as `LLM` takes it."""
+    return str(getattr(kv_dtype, "name", kv_dtype)).removeprefix("torch.")
+
+
+def fingerprint(loaded: LoadedModel) -> str:
+    """Which files a skeleton's weights lie in, and where: the same on machines with the same files."""
+    assert loaded.recipes is not None
+    lines = {
+        f"{s.path.name} {s.name} {s.offset} {s.dtype} {s.shape} {s.stamp and s.stamp[2]}"
+        for recipe in loaded.recipes.values()
+        for s in ingredients(recipe)
+    }
+    module: Any = loaded.module
+    config = dict(module.config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and by whom
+        config.pop(name, None)
+    lines.add(json.dumps(config, sort_keys=True, default=str))
+    return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def changed(loaded: LoadedModel) -> bool:
+    """Are a skeleton's files others than when it was opened, or gone?"""
+    assert loaded.recipes is not None
+    stamps = {s.path: s.stamp for recipe in loaded.recipes.values() for s in ingredients(recipe)}
+    for path, stamp in stamps.items():
+        try:
+            with path.open("rb") as file:
+                if stamp_of(file.fileno()) != stamp:
+                    return True
+        except OSError:
+            return True
+    return False
+
+
+def _bytes_per_second() -> float:
+    """How fast this process reads memory: the median of a few tries, in some milliseconds."""
+    block = torch.ones(1 << 22)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        block.sum()
+        times.append(time.perf_counter() - begin)
+    return block.nbytes / sorted(times)[2]

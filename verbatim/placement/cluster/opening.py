@@ -1,0 +1,152 @@
+"""From a folder and a `Cluster` to a runner."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import replace
+
+from verbatim.errors import InvalidRequest
+from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.crew import Crew, Member, Message
+from verbatim.placement.cluster.hosts import Hosts, RayHosts
+from verbatim.placement.cluster.layers import fingerprint, name_of
+from verbatim.placement.cluster.plan import Layout
+from verbatim.placement.cluster.runner import Clustered
+from verbatim.placement.cluster.split import Split
+from verbatim.placement.cluster.staffing import Staffing
+from verbatim.placement.cluster.supervisor import Supervisor
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
+
+_ALIKE = 0.7  # of a machine's speed
+_FEWEST = 2  # stages, where nobody says how many
+
+
+def open_cluster(
+    loaded: LoadedModel,
+    source: ModelSource,
+    cluster: Cluster,
+    options: EngineOptions,
+    limit: int | None,
+) -> tuple[Clustered, EngineOptions]:
+    """The runner, and the options of the engine as the machines allow them.
+
+    Args:
+        loaded: without its weights.
+        source: what a stage opens.
+        limit: tokens of one sequence at most.
+
+    Raises:
+        UnsupportedModel: its layers can't be cut apart.
+        NotSupported: Ray is missing, or machines that would give other bits.
+        NoHost: there are no machines.
+        OutOfBlocks: the model or one block has no room.
+    """
+    split = Split(loaded)
+    first, last, everywhere = split.outside_bytes
+    layout = Layout(tuple(split.layer_bytes), (first, last), everywhere, tuple(split.cuts))
+    key, name = secrets.token_bytes(32), secrets.token_hex(4)
+    hosts: Hosts
+    if cluster.hosts is None:
+        hosts = RayHosts(cluster.address, key, name, cluster.transport)
+    else:
+        hosts, key = cluster.hosts, cluster.hosts.key
+    crew = Crew(key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
+    model: Message = {
+        "model": source.model,
+        "dtype": source.dtype,
+        "revision": source.revision,
+        "trust_remote_code": source.trust_remote_code,
+        "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
+        "num_threads": options.num_threads,
+    }
+    staffing = Staffing(crew, hosts, layout, model, fingerprint(loaded))
+    supervisor = Supervisor(staffing, cluster)
+    try:
+        stages = _count(cluster, layout, hosts)
+        members = crew.members = staffing.hire(stages)
+        ranges = _ranges(cluster, layout, members)
+        for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
+            member.index, member.first, member.end = index, first, end
+        staffing.open(members, ranges)
+        options = _with_kv(options, members)
+        token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
+        blocks = options.num_blocks(token_bytes, limit)
+        staffing.allocate(
+            {
+                "num_blocks": blocks,
+                "block_size": options.block_size,
+                "kv_dtype": model["kv_dtype"],
+                "keep_bytes": cluster.keep_bytes,
+            }
+        )
+        staffing.connect()
+        supervisor.prepare_spares()
+    except BaseException:
+        supervisor.close()
+        raise
+    runner = Clustered(supervisor, cluster, num_blocks=blocks, block_size=options.block_size)
+    return runner, options
+
+
+def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
+    most = len(layout.cuts) + 1
+    if cluster.layers is not None:
+        if sum(cluster.layers) != len(layout.layer_bytes):
+            raise InvalidRequest(
+                f"layers={cluster.layers} are {sum(cluster.layers)}; the model has "
+                f"{len(layout.layer_bytes)} layers"
+            )
+        return len(cluster.layers)
+    if cluster.stages is None:
+        return min(most, max(_FEWEST, len(hosts.machines())))
+    if cluster.stages > most:
+        raise InvalidRequest(
+            f"stages={cluster.stages}: the model can be cut into {most} stages at most"
+        )
+    return cluster.stages
+
+
+def _ranges(cluster: Cluster, layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
+    """The layers of each stage: as told, or by memory and speed."""
+    if cluster.layers is not None:
+        ranges, first = [], 0
+        for count in cluster.layers:
+            ranges.append((first, first + count))
+            first += count
+        for first, _ in ranges[1:]:
+            if first not in layout.cuts:
+                raise InvalidRequest(
+                    f"layers={cluster.layers}: the model can't be cut in front of layer {first}; it can "
+                    f"in front of {list(layout.cuts)}"
+                )
+        return ranges
+    on = Counter(member.host.machine for member in members)
+    room = [member.facts["memory"] / on[member.host.machine] for member in members]
+    speed = {
+        machine: max(m.facts["speed"] for m in members if m.host.machine == machine)
+        for machine in on
+    }
+    fastest = max(speed.values())
+    # Small differences are noise, and the same machine should get the same layers the next time.
+    speed = {m: fastest if s > _ALIKE * fastest else s for m, s in speed.items()}
+    return layout.divide(room, [speed[member.host.machine] for member in members])
+
+
+def _with_kv(options: EngineOptions, members: list[Member]) -> EngineOptions:
+    """The options with a budget for K and V: so many tokens as the machine with the least room has."""
+    if options.kv_bytes is not None:
+        return options
+    by_machine: dict[str, list[Member]] = {}
+    for member in members:
+        by_machine.setdefault(member.host.machine, []).append(member)
+    tokens = min(
+        DEFAULT_KV_SHARE
+        * min(member.shape["memory"] for member in own)
+        / sum(member.shape["kv_bytes_per_token"] for member in own)
+        for own in by_machine.values()
+    )
+    return replace(
+        options, kv_bytes=int(tokens * sum(m.shape["kv_bytes_per_token"] for m in members))
+    )

@@ -1,0 +1,296 @@
+"""The model in stages, as a Runner: the head of a cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.errors import NotSupported
+from verbatim.model.routing import NOT_ROUTED, different_kinds
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
+from verbatim.placement.cluster.figures import Figures
+from verbatim.placement.cluster.link import RELAY
+from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
+from verbatim.placement.cluster.supervisor import Supervisor, frame
+from verbatim.placement.offload.cut import cut
+from verbatim.placement.runner import Forward
+
+_FEW_FRAMES = 16
+_MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
+
+
+@dataclass(slots=True)
+class Remote(Forward):
+    """What the last stage has computed, or will have: its logits stay there."""
+
+    batch: Batch | None = None
+    step: int = 0
+    parts: int = 0
+    begun: float = 0.0
+
+
+class Clustered:
+    """Sends batches down the line of stages, and takes ids from its end.
+
+    Where a stage is lost, the step waits until its place is filled, and is computed once more.
+
+    Args:
+        supervisor: of the stages, all open, connected, and with their memory for K and V.
+    """
+
+    in_one_process = True  # its connections are not a forked child's
+
+    def __init__(
+        self, supervisor: Supervisor, cluster: Cluster, *, num_blocks: int, block_size: int
+    ) -> None:
+        self.supervisor = supervisor
+        self.crew: Crew = supervisor.crew
+        self.cluster = cluster
+        shapes = [member.shape for member in self.crew.members]
+        last = shapes[-1]
+        self.vocab_size: int = last["vocab_size"]
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_forwards = 0
+        self.hidden_reason: str | None = last["hidden_reason"]
+        self.has_hidden = self.hidden_reason is None
+        self.routed_layers, self.experts_per_token, self.num_experts = 0, 0, 0
+        self.routing_reason = _why_not_recorded(shapes)
+        if self.routing_reason is None:
+            routed = [shape["routed"] for shape in shapes if shape["routed"]]
+            self.routed_layers = sum(count for count, _, _ in routed)
+            _, self.experts_per_token, self.num_experts = routed[0]
+        self._last: Remote | None = None
+        # For whoever forgets to close it; what it holds on to must not lead back here.
+        self._let_go = weakref.finalize(self, _let_go, os.getpid(), supervisor)
+        self._figures = Figures()
+        self._asleep: bool | None = None  # with its weights?
+
+    # The step.
+
+    def forward(self, batch: Batch) -> Forward:
+        self.num_forwards += 1
+        fresh: set[int] = set()
+        if not self.supervisor.in_order:  # it went wrong, or was broken off, the last time
+            fresh = self._recover()
+        else:
+            self.supervisor.take_in_joined()
+        self._last = remote = Remote(torch.empty(0), batch=batch)
+        self._begin(remote, fresh)
+        return remote
+
+    def _begin(self, remote: Remote, fresh: set[int]) -> None:
+        """Send a batch on its way, in micro-batches; `fresh` stages make no copies of blocks."""
+        batch, crew = remote.batch, self.crew
+        assert batch is not None
+        parts = self._cut(batch)
+        self.supervisor.step += 1
+        remote.step, remote.parts, remote.begun = (
+            self.supervisor.step,
+            len(parts),
+            time.perf_counter(),
+        )
+        stop = len(crew.members) - 1
+        for number, part in enumerate(parts):
+            work = frame(
+                pack_batch(part), crew.epoch, remote.step, stop=stop, part=number, parts=len(parts)
+            )
+            crew.members[0].send({**work, "fresh": sorted(fresh)})
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        rows, stages = batch.num_tokens, len(self.crew.members)
+        count = self.cluster.micro_batches
+        if count is None:
+            count = stages if rows >= _MANY_ROWS * stages else 1
+        if count == 1:
+            return [batch]
+        parts = cut(batch, -(-batch.num_sequences // count), -(-rows // count))
+        parts[0].block_copies = batch.block_copies
+        return parts
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        assert isinstance(forward, Remote)
+        answer = self._ask(forward, {"do": "draw", "plan": pack_plan(plan)})
+        forward.hidden = answer["hidden"]
+        self._figures.note(time.perf_counter() - forward.begun, forward.parts, answer)
+        return unpack_draws(answer["draws"])
+
+    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
+        assert isinstance(forward, Remote)
+        logits: Tensor = self._ask(forward, {"do": "logits", "rows": rows})["logits"]
+        return logits
+
+    def _ask(self, remote: Remote, message: Message) -> Message:
+        """What the last stage answers about a forward; as often as stages are lost and replaced."""
+        for attempt in range(self.cluster.max_restarts + 1):
+            try:
+                return self._answer(remote, message)
+            except StageGone:
+                self._begin(remote, self._recover(last=attempt == self.cluster.max_restarts))
+        raise AssertionError("the last attempt raises")
+
+    def _answer(self, remote: Remote, message: Message) -> Message:
+        crew = self.crew
+        asked = {**message, "epoch": crew.epoch, "step": remote.step, "parts": remote.parts}
+
+        def look() -> None:
+            for member, report in crew.reports():
+                self.supervisor.raise_if_failed(member, report, remote.step)
+
+        answer: Message = crew.call_each([(crew.members[-1], asked)], meanwhile=look)[0]
+        return answer
+
+    def _recover(self, *, last: bool = False) -> set[int]:
+        return self.supervisor.recover(last=last)
+
+    # All stages.
+
+    def _each(self, do: str, *, in_a_step: bool = False, **fields: Any) -> list[Any]:
+        """What every stage answers, once they are all there.
+
+        Args:
+            in_a_step: asked in the middle of a commit, when the rows of the last forward count already for
+                some of its sequences, and not yet for others.
+        """
+        for attempt in range(self.cluster.max_restarts + 1):
+            try:
+                orders: list[tuple[Member, Message]]
+                orders = [(member, {"do": do, **fields}) for member in self.crew.members]
+                return self.crew.call_each(orders, patient=True)
+            except StageGone:
+                fresh = self._recover(last=attempt == self.cluster.max_restarts)
+                if in_a_step and self._last is not None:
+                    self._begin(self._last, fresh)
+        raise AssertionError("the last attempt raises")
+
+    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+        if not self.routed_layers:
+            raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
+        asked = {"block_table": list(block_table), "num_tokens": num_tokens}
+        answers = self._each("routing", in_a_step=True, **asked)
+        found = [a["routing"] for a in answers if a["routing"] is not None]
+        return torch.cat(found, dim=1)
+
+    def check_replay(self) -> None:
+        if not self.routed_layers:
+            raise NotSupported(f"its routing can't be replayed: {self.routing_reason}")
+        self._each("check_replay")
+
+    def look_again(self) -> None:
+        """Nobody can edit it."""
+
+    def rebalance(self) -> list[tuple[int, int]]:
+        """Divide the layers anew, by what each stage has shown to be able to; sessions go on.
+
+        Returns:
+            The layers of each stage from now on, as (first, end).
+
+        Raises:
+            OutOfBlocks: the stages have no room for another division.
+            StageFailed: a stage was lost meanwhile and can't be replaced.
+        """
+        if not self.supervisor.in_order:
+            self._recover()
+        status = self._each("status")
+        members, layout = list(self.crew.members), self.supervisor.staffing.layout
+        speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
+        room = [m.facts["memory"] + layout.bytes_of(m.first, m.end) for m in members]
+        self.supervisor.move(layout.divide(room, speed))
+        return [(member.first, member.end) for member in self.crew.members]
+
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        raise NotSupported(
+            "placement=Cluster: the stages read their weights from the model's files, so they can't be "
+            "updated in memory"
+        )
+
+    def stamp(self) -> object:
+        return None
+
+    def sleep(self, weights: bool) -> None:
+        self._each("sleep", weights=weights)
+        self._asleep = weights
+
+    def wake(self) -> None:
+        if self._asleep is not None:
+            self._each("wake")
+        self._asleep = None
+
+    def info(self) -> dict[str, Any]:
+        members = self.crew.members
+        shapes = [member.shape for member in members]
+        return {
+            "architecture": shapes[0]["architecture"],
+            "placement": "cluster",
+            "parameters": sum(shape["parameters"] for shape in shapes),
+            "weight_bytes": sum(shape["weight_bytes"] for shape in shapes),
+            "dtype": shapes[0]["dtype"],
+            "layers": members[-1].end,
+            "kv_bytes": sum(shape["kv_bytes_per_token"] for shape in shapes)
+            * self.num_blocks
+            * self.block_size,
+            "kv_dtype": shapes[0]["kv_dtype"],
+            "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
+            "stages": [
+                {
+                    "layers": [member.first, member.end],
+                    "machine": member.host.machine,
+                    "pid": member.facts["pid"],
+                    "weight_bytes": member.shape["weight_bytes"],
+                    "restarts": member.restarts,
+                    "transport": "actors" if member.host.address[0].startswith(RELAY) else "direct",
+                }
+                for member in members
+            ],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Under "cluster": restarts, what they took, and where the time of a step goes."""
+        supervisor = self.supervisor
+        return {
+            "cluster": {
+                "stages": len(self.crew.members),
+                "epoch": self.crew.epoch,
+                "restarts": supervisor.num_restarts,
+                "recovery_s": list(supervisor.recovery_s),
+                "replayed_tokens": supervisor.replayed_tokens,
+                **self._figures.as_dict(),
+            }
+        }
+
+    def close(self) -> None:
+        self._let_go()
+
+
+def _let_go(process: int, supervisor: Supervisor) -> None:
+    """Let all stages go; they are not a forked child's."""
+    if os.getpid() == process:
+        supervisor.close()
+
+
+def _why_not_recorded(shapes: list[Message]) -> str | None:
+    """Why a model in parts can't have its routing recorded; None: it can."""
+    reasons = {shape["routing_reason"] for shape in shapes if not shape["routed"]}
+    kinds = {tuple(shape["routed"][1:]) for shape in shapes if shape["routed"]}
+    if len(kinds) > 1:
+        return different_kinds(kinds)
+    if not kinds or reasons - {NOT_ROUTED}:
+        return str(next(iter(reasons - {NOT_ROUTED}), NOT_ROUTED))
+    return None
+
+
+def _speed(member: Member, told: Message) -> float:
+    """Weights a second, from what a stage has done; from how fast it reads memory, where that is little."""
+    if told["frames"] < _FEW_FRAMES or not told["busy_s"]:
+        return float(member.facts["speed"])
+    return float(told["weight_bytes"] * told["frames"] / told["busy_s"])

@@ -1,0 +1,350 @@
+"""One stage of a cluster: a process that holds some layers and runs batches through them.
+
+A stage takes orders from the head, where the engine is, and hidden states from the stage before. What
+computes is done by one thread, in the order in which it came in; pings and new connections are answered
+at any time. Every frame of work names its epoch, step and micro-batch: what is of another epoch, or was
+done before, is not done again, so a repeated frame does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verbatim.batch import SamplePlan
+from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.layers import Layers, Made
+from verbatim.placement.cluster.link import Address, Door, Link, LinkLost, connect
+from verbatim.placement.cluster.messages import Mark, pack_draws, unpack_batch, unpack_plan
+from verbatim.placement.cluster.wire import Garbage
+
+_SPANS = 4096  # of the past, kept for whoever draws a picture
+_RECENT_S = 10.0  # over which the speed is told
+_ECHOES = 3  # round trips by which a new connection is measured
+
+# What the head may ask of what is held here, by the names of its methods.
+_OF_LAYERS = frozenset({"facts", "open", "allocate", "check_replay", "routing", "sleep", "wake"})
+
+Message = dict[str, Any]
+
+
+class Stage:
+    """Serves one head until it is closed or the head is gone.
+
+    Args:
+        key: the cluster's secret.
+        host: the address at which other machines reach this one.
+        ended: called when there is nothing more to do here.
+    """
+
+    def __init__(self, key: bytes, host: str, ended: Callable[[], object] = lambda: None) -> None:
+        self._key = key
+        self._ended = ended
+        self._inbox: queue.SimpleQueue[tuple[Link, Message] | None] = queue.SimpleQueue()
+        self._layers = Layers()
+        self._head: Link | None = None
+        self._next: Link | None = None
+        self._before: Link | None = None
+        self._lock = threading.Lock()  # of who is connected, and in which epoch
+        self.epoch = 0
+        self.index = 0
+        self.restarts = 0
+        self.hop_s: float | None = None  # to the stage behind, when the connection was made
+        self._done = Mark(0, 0, 0)
+        self._made: dict[int, list[Made]] = {}  # by step, what the last stage has computed
+        self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
+        self._busy_since: float | None = None
+        self._closed = False
+        self.num_frames = 0
+        self.num_tokens = 0
+        self.busy_s = 0.0
+        self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
+        self._door = Door(key, host, self.let_in)
+        self.address: Address = (host, self._door.port)
+        self._worker = threading.Thread(target=self._work, name="verbatim-stage", daemon=True)
+        self._worker.start()
+
+    def close(self) -> None:
+        """Hang up and free everything."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = [self._head, self._next, self._before]
+        self._door.close()
+        for link in links:
+            if link is not None:
+                link.close()
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of what is being computed."""
+        self._worker.join(timeout_s)
+
+    def warm(self, model: Message) -> None:
+        """Make ready to hold layers of a model soon."""
+        self._layers.warm(model)
+
+    def status(self) -> Message:
+        """What this stage holds and has done, as plain values."""
+        return {
+            **self._layers.status(),
+            "index": self.index,
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "address": list(self.address),
+            "frames": self.num_frames,
+            "tokens": self.num_tokens,
+            "busy_s": self.busy_s,
+            "restarts": self.restarts,
+            "tokens_per_s": self._recent_speed(),
+            "hop_s": self.hop_s,
+            "serving": self._head is not None,
+        }
+
+    def _recent_speed(self) -> float:
+        """Tokens a second that went through here lately, waiting included."""
+        since = time.time() - _RECENT_S
+        return sum(tokens for *_, end, tokens in self.spans.copy() if end > since) / _RECENT_S
+
+    # Connections: threads of their own.
+
+    def let_in(self, who: Message, link: Link) -> None:
+        """Serve whoever proved to know the key, until the link is lost."""
+        role = who.get("role")
+        if role == "head":
+            with self._lock:
+                if self._head is not None or self._closed:
+                    raise VerbatimError("this stage serves another head, or is closed")
+                self._head = link
+            link.send({"welcome": os.getpid()})
+            self._serve(link, self._order)
+            self.close()
+        elif role == "stage":
+            with self._lock:
+                if (who.get("epoch"), who.get("index")) != (self.epoch, self.index - 1):
+                    raise VerbatimError(
+                        f"stage {who.get('index')} of epoch {who.get('epoch')} called stage "
+                        f"{self.index} of epoch {self.epoch}"
+                    )
+                before, self._before = self._before, link
+            if before is not None:
+                before.close()
+            link.send({"welcome": os.getpid()})
+            self._serve(link, self._take_frame)
+        else:
+            raise VerbatimError(f"role {role!r} is not known")
+
+    def _serve(self, link: Link, take: Callable[[Link, Message], object]) -> None:
+        try:
+            while True:
+                take(link, link.receive())
+        except (LinkLost, Garbage):
+            link.close()
+
+    def _take_frame(self, link: Link, message: Message) -> None:
+        if message.get("do") == "echo":
+            link.send({})
+        else:
+            self._inbox.put((link, message))
+
+    def _order(self, link: Link, message: Message) -> None:
+        """One message of the head: what can wait goes to the thread that computes."""
+        now = {"ping": self._ping, "epoch": self._begin_epoch, "link": self._link}
+        do = now.get(message.get("do", ""))
+        if do is None:
+            self._inbox.put((link, message))
+        elif do == self._link:  # it may take seconds, in which the head asks who is still there
+            threading.Thread(target=self._answer, args=(link, message, do), daemon=True).start()
+        else:
+            self._answer(link, message, do)
+
+    def _answer(self, link: Link, message: Message, do: Callable[[Message], Any]) -> None:
+        """Do what a message says and send back what comes of it."""
+        answer: Message = {"call": message.get("call")}
+        try:
+            answer["result"] = do(message)
+        except Exception as error:
+            answer["error"] = described(error)
+        try:
+            link.send(answer)
+        except LinkLost:
+            pass  # the head is gone, and whoever reads from it knows
+
+    def _ping(self, message: Message) -> Message:
+        since = self._busy_since
+        return {
+            "busy_s": 0.0 if since is None else time.monotonic() - since,
+            "step": self._done.step,
+        }
+
+    def _begin_epoch(self, message: Message) -> None:
+        """Forget all connections to other stages, and all work that isn't done."""
+        with self._lock:
+            links = [self._next, self._before]
+            self.epoch, self.index = int(message["epoch"]), int(message["index"])
+            self.restarts = int(message["restarts"])
+            self._next = self._before = None
+            self.hop_s = None
+        for link in links:
+            if link is not None:
+                link.close()
+
+    def _link(self, message: Message) -> Message:
+        """Connect to the stage behind; by way of Ray, where that is there and nothing else leads to it."""
+        host, port = message["next"]
+        who = {"role": "stage", "epoch": message["epoch"], "index": self.index}
+        relayed = False
+        try:
+            link = connect((host, int(port)), self._key, who)
+        except LinkLost:
+            if message["relay"] is None:
+                raise
+            link = connect((message["relay"][0], 0), self._key, who)
+            relayed = True
+        answer = link.receive()
+        if "refused" in answer:
+            link.close()
+            raise VerbatimError(f"the next stage refused the connection: {answer['refused']}")
+        hop_s = _half_round_trip(link)
+        with self._lock:
+            if self.epoch != message["epoch"]:
+                link.close()
+                raise VerbatimError(f"epoch {message['epoch']} is over")
+            self._next, self.hop_s = link, hop_s
+        return {"relayed": relayed}
+
+    # Work: one thread.
+
+    def _work(self) -> None:
+        while (entry := self._inbox.get()) is not None:
+            link, message = entry
+            self._busy_since = time.monotonic()
+            do = message.get("do", "")
+            if do in _OF_LAYERS:
+                self._answer(link, message, getattr(self._layers, do))
+            elif do == "status":
+                self._answer(link, message, lambda _: {**self.status(), "spans": [*self.spans]})
+            elif do == "run":
+                self._run(message)
+            elif do in ("draw", "logits"):
+                self._when_made(link, message)
+            else:
+                unknown = VerbatimError(f"{do!r} is nothing that a stage can do")
+                self._tell({"call": message.get("call"), "error": described(unknown)})
+            self._busy_since = None
+        self._layers.close()
+        self._ended()
+
+    def _run(self, frame: Message) -> None:
+        """One micro-batch: through these layers, and on to the next stage."""
+        epoch = self.epoch
+        try:
+            mark = Mark(frame["epoch"], frame["step"], frame["part"])
+            if mark.epoch != epoch or mark <= self._done:
+                raise VerbatimError(f"{mark} is of the past: this stage has done {self._done}")
+            self._done = mark
+            begin, clock = time.perf_counter(), time.time()
+            batch = unpack_batch(frame["batch"])
+            if self.index in frame["fresh"]:
+                batch.block_copies = []  # of blocks whose contents came with its replay, or are gone
+            made = self._layers.run(batch, frame)
+            self.num_frames += 1
+            self.num_tokens += batch.num_tokens
+            took = time.perf_counter() - begin
+            self.busy_s += took
+            self.spans.append((mark.step, mark.part, clock, clock + took, batch.num_tokens))
+            frame["busy"].append(took)
+            if frame["stop"] > self.index:
+                self._pass_on(frame, made)
+            elif frame["replays"]:
+                self._tell({"ended": list(mark)})
+            else:
+                self._keep(mark.step, frame, made)
+        except LinkLost as error:
+            self._tell({**_failed(frame), "unreachable": str(error)})
+        except Exception as error:
+            self._tell({**_failed(frame), "error": described(error)})
+
+    def _pass_on(self, frame: Message, made: Made) -> None:
+        with self._lock:
+            link = self._next if self.epoch == frame["epoch"] else None
+            stale = self.epoch != frame["epoch"]
+        if stale:
+            return
+        if link is None:
+            raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
+        link.send({**frame, "hidden": made.leaving, "kept": False})
+
+    def _keep(self, step: int, frame: Message, made: Made) -> None:
+        """The end of the line: logits stay here for whoever draws from them."""
+        made.busy = frame["busy"]
+        for old in [other for other in self._made if other < step]:
+            del self._made[old]
+            self._waiting.pop(old, None)
+        self._made.setdefault(step, []).append(made)
+        if frame["part"] == frame["parts"] - 1:
+            for link, message in self._waiting.pop(step, []):
+                self._answer(link, message, self._draw)
+
+    def _when_made(self, link: Link, message: Message) -> None:
+        step = message.get("step", 0)
+        if message.get("epoch") != self.epoch or step < self._done.step:
+            stale = VerbatimError(f"step {step} of epoch {message.get('epoch')} is of the past")
+            self._tell({"call": message.get("call"), "error": described(stale)})
+        elif len(self._made.get(step, ())) == message["parts"]:
+            self._answer(link, message, self._draw)
+        else:
+            self._waiting.setdefault(step, []).append((link, message))
+
+    def _draw(self, message: Message) -> Message:
+        begin = time.perf_counter()
+        made = self._made[message["step"]]
+        rows = [part.logits for part in made if part.logits is not None]
+        logits = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if message["do"] == "logits":
+            return {"logits": logits[message["rows"]].float()}
+        plan: SamplePlan = unpack_plan(message["plan"])
+        hidden = [part.hidden for part in made if part.hidden is not None]
+        draws = pack_draws(self._layers.sample(logits, plan))
+        return {
+            "draws": draws,
+            "hidden": torch.cat(hidden) if hidden else None,
+            "busy": [*map(sum, zip(*(part.busy for part in made), strict=True))],
+            "draw_s": time.perf_counter() - begin,
+        }
+
+    def _tell(self, message: Message) -> None:
+        head = self._head
+        if head is not None:
+            try:
+                head.send(message)
+            except LinkLost:
+                pass  # it is gone, and whoever reads from it knows
+
+
+def _failed(frame: Message) -> Message:
+    return {"failed": frame.get("step"), "epoch": frame.get("epoch")}
+
+
+def _half_round_trip(link: Link) -> float:
+    """Seconds that a small message takes one way, the best of a few. Nobody else speaks on the link yet."""
+    best = float("inf")
+    for _ in range(_ECHOES):
+        begin = time.perf_counter()
+        link.send({"do": "echo"})
+        link.receive()
+        best = min(best, time.perf_counter() - begin)
+    return best / 2
+
+
+def described(error: Exception) -> list[str]:
+    """An error as plain data: the name of its class, and what it says."""
+    return [type(error).__name__, str(error) or type(error).__name__]

@@ -1,0 +1,270 @@
+"""Who takes a lost stage's place, and how it comes to hold what was lost.
+
+A stage is its layers' weights, which lie in the checkpoint, and K and V, which follow from the hidden
+states that went in. Those are computed again for the sequences that hold blocks: from what the stage
+before has kept of its output, where it has all of it, else from further up, in the end from the ids. No
+row's bits depend on when it is computed, so nobody can tell afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from verbatim.batch import Batch
+from verbatim.errors import ModelError, NotSupported, StageFailed, TierFailed, VerbatimError
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.contact import NoHost
+from verbatim.placement.cluster.crew import Member, Message, StageGone, error_of
+from verbatim.placement.cluster.messages import pack_batch
+from verbatim.placement.cluster.plan import Range
+from verbatim.placement.cluster.staffing import Staffing
+
+_LOOK_S = 5.0  # between two looks for machines that have joined
+_log = logging.getLogger("verbatim.cluster")
+
+
+class Supervisor:
+    """Sees to it that every place in the line is filled, by somebody who holds what it must.
+
+    Attributes:
+        held: gives batches that compute whatever K and V are held now, without logits.
+        at_rest: does nobody hold K and V?
+        recovery_s: how long each recovery so far has taken.
+        step: the last piece of work that was sent out.
+    """
+
+    def __init__(self, staffing: Staffing, cluster: Cluster) -> None:
+        self.staffing = staffing
+        self.crew = staffing.crew
+        self.cluster = cluster
+        self.held: Callable[[], list[Batch]] = list
+        self.at_rest: Callable[[], bool] = lambda: False
+        self.num_restarts = 0
+        self.recovery_s: list[float] = []
+        self.replayed_tokens = 0
+        self.step = 0
+        self._shunned: set[str] = set()  # machines on which layers could not be opened
+        self._next_look = time.monotonic() + _LOOK_S
+
+    @property
+    def in_order(self) -> bool:
+        """Is everybody there, as far as is known, connected, and with the K and V that are in use?"""
+        return self.staffing.connected and not any(
+            member.lost is not None or member.behind for member in self.crew.members
+        )
+
+    def recover(self, *, last: bool = False) -> set[int]:
+        """Fill the places of all that are lost, connect anew, and compute again what they held.
+
+        What Ctrl-C breaks off here is taken up again by the next call.
+
+        Args:
+            last: there were so many attempts already that this one is not made.
+
+        Returns:
+            The places that were filled anew.
+
+        Raises:
+            StageFailed: it can't be done; names the stage and the reason.
+        """
+        begin = time.monotonic()
+        reason: object = f"max_restarts={self.cluster.max_restarts}"
+        gone: list[str] = []
+        for _ in range(0 if last else self.cluster.max_restarts):
+            gone = [str(member) for member in self.crew.lost] or gone
+            try:
+                self._replace_lost()
+                self.staffing.connect()
+                fresh = {m.index for m in self.crew.members if m.behind}
+                self._replay(fresh)
+            except StageGone as error:
+                reason = error
+                continue
+            except (VerbatimError, OSError) as error:
+                reason = error
+                break
+            for member in self.crew.members:
+                member.behind = False
+            took = time.monotonic() - begin
+            self.recovery_s.append(took)
+            _log.warning("%s; replaced in %.2f s", "; ".join(gone) or "connections lost", took)
+            self.prepare_spares()
+            return fresh
+        gone = gone or [str(member) for member in self.crew.lost] or ["a stage"]
+        raise StageFailed(f"{'; '.join(gone)}: it could not be replaced: {reason}")
+
+    def prepare_spares(self) -> None:
+        """Have processes ready for the next loss, made in the background."""
+        self.staffing.hosts.prepare(self.cluster.spares, self.staffing.model)
+
+    def _replace_lost(self) -> None:
+        lost, hosts = self.crew.lost, self.staffing.hosts
+        for member in lost:
+            member.give_up()
+        silent = {m.host.machine for m in lost if not hosts.reachable(m.host)}
+        for old in lost:
+            self._fill(old, silent)
+            self.num_restarts += 1
+
+    def _fill(self, old: Member, silent: set[str]) -> None:
+        """Put somebody in the place of `old`, on whatever machine can hold its layers."""
+        why: Exception | None = None
+        while True:
+            try:
+                (new,) = self.staffing.hire(1, silent | self._shunned)
+            except NoHost as error:
+                raise why or error from None
+            try:
+                self._take_the_place(old, new, silent)
+            except (ModelError, NotSupported, TierFailed) as error:
+                why = error
+                self._shun(new.host.machine, error)
+            else:
+                return
+
+    def _take_the_place(self, old: Member, new: Member, silent: set[str]) -> None:
+        """Let `new` hold the layers of `old`; with somebody else, where it hasn't the memory for all."""
+        staffing, filled, ranges = self.staffing, [new], [(old.first, old.end)]
+        try:
+            if staffing.layout.bytes_of(*ranges[0]) > new.facts["memory"]:
+                filled += staffing.hire(1, silent | self._shunned)
+                room = [member.facts["memory"] for member in filled]
+                ranges = staffing.layout.divide(room, [1.0, 1.0], ranges[0])
+            staffing.open(filled, ranges)
+            place = self.crew.members.index(old)
+            line = [*self.crew.members[:place], *filled, *self.crew.members[place + 1 :]]
+            for member in filled:
+                member.restarts, member.behind = old.restarts + 1, True
+            staffing.allocate_some(filled, line)
+        except BaseException:
+            for member in filled:
+                member.give_up()
+            raise
+        self.crew.members = line
+        for index, member in enumerate(line):
+            member.index = index
+
+    def _shun(self, machine: str, error: Exception) -> None:
+        _log.warning("%s can't be used: %s", machine, error)
+        self._shunned.add(machine)
+
+    def _replay(self, places: set[int]) -> None:
+        """Let these places compute what is held, and nobody else but who lies between."""
+        if not places:
+            return
+        first, last = min(places), max(places)
+        for batch in self.held():
+            self.replayed_tokens += batch.num_tokens
+            highest, start, kept = int(batch.block_tables.max()), first, False
+            while start > 0 and not kept:
+                start -= 1
+                kept = start not in places and highest < self.crew.members[start].kept_blocks
+            self._walk(batch, self.crew.members[start], last, kept=kept)
+
+    def _walk(self, batch: Batch, start: Member, last: int, *, kept: bool) -> None:
+        self.step += 1
+        step = self.step
+        start.send(
+            {
+                **frame(pack_batch(batch), self.crew.epoch, step, stop=last),
+                "kept": kept,
+                "replays": True,
+            }
+        )
+        while True:
+            for member, report in self.crew.wait_for_report():
+                if report.get("ended", [0, 0, 0])[1] == step:
+                    return
+                self.raise_if_failed(member, report, step)
+
+    def raise_if_failed(self, member: Member, report: Message, step: int) -> None:
+        """Raise what a stage reports of this step, if it is an error."""
+        if report.get("failed") != step or report.get("epoch") != self.crew.epoch:
+            return
+        if "unreachable" in report:
+            behind = self.crew.members[member.index + 1]
+            behind.lost = behind.lost or f"{member} can't reach it: {report['unreachable']}"
+            raise StageGone([behind])
+        raise error_of(report["error"], str(member))
+
+    def move(self, ranges: list[Range]) -> None:
+        """Let the stages hold these ranges of layers from now on; who held others computes anew.
+
+        Raises:
+            StageFailed: a stage was lost meanwhile, and can't be replaced.
+        """
+        members = self.crew.members
+        changed = {
+            member: wanted
+            for member, wanted in zip(members, ranges, strict=True)
+            if (member.first, member.end) != wanted
+        }
+        try:
+            for member in changed:
+                member.behind, member.shape = True, {}
+            self.staffing.open(list(changed), list(changed.values()))
+            self.staffing.allocate_some(list(changed), members)
+        except BaseException as error:
+            for member in changed:
+                member.lost = member.lost or "it was to hold other layers, which went wrong"
+            if not isinstance(error, StageGone):
+                raise
+        self.recover()
+
+    def take_in_joined(self) -> None:
+        """Move a stage to a machine that has none, from one that has several.
+
+        It is looked at now and then, and only while nobody holds K and V.
+        """
+        now = time.monotonic()
+        if now < self._next_look or not self.at_rest():
+            return
+        self._next_look = now + _LOOK_S
+        on = Counter(member.host.machine for member in self.crew.members)
+        known = set(on) | self._shunned
+        free = [m for m in self.staffing.hosts.machines() if m not in known]
+        crowded = [member for member in self.crew.members if on[member.host.machine] > 1]
+        if not free or not crowded:
+            return
+        old = crowded[-1]
+        try:
+            (new,) = self.staffing.hire(1, known | set(free[1:]))
+            self._take_the_place(old, new, known | set(free[1:]))
+        except (VerbatimError, OSError) as error:
+            self._shun(free[0], error)
+            return
+        new.restarts = old.restarts
+        old.give_up()
+        _log.info("%s has joined, and takes layers %d to %d", free[0], old.first, old.end)
+        self.recover()
+
+    def close(self) -> None:
+        """Let everybody go."""
+        self.staffing.close()
+
+
+def frame(
+    batch: Message, epoch: int, step: int, *, stop: int, part: int = 0, parts: int = 1
+) -> Message:
+    """A piece of work, for the first stage that has to do with it.
+
+    Args:
+        stop: the last such stage.
+    """
+    return {
+        "do": "run",
+        "epoch": epoch,
+        "step": step,
+        "part": part,
+        "parts": parts,
+        "stop": stop,
+        "batch": batch,
+        "hidden": None,
+        "kept": False,
+        "replays": False,
+        "fresh": [],
+        "busy": [],
+    }

@@ -1,0 +1,135 @@
+"""Messages as bytes: plain data in JSON, and behind it the arrays as they lie in memory.
+
+Nothing that is read can run: there are numbers, text, lists, mappings with text for keys, and tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import VerbatimError
+
+PREFIX = struct.Struct("<4sIQ")  # magic, bytes of JSON, bytes of arrays
+_MAGIC = b"vbt1"
+_MAX_HEADER = 1 << 28
+_MAX_ARRAYS = 1 << 38
+_ARRAY = "\0array"  # the key that stands for the n-th array; no message of ours has it otherwise
+_ALIGNED = 16
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+Buffer = bytes | memoryview
+
+
+class Garbage(VerbatimError):
+    """Bytes that are not a message."""
+
+
+def encode(message: Mapping[str, Any]) -> list[Buffer]:
+    """`message` as buffers that are sent one after another.
+
+    Raises:
+        TypeError: it holds something else than plain data and tensors on the CPU.
+    """
+    arrays: list[Tensor] = []
+    header = json.dumps(_plain(message, arrays), separators=(",", ":")).encode()
+    header += b" " * (-(PREFIX.size + len(header)) % _ALIGNED)
+    buffers: list[Buffer] = []
+    size = 0
+    for array in arrays:
+        raw = array.detach().contiguous()
+        if raw.numel():
+            data = memoryview(raw.reshape(-1).view(torch.uint8).numpy().data)
+            padding = -len(data) % _ALIGNED
+            buffers += [data, bytes(padding)] if padding else [data]
+            size += len(data) + padding
+    return [PREFIX.pack(_MAGIC, len(header), size) + header, *buffers]
+
+
+def sizes(prefix: bytes) -> tuple[int, int]:
+    """The bytes of JSON and of arrays that follow these `PREFIX.size` bytes.
+
+    Raises:
+        Garbage: nothing of ours begins like that.
+    """
+    magic, header, arrays = PREFIX.unpack(prefix)
+    if magic != _MAGIC or header > _MAX_HEADER or arrays > _MAX_ARRAYS:
+        raise Garbage(f"{prefix[:8]!r} is not how a message of Verbatim's cluster begins")
+    return header, arrays
+
+
+def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
+    """The message again; its tensors lie in `arrays`.
+
+    Raises:
+        Garbage: this is no message.
+    """
+    try:
+        reader = _Arrays(arrays)
+        message = json.loads(header, object_hook=reader.put_in)
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
+    if not isinstance(message, dict):
+        raise Garbage(f"not a message of Verbatim's cluster: {type(message).__name__}")
+    return message
+
+
+class _Arrays:
+    """Hands out the arrays in the order in which JSON names them."""
+
+    def __init__(self, raw: bytearray) -> None:
+        self._raw = raw
+        self._offset = 0
+
+    def put_in(self, entry: dict[str, Any]) -> Any:
+        if _ARRAY not in entry:
+            return entry
+        name, shape = entry[_ARRAY]
+        dtype = _DTYPES[name]
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"an array of shape {shape}")
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._offset + nbytes > len(self._raw):
+            raise ValueError("an array goes beyond the end")
+        found = torch.frombuffer(self._raw, dtype=dtype, count=count, offset=self._offset)
+        self._offset += nbytes + -nbytes % _ALIGNED
+        return found.view(shape)
+
+
+def _plain(value: Any, arrays: list[Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        arrays.append(value)
+        return {_ARRAY: [_NAMES[value.dtype], list(value.shape)]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"the keys of {value!r} are not text")
+        return {key: _plain(entry, arrays) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, arrays) for entry in value]
+    raise TypeError(f"{type(value).__name__} is not plain data")
