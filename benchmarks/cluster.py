@@ -2,8 +2,8 @@
 
     python benchmarks/cluster.py [--rounds 5] [--layers 12] [--picture docs/images/cluster_pipeline.png]
 
-The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes of a Ray that the
-benchmark starts. Whatever is timed has said the resident model's words first, bit for bit.
+The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes of a Ray that
+the benchmark starts. Whatever is timed has said the resident model's words first, bit for bit.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
 
-
 _OPENING = threading.Lock()  # transformers sets torch's default dtype while it loads
 
 
