@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import chat, generate, info, plan
+from verbatim.cli import chat, cluster, generate, info, plan
 
 app = typer.Typer(
     name="verbatim",
@@ -26,6 +26,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(info.info)
 app.command()(plan.plan)
+app.add_typer(cluster.cluster)
 
 
 def _print_version(wanted: bool) -> None:

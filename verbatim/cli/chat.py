@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD, offload_of, tell_plan, tell_stats
+from verbatim.cli.offload import OFFLOAD, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
@@ -19,6 +19,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
+from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
 from verbatim.params import SamplingParams
@@ -34,7 +35,7 @@ Ctrl-C ends an answer and keeps what there is of it; at the prompt it leaves."""
 
 
 @command
-@takes(*SAMPLING, *MODEL, *OFFLOAD, show_defaults=False)
+@takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False)
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="Instructions for the model.")
@@ -44,9 +45,9 @@ def chat(
     """Talk with a model. What you leave out comes from the model's own generation config."""
     fields = given(values, SAMPLING)
     SamplingParams(**fields)  # refuse what is wrong before a model is opened
-    placement = offload_of(values)
+    placement = placement_of(values)
     with open_llm(values, placement) as llm:
-        tell_plan(llm, placement)
+        tell_placement(llm, placement)
         conversation = Conversation(llm, _params(llm, fields), system)
         note(f"{_described(conversation.params)}\n/help lists the commands")
         for line in _lines():

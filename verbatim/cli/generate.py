@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD, offload_of, tell_plan, tell_stats
+from verbatim.cli.offload import OFFLOAD, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     GENERATE_ONLY,
@@ -25,6 +25,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
+from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import (
     EXIT_INTERRUPTED,
     Interrupt,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @command
-@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD)
+@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     file: Annotated[
@@ -68,9 +69,9 @@ def generate(
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} is only shown with --json")
     params = seeded(SamplingParams(**fields))
-    placement = offload_of(values)
+    placement = placement_of(values)
     with open_llm(values, placement) as llm:
-        tell_plan(llm, placement)
+        tell_placement(llm, placement)
         try:
             _run(llm, source, params, as_json)
         finally:

@@ -23,6 +23,7 @@ from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
+    from verbatim.placement.cluster.choice import Cluster
     from verbatim.placement.offload.choice import Offload
 
 DEFAULT_MAX_TOKENS = 256
@@ -253,7 +254,7 @@ def seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
 
-def open_llm(values: Mapping[str, Any], placement: Offload | None = None) -> LLM:
+def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = None) -> LLM:
     """The engine on the model that the options name."""
     from verbatim import kernels
 

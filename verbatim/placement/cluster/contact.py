@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -35,6 +36,31 @@ def token_path() -> Path | None:
     return path if path.is_file() else None
 
 
+def settle_token() -> tuple[Path | None, bool]:
+    """The file with this user's token, and whether it was made just now; None for RAY_AUTH_TOKEN.
+
+    Ray would make one that everybody on this machine can read.
+
+    Raises:
+        NoHost: it can't be written.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return None, False
+    found = token_path()
+    if found is not None:
+        return found, False
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        return path, False  # somebody was faster
+    except OSError as error:
+        raise NoHost(f"can't write a token to {path}: {error.strerror or error}") from None
+    return path, True
+
+
 def import_ray() -> Any:
     """Ray, which an extra installs. Where this user has a token, it is shown to whoever asks for one.
 
@@ -64,6 +90,8 @@ def begin_ray(address: str | None) -> None:
     given = address or os.environ.get("RAY_ADDRESS")
     try:
         if given is None:
+            if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
+                settle_token()
             ray.init(
                 "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
             )

@@ -105,6 +105,7 @@ class RayHost:
         self.name = name
         self.machine = machine
         self.daemon = daemon  # where Ray listens on that machine
+        self.asked = actor.address.remote()  # early: it needs Ray's head, which may be lost later
         self.prepared = False  # made before it was needed
         self.killed = False
         self.address: Address = ("", 0)
@@ -149,6 +150,7 @@ class RayHosts:
                 f"address={address!r}: this process is connected to the Ray cluster at "
                 f"{ray.get_runtime_context().gcs_address}"
             )
+        self._head: str = ray.get_runtime_context().gcs_address
         self._actor = ray.remote(
             num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups=GROUPS
         )(StageActor)
@@ -180,11 +182,12 @@ class RayHosts:
         """Prepared ones, on machines that are there; those on others are let go."""
         if not self._prepared:
             return []
-        there = {machine for machine, _ in self._nodes().values()} - avoid
+        usable = []
         for host in self._prepared:
-            if host.machine not in there:
+            if host.machine not in avoid and self.reachable(host):
+                usable.append(host)
+            else:
                 host.kill()
-        usable = [host for host in self._prepared if host.machine in there]
         self._prepared = usable[count:]
         return usable[:count]
 
@@ -192,16 +195,18 @@ class RayHosts:
         """Wait for the process, and take note of where it is reached."""
         import ray
 
-        asked = host.actor.address.remote()
         try:
             while True:
                 left = max(0.1, deadline - time.monotonic())
                 try:
-                    host.address = ray.get(asked, timeout=min(left, _LOOK_S))
+                    host.address = ray.get(host.asked, timeout=min(left, _LOOK_S))
                     break
                 except ray.exceptions.GetTimeoutError:
                     if time.monotonic() >= deadline or not self.reachable(host):
                         raise
+                    self._check_head()
+        except NoHost:
+            raise
         except Exception as error:  # Ray has many ways to say that an actor is gone
             raise NoHost(f"{host.machine}: no process came up: {first_line(error)}") from None
         if self._transport == "actors":
@@ -236,7 +241,7 @@ class RayHosts:
         return hosts
 
     def _emptiest(self, nodes: dict[str, Address]) -> str:
-        """The machine with the fewest of our processes; of equals this one, without which all is lost anyway."""
+        """The machine with the fewest of our processes; of equals this one, which must not be lost anyway."""
         import ray
 
         self._hosts = [host for host in self._hosts if not host.killed]
@@ -260,10 +265,11 @@ class RayHosts:
     def _nodes(self) -> dict[str, Address]:
         """Ray's id of each machine that is there, and where Ray listens on it.
 
-        Ray itself takes half a minute to see that a machine is gone.
+        Ray itself takes a minute to see that a machine is gone.
         """
         import ray
 
+        self._check_head()
         try:
             alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -274,6 +280,12 @@ class RayHosts:
         with ThreadPoolExecutor(min(32, len(daemons))) as pool:
             there = list(pool.map(answers, daemons.values()))
         return {node: daemons[node] for node, yes in zip(daemons, there, strict=True) if yes}
+
+    def _check_head(self) -> None:
+        """Raise NoHost where Ray's head is lost: Ray itself would try for minutes."""
+        host, _, port = self._head.rpartition(":")
+        if not answers((host, int(port))):
+            raise NoHost(f"Ray's head at {self._head} can't be reached")
 
     def reachable(self, host: Host) -> bool:
         assert isinstance(host, RayHost)

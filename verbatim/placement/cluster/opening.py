@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import Counter
 from dataclasses import replace
@@ -46,6 +47,7 @@ def open_cluster(
     split = Split(loaded)
     first, last, everywhere = split.outside_bytes
     layout = Layout(tuple(split.layer_bytes), (first, last), everywhere, tuple(split.cuts))
+    _check(cluster, layout)
     key, name = secrets.token_bytes(32), secrets.token_hex(4)
     hosts: Hosts
     if cluster.hosts is None:
@@ -90,38 +92,40 @@ def open_cluster(
     return runner, options
 
 
-def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
+def _check(cluster: Cluster, layout: Layout) -> None:
+    """Refuse what this model can't be cut into, before any process is started."""
     most = len(layout.cuts) + 1
-    if cluster.layers is not None:
-        if sum(cluster.layers) != len(layout.layer_bytes):
-            raise InvalidRequest(
-                f"layers={cluster.layers} are {sum(cluster.layers)}; the model has "
-                f"{len(layout.layer_bytes)} layers"
-            )
-        return len(cluster.layers)
-    if cluster.stages is None:
-        return min(most, max(_FEWEST, len(hosts.machines())))
-    if cluster.stages > most:
+    if cluster.stages is not None and cluster.stages > most:
         raise InvalidRequest(
             f"stages={cluster.stages}: the model can be cut into {most} stages at most"
         )
-    return cluster.stages
+    if cluster.layers is None:
+        return
+    if sum(cluster.layers) != len(layout.layer_bytes):
+        raise InvalidRequest(
+            f"layers={cluster.layers} are {sum(cluster.layers)}; the model has "
+            f"{len(layout.layer_bytes)} layers"
+        )
+    for cut in itertools.accumulate(cluster.layers[:-1]):
+        if cut not in layout.cuts:
+            raise InvalidRequest(
+                f"layers={cluster.layers}: the model can't be cut in front of layer {cut}; it can in "
+                f"front of {list(layout.cuts)}"
+            )
+
+
+def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
+    if cluster.layers is not None:
+        return len(cluster.layers)
+    if cluster.stages is not None:
+        return cluster.stages
+    return min(len(layout.cuts) + 1, max(_FEWEST, len(hosts.machines())))
 
 
 def _ranges(cluster: Cluster, layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
     """The layers of each stage: as told, or by memory and speed."""
     if cluster.layers is not None:
-        ranges, first = [], 0
-        for count in cluster.layers:
-            ranges.append((first, first + count))
-            first += count
-        for first, _ in ranges[1:]:
-            if first not in layout.cuts:
-                raise InvalidRequest(
-                    f"layers={cluster.layers}: the model can't be cut in front of layer {first}; it can "
-                    f"in front of {list(layout.cuts)}"
-                )
-        return ranges
+        return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
     on = Counter(member.host.machine for member in members)
     room = [member.facts["memory"] / on[member.host.machine] for member in members]
     speed = {

@@ -124,9 +124,11 @@ class Stage:
                 if self._head is not None or self._closed:
                     raise VerbatimError("this stage serves another head, or is closed")
                 self._head = link
-            link.send({"welcome": os.getpid()})
-            self._serve(link, self._order)
-            self.close()
+            try:
+                link.send({"welcome": os.getpid()})
+                self._serve(link, self._order)
+            finally:
+                self.close()
         elif role == "stage":
             with self._lock:
                 if (who.get("epoch"), who.get("index")) != (self.epoch, self.index - 1):
@@ -158,7 +160,7 @@ class Stage:
     def _order(self, link: Link, message: Message) -> None:
         """One message of the head: what can wait goes to the thread that computes."""
         now = {"ping": self._ping, "epoch": self._begin_epoch, "link": self._link}
-        do = now.get(message.get("do", ""))
+        do = now.get(str(message.get("do")))
         if do is None:
             self._inbox.put((link, message))
         elif do == self._link:  # it may take seconds, in which the head asks who is still there
@@ -203,23 +205,37 @@ class Stage:
         who = {"role": "stage", "epoch": message["epoch"], "index": self.index}
         relayed = False
         try:
-            link = connect((host, int(port)), self._key, who)
-        except LinkLost:
-            if message["relay"] is None:
-                raise
-            link = connect((message["relay"][0], 0), self._key, who)
-            relayed = True
-        answer = link.receive()
-        if "refused" in answer:
-            link.close()
-            raise VerbatimError(f"the next stage refused the connection: {answer['refused']}")
-        hop_s = _half_round_trip(link)
+            try:
+                link = connect((host, int(port)), self._key, who)
+            except LinkLost:
+                if message["relay"] is None:
+                    raise
+                link = connect((message["relay"][0], 0), self._key, who)
+                relayed = True
+            answer = link.receive()
+            if "refused" in answer:
+                link.close()
+                raise VerbatimError(f"the next stage refused the connection: {answer['refused']}")
+            hop_s = _half_round_trip(link)
+        except LinkLost as error:
+            return {"unreachable": str(error)}
         with self._lock:
             if self.epoch != message["epoch"]:
                 link.close()
                 raise VerbatimError(f"epoch {message['epoch']} is over")
             self._next, self.hop_s = link, hop_s
+        threading.Thread(target=self._watch, args=(link, message["epoch"]), daemon=True).start()
         return {"relayed": relayed}
+
+    def _watch(self, link: Link, epoch: int) -> None:
+        """Tell the head when the stage behind is cut off: what was sent there may not have arrived."""
+        try:
+            while True:
+                link.receive()  # it says nothing
+        except (LinkLost, Garbage) as error:
+            link.close()
+            if self.epoch == epoch and not self._closed:
+                self._tell({"epoch": epoch, "unreachable": str(error)})
 
     # Work: one thread.
 
@@ -227,21 +243,26 @@ class Stage:
         while (entry := self._inbox.get()) is not None:
             link, message = entry
             self._busy_since = time.monotonic()
-            do = message.get("do", "")
-            if do in _OF_LAYERS:
-                self._answer(link, message, getattr(self._layers, do))
-            elif do == "status":
-                self._answer(link, message, lambda _: {**self.status(), "spans": [*self.spans]})
-            elif do == "run":
-                self._run(message)
-            elif do in ("draw", "logits"):
-                self._when_made(link, message)
-            else:
-                unknown = VerbatimError(f"{do!r} is nothing that a stage can do")
-                self._tell({"call": message.get("call"), "error": described(unknown)})
+            try:
+                self._do(link, message)
+            except Exception as error:  # a message that is not what it should be
+                self._tell({"call": message.get("call"), "error": described(error)})
             self._busy_since = None
         self._layers.close()
         self._ended()
+
+    def _do(self, link: Link, message: Message) -> None:
+        do = message.get("do", "")
+        if do in _OF_LAYERS:
+            self._answer(link, message, getattr(self._layers, do))
+        elif do == "status":
+            self._answer(link, message, lambda _: {**self.status(), "spans": [*self.spans]})
+        elif do == "run":
+            self._run(message)
+        elif do in ("draw", "logits"):
+            self._when_made(link, message)
+        else:
+            raise VerbatimError(f"{do!r} is nothing that a stage can do")
 
     def _run(self, frame: Message) -> None:
         """One micro-batch: through these layers, and on to the next stage."""
@@ -286,11 +307,11 @@ class Stage:
     def _keep(self, step: int, frame: Message, made: Made) -> None:
         """The end of the line: logits stay here for whoever draws from them."""
         made.busy = frame["busy"]
-        for old in [other for other in self._made if other < step]:
-            del self._made[old]
-            self._waiting.pop(old, None)
+        for past in (self._made, self._waiting):
+            for old in [other for other in past if other < step]:
+                del past[old]
         self._made.setdefault(step, []).append(made)
-        if frame["part"] == frame["parts"] - 1:
+        if len(self._made[step]) == frame["parts"]:  # else one of them failed on the way
             for link, message in self._waiting.pop(step, []):
                 self._answer(link, message, self._draw)
 

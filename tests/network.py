@@ -1,0 +1,173 @@
+"""Machines of one's own on one machine: namespaces of Linux, and a switch between them.
+
+A machine has its own network, processes, shared memory and folder of Ray's; its files are this machine's.
+All of it ends with the test's process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import itertools
+import os
+import select
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_TUNSETIFF = 0x400454CA
+_TAP, _NO_HEADER = 0x0002, 0x1000
+_BEGIN = (
+    "mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && mount -t tmpfs tmpfs /dev/shm && "
+    "ip link set lo up && echo ready && exec cat"
+)
+
+
+def why_not() -> str | None:
+    """Why there can be no such machines here; None where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "there is no /dev/net/tun"
+    tried = subprocess.run(
+        ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "ip", "link"],
+        capture_output=True,
+        text=True,
+    )
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else None
+
+
+class Machine:
+    """One of them."""
+
+    def __init__(self, address: str, home: Path) -> None:
+        self.address = address
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+        } | {"HOME": str(home)}
+        home.mkdir()
+        flags = "--net --pid --mount --fork --kill-child=KILL --mount-proc".split()
+        self._outer = subprocess.Popen(
+            ["unshare", *flags, "sh", "-c", _BEGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._outer.stdout is not None
+        assert self._outer.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
+        self.pid = int(children.read_text().split()[0])
+
+    def plug_in(self, tap: str) -> None:
+        """Give it the other end of a cable."""
+        _ip("link", "set", tap, "netns", str(self.pid))
+        for command in (
+            f"ip addr add {self.address}/24 dev {tap}",
+            f"ip link set {tap} up",
+            f"ip route add default dev {tap}",
+        ):
+            self.run(command.split())
+
+    def run(self, command: list[str], *, check: bool = True, timeout_s: float = 120.0) -> Any:
+        """What a command says here."""
+        return subprocess.run(
+            [*self._enter(), *command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=timeout_s,
+        )
+
+    def start(self, command: list[str], **settings: Any) -> subprocess.Popen[str]:
+        """A command that is talked to."""
+        return subprocess.Popen(
+            [*self._enter(), *command], env=self.environment, text=True, **settings
+        )
+
+    def _enter(self) -> list[str]:
+        return ["nsenter", "-t", str(self.pid), "-n", "-m", "-p", "--"]
+
+    def close(self) -> None:
+        """End everything that runs on it."""
+        self._outer.kill()
+        self._outer.communicate()
+
+
+class Switch:
+    """Hands on the frames of its ports.
+
+    Attributes:
+        delay_s: that every frame takes.
+        cut: ports whose cable is pulled.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.delay_s = 0.0
+        self.cut: set[int] = set()
+        self.names = [f"vb{os.getpid() % 100_000}x{port}" for port in range(count)]
+        self._taps = [os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK) for _ in self.names]
+        for name, tap in zip(self.names, self._taps, strict=True):
+            fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP | _NO_HEADER))
+        self._open = True
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._open = False
+        self._thread.join()
+        for tap in self._taps:
+            os.close(tap)
+
+    def _run(self) -> None:
+        ports = {tap: port for port, tap in enumerate(self._taps)}
+        where: dict[bytes, int] = {}  # which port leads to which address
+        waiting: list[tuple[float, int, int, bytes]] = []
+        numbers = itertools.count()
+        while self._open:
+            until = waiting[0][0] - time.monotonic() if waiting else 0.2
+            for tap in select.select(self._taps, [], [], max(0.0, min(0.2, until)))[0]:
+                source, frame = ports[tap], os.read(tap, 1 << 16)
+                where[frame[6:12]] = source
+                known = where.get(frame[:6])
+                for port in range(len(self._taps)) if known is None else (known,):
+                    if port != source and not {port, source} & self.cut:
+                        due = time.monotonic() + self.delay_s
+                        heapq.heappush(waiting, (due, next(numbers), port, frame))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, port, frame = heapq.heappop(waiting)
+                if port not in self.cut:
+                    try:
+                        os.write(self._taps[port], frame)
+                    except OSError:
+                        pass  # a full queue, or a machine that is gone: frames get lost
+
+
+class Network:
+    """Some machines and the switch between them; `with` it."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.machines: list[Machine] = []
+        self.switch = Switch(count)
+        try:
+            for port, name in enumerate(self.switch.names):
+                self.machines.append(Machine(f"10.77.0.{port + 1}", folder / f"home{port}"))
+                self.machines[-1].plug_in(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.close()
+        self.switch.close()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

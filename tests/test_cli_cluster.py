@@ -1,0 +1,200 @@
+"""`verbatim cluster`, and the options that put a model in stages."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result as Invoked
+from typer.testing import CliRunner
+
+from verbatim.cli import app
+from verbatim.cli import cluster as commands
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.placing import CLUSTER, placement_of
+from verbatim.cli.terminal import WrongUsage
+from verbatim.placement.cluster import looking
+from verbatim.placement.cluster.choice import Cluster
+
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who has no token yet."""
+    for name in TOKENS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What Ray's own command is asked for; it is not run."""
+    calls: list[tuple[str, ...]] = []
+
+    def ray(*arguments: str) -> str:
+        calls.append(arguments)
+        return "INFO scripts.py:1 -- Local node IP: 10.9.8.7\n"
+
+    monkeypatch.setattr(commands, "_ray", ray)
+    return calls
+
+
+def run(*arguments: str) -> Invoked:
+    return CliRunner().invoke(app, ["cluster", *arguments])
+
+
+def refused(invoked: Invoked, status: int) -> str:
+    assert invoked.exit_code == status, invoked.output
+    (line,) = invoked.stderr.splitlines()
+    return line
+
+
+def test_start_makes_a_token_that_nobody_else_can_read(home: Path, asked: list[Any]) -> None:
+    told = run("start", "--port", "7001")
+    assert told.exit_code == 0, told.output
+    token = home / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    assert "verbatim cluster join 10.9.8.7:7001" in told.stdout
+    assert f"scp 10.9.8.7:{token}" in told.stdout
+    assert token.read_text() not in told.output
+    assert asked[0][:3] == ("start", "--head", "--port=7001")
+
+
+def test_start_keeps_the_token_that_is_there(
+    home: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = home / "mine"
+    token.write_text("t" * 40)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    told = run("start", "--", "--num-cpus=3")
+    assert told.exit_code == 0, told.output
+    assert token.read_text() == "t" * 40
+    assert not (home / ".ray").exists()
+    assert asked[0][-1] == "--num-cpus=3"
+
+
+def test_an_address_of_another_machine_is_refused_before_ray_waits_for_it(asked: list[Any]) -> None:
+    line = refused(run("start", "--node-ip-address", "192.0.2.200"), 2)
+    assert "192.0.2.200" in line
+    assert "is no address of this machine" in line
+    assert not asked
+
+
+def test_join_says_what_is_missing(home: Path, asked: list[Any]) -> None:
+    assert "bring it over" in refused(run("join", "10.0.0.1"), 1)
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("t" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert f"nobody answers at 127.0.0.1:{port}" in refused(run("join", f"127.0.0.1:{port}"), 1)
+    assert "must be HOST:PORT" in refused(run("join", "10.0.0.1:x"), 2)
+    assert not asked
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        told = run("join", f"127.0.0.1:{port}")
+    assert told.exit_code == 0, told.output
+    assert asked[0][:2] == ("start", f"--address=127.0.0.1:{port}")
+
+
+def test_a_cluster_without_a_token_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, asked: list[Any]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert "RAY_AUTH_MODE=disabled" in refused(run("start"), 2)
+    assert not asked
+
+
+def test_without_ray_every_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    for arguments in (["start"], ["join", "10.0.0.1"], ["stop"], ["status"]):
+        assert "pip install 'verbatim[cluster]'" in refused(run(*arguments), 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("a\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken", "bring it over"),
+        ("2026 INFO x.py:1 -- fine\n2026 ERR x.py:2 -- no room\n-----\n", "failed: no room"),
+        ("", "it does not say why"),
+    ],
+    ids=["token", "line", "silent"],
+)
+def test_why_ray_failed_is_one_line(
+    said: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "ray"
+    program.write_text(f"#!/bin/sh\nprintf '%s' '{said}'\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert told in refused(run("stop"), 1)
+
+
+def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = {
+        "layers": [0, 3],
+        "index": 0,
+        "address": ["10.0.0.1", 5],
+        "pid": 41,
+        "weight_bytes": 3_000_000,
+        "kv_bytes": 4_000_000,
+        "kept_bytes": 0,
+        "frames": 12,
+        "tokens_per_s": 28.44,
+        "hop_s": 0.00042,
+        "restarts": 2,
+        "silent": False,
+    }
+    idle = {**stage, "layers": None, "pid": 42}
+    machine = {"machine": "10.0.0.1", "cores": 2.0, "memory_bytes": 8e9, "reachable": False}
+    look = looking.Look("10.0.0.1:6379", [machine], {"ab12": [stage, idle, {"silent": True}]})
+    monkeypatch.setattr(looking, "look", lambda address: look)
+    told = run("status")
+    assert told.exit_code == 0, told.output
+    rows = [line.split() for line in told.stdout.splitlines()]
+    shown = "0 0 to 2 10.0.0.1 41 3 MB 4 MB 0 bytes 12 28.4 0.42 ms 2".split()
+    assert shown in rows
+    assert ["idle", "10.0.0.1", "42"] in rows
+    assert ["?", "does", "not", "answer"] in rows
+    assert "can't be reached" in told.stdout
+    assert json.loads(run("status", "--json").stdout) == look.as_dict()
+
+
+def test_nobody_at_the_address_is_said_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = refused(run("status", "--address", f"127.0.0.1:{port}"), 1)
+    assert f"no Ray cluster at 127.0.0.1:{port}: nobody answers there" in line
+
+
+def every_option(**values: Any) -> dict[str, Any]:
+    """As typer hands them to a command: None where one was not given."""
+    return {option.name: None for option in (*OFFLOAD, *CLUSTER)} | values
+
+
+def test_the_options_make_a_cluster() -> None:
+    values = {"stages": 3, "cluster": "10.0.0.1:6379", "layers": "1,2,1", "keep": "0", "spares": 0}
+    cluster = Cluster(stages=3, address="10.0.0.1:6379", layers=(1, 2, 1), keep=0, spares=0)
+    assert placement_of(every_option(**values)) == cluster
+    assert placement_of(every_option()) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"stages": 2, "gpu": "1GB"}, "--stages puts the model in stages"),
+        ({"cluster": "h:1", "stats": True}, "--stats is of an offloaded model"),
+        ({"layers": "1,x"}, "--layers '1,x'"),
+    ],
+    ids=["offloaded", "stats", "layers"],
+)
+def test_options_that_make_no_sense_together(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(WrongUsage, match=told):
+        placement_of(every_option(**values))

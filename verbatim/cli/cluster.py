@@ -1,0 +1,297 @@
+"""`verbatim cluster`: machines that run a model together, and what they are doing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.terminal import WrongUsage, command
+from verbatim.errors import NotSupported, VerbatimError
+
+if TYPE_CHECKING:
+    from verbatim.placement.cluster.looking import Look
+
+PORT = 6379
+_LIMIT_S = 120.0  # for what Ray does on this machine
+_STORE_BYTES = 500_000_000  # of Ray's object store, through which `transport="actors"` alone sends
+
+cluster = typer.Typer(
+    name="cluster",
+    help="Machines that run a model together (Ray starts the processes).",
+    no_args_is_help=True,
+    add_completion=False,
+)
+_Extra = Annotated[
+    list[str] | None, typer.Argument(help="After --: options handed to `ray start` as they are.")
+]
+
+
+@cluster.command()
+@command
+def start(
+    extra: _Extra = None,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where to listen.")] = PORT,
+    node_ip_address: Annotated[
+        str | None,
+        typer.Option(
+            "--node-ip-address", metavar="IP", help="The address of this machine for the others."
+        ),
+    ] = None,
+) -> None:
+    """Make this machine the first of a cluster; tells what to type on the others.
+
+    Whoever joins needs this machine's token. Where there is none, one is made.
+    """
+    _check_ray()
+    if node_ip_address is not None:
+        _check_own(node_ip_address)
+    from verbatim.placement.cluster.contact import settle_token
+
+    token, made = settle_token()
+    where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
+    said = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
+    address = f"{node_ip_address or _said_address(said)}:{port}"
+    named = "RAY_AUTH_TOKEN" if token is None else str(token)
+    bring = (
+        "export RAY_AUTH_TOKEN=...  # the same"
+        if token is None
+        else f"mkdir -p ~/.ray && scp {address.rpartition(':')[0]}:{token} ~/.ray/auth_token"
+    )
+    typer.echo(f"""\
+This machine is the head of a cluster at {address}, with the {"new " if made else ""}token in {named}.
+
+On each of the other machines, with the same Verbatim and the same model files:
+
+  {bring}
+  verbatim cluster join {address}
+
+Then, on any of them:
+
+  verbatim generate "Once upon a time" --model MODEL --cluster {address}
+  LLM("MODEL", placement=Cluster(address="{address}"))
+  verbatim cluster status --address {address}
+
+Whoever has the token and reaches these machines can run anything on them. It is sent in the clear.""")
+
+
+@cluster.command()
+@command
+def join(
+    head: Annotated[str, typer.Argument(help="What `verbatim cluster start` printed: HOST:PORT.")],
+    extra: _Extra = None,
+    node_ip_address: Annotated[
+        str | None,
+        typer.Option(
+            "--node-ip-address", metavar="IP", help="The address of this machine for the others."
+        ),
+    ] = None,
+) -> None:
+    """Let this machine take part in the cluster of another one."""
+    _check_ray()
+    from verbatim.placement.cluster.contact import answers, token_path
+
+    host, port = _host_port(head)
+    if node_ip_address is not None:
+        _check_own(node_ip_address)
+    if not os.environ.get("RAY_AUTH_TOKEN") and token_path() is None:
+        raise VerbatimError(
+            f"this machine has no token: bring it over with `mkdir -p ~/.ray && "
+            f"scp {host}:.ray/auth_token ~/.ray/auth_token`"
+        )
+    if not answers((host, port)):
+        raise VerbatimError(
+            f"nobody answers at {host}:{port}: is `verbatim cluster start` done there?"
+        )
+    where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
+    _ray("start", f"--address={host}:{port}", *where, *_FRUGAL[1:], *(extra or []))
+    typer.echo(f"This machine has joined the cluster at {host}:{port}.")
+
+
+@cluster.command()
+@command
+def stop() -> None:
+    """End all of Ray on this machine, and whatever runs on it."""
+    _check_ray()
+    said = _ray("stop")
+    found = "Did not find any active Ray processes" not in said
+    typer.echo("Ray has ended on this machine." if found else "No Ray ran on this machine.")
+
+
+@cluster.command()
+@command
+def status(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Of the cluster; left out, the one that RAY_ADDRESS names or that this machine is in.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell which machines there are, and what each stage holds and does."""
+    _check_ray()
+    from verbatim.placement.cluster.looking import look
+
+    found = look(address)
+    typer.echo(json.dumps(found.as_dict()) if as_json else _text(found))
+
+
+# What is asked of Ray.
+
+_FRUGAL = (
+    "--include-dashboard=false",
+    "--disable-usage-stats",
+    f"--object-store-memory={_STORE_BYTES}",
+)
+
+
+def _check_ray() -> None:
+    if find_spec("ray") is None:
+        raise NotSupported("`verbatim cluster` needs Ray: pip install 'verbatim[cluster]'")
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise WrongUsage(f"RAY_AUTH_MODE={mode}: a cluster of Verbatim asks for a token; unset it")
+
+
+def _check_own(address: str) -> None:
+    """Ray would wait for ever for a machine that has another address."""
+    try:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise WrongUsage(
+            f"--node-ip-address {address!r} is no address of this machine: {error.strerror or error}"
+        ) from None
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, PORT
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise WrongUsage(f"{text!r}: must be HOST:PORT, as 10.0.0.1:{PORT}")
+    return host, int(port)
+
+
+def _ray(*arguments: str) -> str:
+    """What Ray's own command says.
+
+    Raises:
+        VerbatimError: it failed; its last line tells why.
+    """
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    line = [sys.executable, "-m", "ray.scripts.scripts", *arguments, "--log-style=record"]
+    with tempfile.TemporaryFile() as said:  # a pipe would stay open in the daemons
+        process = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+        )
+        try:
+            status = process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise VerbatimError(
+                f"`ray {arguments[0]}` has not ended in {_LIMIT_S:.0f} s: see /tmp/ray/session_latest/logs"
+            ) from None
+        finally:
+            said.seek(0)
+            text = said.read().decode(errors="replace")
+    if status:
+        raise VerbatimError(_reason(arguments[0], text))
+    return text
+
+
+def _reason(what: str, text: str) -> str:
+    if "InvalidAuthToken" in text or "AuthenticationError" in text:
+        return (
+            "the token of this machine (~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN) is not "
+            "the cluster's: bring it over from the head"
+        )
+    lines = [line.rpartition(" -- ")[2].strip() for line in text.splitlines()]
+    said = [line for line in lines if line and set(line) - set("-=^~ ")]
+    return f"`ray {what}` failed: {said[-1] if said else 'it does not say why'}"
+
+
+def _said_address(text: str) -> str:
+    """The head's own address, of which Ray's command tells."""
+    for line in text.splitlines():
+        _, found, address = line.partition("Local node IP: ")
+        if found:
+            return address.strip()
+    return socket.gethostname()
+
+
+# What is shown.
+
+
+def _text(found: Look) -> str:
+    lines = [f"cluster at {found.address}"]
+    lines += [
+        f"  machine {m['machine']}: {m['cores']:.0f} cores, {_bytes(m['memory_bytes'])} of memory"
+        + ("" if m["reachable"] else ", can't be reached")
+        for m in found.machines
+    ]
+    for name, stages in found.clusters.items():
+        lines += ["", f"model {name}"]
+        lines += _table([_HEADER, *(_row(stage) for stage in stages)])
+    if not found.clusters:
+        lines += ["", "no model is open on it"]
+    return "\n".join(lines)
+
+
+_HEADER = tuple("stage layers machine pid weights K/V kept batches tokens/s hop restarts".split())
+
+
+def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
+    if stage["silent"]:
+        return ("?", "does not answer", *[""] * 9)
+    machine = stage["address"][0]
+    if stage["layers"] is None:
+        return ("idle", "", machine, str(stage["pid"]), *[""] * 7)
+    first, end = stage["layers"]
+    hop = stage["hop_s"]
+    return (
+        str(stage["index"]),
+        f"{first} to {end - 1}",
+        machine,
+        str(stage["pid"]),
+        _bytes(stage["weight_bytes"]),
+        _bytes(stage["kv_bytes"]),
+        _bytes(stage["kept_bytes"]),
+        str(stage["frames"]),
+        f"{stage['tokens_per_s']:.1f}",
+        "" if hop is None else f"{hop * 1000:.2f} ms",
+        str(stage["restarts"]),
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _bytes(number: float) -> str:
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
