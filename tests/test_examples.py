@@ -41,3 +41,11 @@ def test_the_evaluation_is_the_same_at_any_batch_size() -> None:
     assert len(lines) == 3
     assert len({tuple(line[5:]) for line in lines}) == 1
     assert "the same bits at every batch size" in out
+
+
+def test_five_doors_say_the_same_words() -> None:
+    out = run(str(ROOT / "examples" / "five_doors.py"), "--tokens", "12")
+    lines = [line.split() for line in out.splitlines() if " ids " in line]
+    assert len(lines) == 12 and {line[3] for line in lines} == {"12"}
+    assert len({line[2] for line in lines}) == 2  # the likeliest, and with a seed
+    assert out.endswith("the same words through every door\n")

@@ -65,7 +65,7 @@ class Session:
         self._text = (
             "" if saved is None else saved.text
         )  # of the last one, where it stands at the end
-        self._skips_special_tokens = True
+        self._skips_special_tokens = saved is None or saved.skips_special_tokens
         self._busy = threading.Lock()
         self._request: Request | None = None
         if max_length is None and saved is not None:
@@ -224,7 +224,13 @@ class Session:
         self._check_open()
         with self._claimed():
             saved = SavedSession(
-                self._ids, self._completions, self._text, self._seed, self.max_length, self.params
+                self._ids,
+                self._completions,
+                self._text,
+                self._seed,
+                self.max_length,
+                self.params,
+                self._skips_special_tokens,
             )
             write_session(path, self._llm, saved, self._holding if kv else None)
 

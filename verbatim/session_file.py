@@ -9,6 +9,7 @@ import os
 import struct
 import tempfile
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,7 @@ class SavedSession:
     Attributes:
         completions: where each one begins and ends in `token_ids`.
         text: of the last one.
+        skips_special_tokens: that text leaves them out.
         kv: None where none were written, or where they are of no use here.
     """
 
@@ -70,6 +72,7 @@ class SavedSession:
     seed: int
     max_length: int
     params: SamplingParams
+    skips_special_tokens: bool = True
     kv: SavedKV | None = None
 
     def put_kv(self, llm: LLM, holding: Holding) -> None:
@@ -106,6 +109,7 @@ def write_session(
     """
     from safetensors.torch import save
 
+    target = _path("save", path)
     tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64)}
     plain: dict[str, Any] = {
         "completions": saved.completions,
@@ -113,6 +117,7 @@ def write_session(
         "seed": saved.seed,
         "max_length": saved.max_length,
         "params": _plain_params(saved.params),
+        "skip_special_tokens": saved.skips_special_tokens,
         "model": _identity(llm),
         "numerics_key": _numerics_key(llm),
     }
@@ -126,12 +131,13 @@ def write_session(
         }
         for i, (k, v) in enumerate(kv.layers):
             tensors[f"k.{i}"], tensors[f"v.{i}"] = k, v
-    metadata = {"format": FORMAT, "version": str(VERSION), "session": json.dumps(plain)}
+    session = json.dumps(plain)
+    metadata = {"format": FORMAT, "version": str(VERSION), "session": session}
+    metadata["digest"] = _digest(session, tensors)
     data = save(tensors, metadata)
-    target = Path(path)
     try:
         with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=target.name, suffix=".part", delete=False
+            dir=target.parent, prefix=".session-", suffix=".part", delete=False
         ) as file:
             try:
                 file.write(data)
@@ -141,7 +147,7 @@ def write_session(
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 
 
@@ -156,7 +162,7 @@ def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
     def refuse(why: object) -> InvalidRequest:
         return InvalidRequest(f"load={str(path)!r}: {why}")
 
-    if not Path(path).is_file():
+    if not _path("load", path).is_file():
         raise refuse("there is no such file")
     try:
         with safe_open(path, framework="pt") as file:
@@ -166,19 +172,19 @@ def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
             if metadata.get("version") != str(VERSION):
                 raise refuse(f"version {metadata.get('version')} is not known; this is {VERSION}")
             plain = json.loads(metadata["session"])
-            saved = _settled(plain, file.get_tensor("token_ids"))
+            tensors = {"token_ids": file.get_tensor("token_ids")}
+            saved = _settled(plain, tensors["token_ids"])
+            their_key = plain["numerics_key"]
             if "kv" in plain:
-                saved.kv = SavedKV(
-                    [
-                        (file.get_tensor(f"k.{i}"), file.get_tensor(f"v.{i}"))
-                        for i in range(plain["kv"]["num_layers"])
-                    ],
-                    plain["kv"]["num_tokens"],
-                    plain["kv"]["dtype"],
-                    plain["kv"]["probe"],
-                )
-                if not 0 < saved.kv.num_tokens <= len(saved.token_ids):
-                    raise ValueError(f"K and V of {saved.kv.num_tokens} tokens")
+                kv = plain["kv"]
+                names = [(f"k.{i}", f"v.{i}") for i in range(kv["num_layers"])]
+                layers = [(file.get_tensor(k), file.get_tensor(v)) for k, v in names]
+                for pair, layer in zip(names, layers, strict=True):
+                    tensors |= zip(pair, layer, strict=True)
+                num_tokens = kv["num_tokens"]
+                if type(num_tokens) is not int or not 0 < num_tokens <= len(saved.token_ids):
+                    raise ValueError(f"K and V of {num_tokens} tokens")
+                saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"])
     except InvalidRequest:
         raise
     except (
@@ -192,10 +198,12 @@ def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
         raise refuse(f"id {outside[0]} is outside 0 to {llm._admission.vocab_size - 1}")
     if len(saved.token_ids) > llm.max_length:
         raise refuse(f"{len(saved.token_ids)} tokens; this engine's limit is {llm.max_length}")
-    if plain["numerics_key"] != (key := _numerics_key(llm)):
+    if metadata.get("digest") != _digest(metadata["session"], tensors):
+        raise refuse("a damaged file: what it holds is not what was written")
+    if their_key != (key := _numerics_key(llm)):
         saved.kv = None
         warnings.warn(
-            f"the session was saved with numerics key {plain['numerics_key']}, and goes on with {key}: "
+            f"the session was saved with numerics key {their_key}, and goes on with {key}: "
             "from here on its words may be others than they would have been there",
             RuntimeWarning,
             stacklevel=5,
@@ -219,8 +227,26 @@ def _settled(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
     seed = SamplingParams(seed=plain["seed"]).seed
     if seed is None or type(plain["max_length"]) is not int or plain["max_length"] < len(ids):
         raise ValueError(f"seed={seed}, max_length={plain['max_length']}")
-    params = SamplingParams(**plain["params"])
-    return SavedSession(ids, completions, plain["text"], seed, plain["max_length"], params)
+    params, skips = SamplingParams(**plain["params"]), plain["skip_special_tokens"]
+    if not isinstance(skips, bool):
+        raise ValueError(f"skip_special_tokens={skips}")
+    return SavedSession(ids, completions, plain["text"], seed, plain["max_length"], params, skips)
+
+
+def _path(what: str, path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise InvalidRequest(f"{what}={path!r}: must be a path") from None
+
+
+def _digest(session: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of everything in a file, to find out damage."""
+    found = hashlib.blake2b(session.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
@@ -289,7 +315,9 @@ def _why_no_kv(llm: LLM) -> str | None:
 
 def _probe(llm: LLM, token_ids: list[int]) -> str:
     """Equal where the weights are: the log-probs of the session's first tokens, bit for bit."""
-    scores = llm.score([token_ids[:_NUM_PROBED]])[0][1:]
+    first = token_ids[: min(_NUM_PROBED, llm.max_length) - 1]
+    # One more behind them: its log-prob is what the last one's K and V are known by.
+    scores = llm.score([[*first, token_ids[0]]])[0][1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 

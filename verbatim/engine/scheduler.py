@@ -178,14 +178,18 @@ class Scheduler:
         self.pool.forget()
 
     def held(self) -> list[Sequence]:
-        """Those who run: what they have computed is all that is kept from here on. What others hold, and
-        what is cached, is let go.
+        """Those who run, or have just ended: what they have computed is all that is kept from here on. What
+        others hold, and what is cached, is let go.
         """
+        ended = [
+            sequence for sequence in self._parked if sequence.finished
+        ]  # and are still read from
         for sequence in list(self._parked):
-            self._release(sequence)
+            if not sequence.finished:
+                self._release(sequence)
         self.sessions.drop_kv()
         self.pool.drop_cached()
-        return list(self.running)
+        return [*self.running, *ended]
 
     def revise(self, request: Request) -> None:
         """After everybody was evicted: forget what the old weights said of what comes next."""

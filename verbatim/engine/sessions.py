@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from verbatim.core import Sequence
@@ -89,7 +90,8 @@ class Sessions:
     def num_reserved(self) -> int:
         """Blocks that are reserved by all."""
         with self._lock:
-            return sum(holding.num_reserved for holding in self._open)
+            # A copy: the collector may close a session at any moment, also in the middle of the sum.
+            return sum(holding.num_reserved for holding in list(self._open))
 
     @property
     def has_leavers(self) -> bool:
@@ -122,7 +124,7 @@ class Sessions:
                         holding.in_use = True
                         return
                     self._waiting[wake] = None
-                    next_look = min([give_up, *map(_deadline, self._open)])
+                    next_look = min([give_up, *map(_deadline, list(self._open))])
                 if now >= give_up:
                     raise OutOfBlocks(self._no_room(holding, wait_s))
                 yield None if next_look == math.inf else max(1e-3, next_look - now)
@@ -162,7 +164,8 @@ class Sessions:
 
     def _wake_all(self) -> None:
         for wake in list(self._waiting):
-            wake()
+            with suppress(RuntimeError):  # its event loop was closed; nobody waits there
+                wake()
 
     def _no_room(self, holding: Holding, wait_s: float | None) -> str:
         size, total = self.block_size, self.pool.num_blocks - 1

@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks, VerbatimError
+from verbatim.errors import (
+    InvalidRequest,
+    ModelChanged,
+    ModelError,
+    NotSupported,
+    OutOfBlocks,
+    VerbatimError,
+)
 from verbatim.placement.cluster.link import Address, Link, LinkLost, connect
 from verbatim.shield import Shield
 
@@ -22,7 +29,7 @@ Message = dict[str, Any]
 
 _ERRORS = {
     kind.__name__: kind
-    for kind in (InvalidRequest, ModelError, NotSupported, OutOfBlocks, MemoryError)
+    for kind in (InvalidRequest, ModelChanged, ModelError, NotSupported, OutOfBlocks, MemoryError)
 }
 
 
@@ -182,12 +189,12 @@ class Crew:
             meanwhile: called whenever something has come in; it may raise.
         """
         calls = []
-        for member, message in orders:
-            self._calls += 1
-            calls.append(self._calls)
-            self._expected[self._calls] = member
-            member.send({**message, "call": self._calls})
         try:
+            for member, message in orders:
+                self._calls += 1
+                calls.append(self._calls)
+                self._expected[self._calls] = member
+                member.send({**message, "call": self._calls})
             while any(call not in self._answers for call in calls):
                 self.check([member for member, _ in orders])
                 meanwhile()
@@ -207,6 +214,12 @@ class Crew:
         gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
         if gone:
             raise StageGone(gone)
+
+    def cut_off(self, member: Member, why: object) -> Member:
+        """The stage behind this one, given up because it can't be reached from there."""
+        behind = self.members[member.index + 1]
+        behind.lost = behind.lost or f"{member} can't reach it: {why}"
+        return behind
 
     def reports(self) -> list[tuple[Member, Message]]:
         """What stages told unasked since the last time: work that has ended or failed."""
@@ -240,6 +253,8 @@ class Crew:
         # Nobody has listened for a while: answers may lie here unread, and say nothing of who is late.
         idle = now - self._last_pump > 2 * _PING_S + 0.5
         self._next_ping, self._last_pump = now + _PING_S, now
+        for call in [c for c, member in self._expected.items() if member.lost is not None]:
+            del self._expected[call]  # no answer comes any more
         waited_for = [m for m in {*self.members, *self._expected.values()} if m.lost is None]
         for member in waited_for:
             if member.asked is None or idle:

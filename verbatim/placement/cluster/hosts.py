@@ -295,8 +295,9 @@ class RayHosts:
         return versions()
 
     def close(self) -> None:
-        for host in self._prepared:
-            host.kill()
+        for host in self._hosts:  # also those that Ctrl-C has kept from coming into use
+            if not host.killed:
+                host.kill()
         self._prepared = []
         if self._own:
             import ray

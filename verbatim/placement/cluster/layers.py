@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verbatim import __version__, storyteller
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import VerbatimError
+from verbatim.errors import ModelChanged, ModelError, VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
@@ -29,11 +29,13 @@ from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.offload.checkpoint import open_skeleton
-from verbatim.placement.offload.recipe import ingredients, stamp_of
+from verbatim.placement.offload.recipe import Stored, ingredients, stamp_of
 from verbatim.sampling.sampler import sample_rows
 
 Message = dict[str, Any]
 
+_GLIMPSES = 1024  # tensors at most that a fingerprint looks into
+_GLIMPSE_BYTES = 64
 _NAMES_A_MODEL = ("model", "dtype", "revision", "trust_remote_code")
 
 
@@ -62,6 +64,7 @@ class Layers:
         self._loaded_from: Message = {}
         self._split: Split | None = None
         self._first_routed = 0
+        self._fingerprint = ""
 
     def facts(self, message: Message) -> Message:
         """What this process may compute with."""
@@ -110,6 +113,7 @@ class Layers:
         with self._opening, threads(self._num_threads):
             loaded = self._skeleton(message)
             part = self.part = Part(loaded, message["first"], message["end"], split=self._split)
+        self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
         return {
@@ -118,7 +122,7 @@ class Layers:
             "kv_dtype": name_of(dtype),
             "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype),
             "numerics_key": numerics_key(dtype_name(part.shape.dtype), name_of(dtype)),
-            "fingerprint": fingerprint(loaded),
+            "fingerprint": self._fingerprint,
             "memory": available_memory(),
         }
 
@@ -209,11 +213,23 @@ class Layers:
             self.part = None
 
     def wake(self, message: Message) -> None:
-        """Take it again."""
+        """Take it again.
+
+        Raises:
+            ModelChanged: the files hold another model by now. It sleeps on.
+        """
         if self.part is None and self._opened_with:
-            store, kept, records = self.store, self._kept, self._records
-            self.open(self._opened_with)
-            self.store, self._kept, self._records = store, kept, records
+            held, before = (self.store, self._kept, self._records), self._fingerprint
+            try:
+                self.open(self._opened_with)
+                if self._fingerprint != before:
+                    self.close()
+                    raise ModelChanged(
+                        f"{self._opened_with['model']!r} is not what it was before its weights slept"
+                    )
+            finally:
+                self.store, self._kept, self._records = held
+                self._fingerprint = before
         if self.store is not None:
             self.store.allocate()
         if self._kept is not None:
@@ -250,19 +266,37 @@ def name_of(kv_dtype: Any) -> str:
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Which files a skeleton's weights lie in, and where: the same on machines with the same files."""
+    """Which files a skeleton's weights lie in, and where, and a little of each: the same on machines with the
+    same files.
+
+    Raises:
+        ModelError: they can't be read.
+    """
     assert loaded.recipes is not None
-    lines = {
-        f"{s.path.name} {s.name} {s.offset} {s.dtype} {s.shape} {s.stamp and s.stamp[2]}"
+    stored = {
+        f"{s.path.name} {s.name} {s.offset} {s.dtype} {s.shape} {s.stamp and s.stamp[2]}": s
         for recipe in loaded.recipes.values()
         for s in ingredients(recipe)
     }
+    lines = set(stored)
+    # Two fine-tunes of a model differ in nothing but their numbers.
+    some = [stored[line] for line in sorted(stored)][:: -(-len(stored) // _GLIMPSES) or 1]
+    try:
+        lines |= {f"{s.path.name} {s.offset} {_glimpse(s).hex()}" for s in some}
+    except OSError as error:
+        raise ModelError(f"its weights can't be read: {error}") from None
     module: Any = loaded.module
     config = dict(module.config.to_dict())
     for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and by whom
         config.pop(name, None)
     lines.add(json.dumps(config, sort_keys=True, default=str))
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def _glimpse(stored: Stored) -> bytes:
+    """A few bytes from the middle of a tensor."""
+    with stored.path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), _GLIMPSE_BYTES, stored.offset + stored.nbytes // 2)
 
 
 def changed(loaded: LoadedModel) -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Remote(Forward):
     step: int = 0
     parts: int = 0
     begun: float = 0.0
+    fresh: set[Member] = field(default_factory=set)  # filled their places since it was scheduled
 
 
 class Clustered:
@@ -88,9 +89,16 @@ class Clustered:
         return remote
 
     def _begin(self, remote: Remote, fresh: set[int]) -> None:
-        """Send a batch on its way, in micro-batches; `fresh` stages make no copies of blocks."""
+        """Send a batch on its way, in micro-batches.
+
+        Args:
+            fresh: places that have just been filled. Who fills one makes no copies of blocks, now or later:
+                what was copied from may be nobody's any more, and was not computed again then.
+        """
         batch, crew = remote.batch, self.crew
         assert batch is not None
+        remote.fresh |= {crew.members[index] for index in fresh}
+        self.supervisor.note_copies(batch.block_copies)
         parts = self._cut(batch)
         self.supervisor.step += 1
         remote.step, remote.parts, remote.begun = (
@@ -99,11 +107,12 @@ class Clustered:
             time.perf_counter(),
         )
         stop = len(crew.members) - 1
+        places = [member.index for member in crew.members if member in remote.fresh]
         for number, part in enumerate(parts):
             work = frame(
                 pack_batch(part), crew.epoch, remote.step, stop=stop, part=number, parts=len(parts)
             )
-            crew.members[0].send({**work, "fresh": sorted(fresh)})
+            crew.members[0].send({**work, "fresh": places})
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows, stages = batch.num_tokens, len(self.crew.members)
@@ -153,18 +162,21 @@ class Clustered:
 
     # All stages.
 
-    def _each(self, do: str, *, in_a_step: bool = False, **fields: Any) -> list[Any]:
+    def _each(
+        self, do: str, *, in_a_step: bool = False, patient: bool = False, **fields: Any
+    ) -> list[Any]:
         """What every stage answers, once they are all there.
 
         Args:
             in_a_step: asked in the middle of a commit, when the rows of the last forward count already for
                 some of its sequences, and not yet for others.
+            patient: it may take any time, as reading weights does.
         """
         for attempt in range(self.cluster.max_restarts + 1):
             try:
                 orders: list[tuple[Member, Message]]
                 orders = [(member, {"do": do, **fields}) for member in self.crew.members]
-                return self.crew.call_each(orders, patient=True)
+                return self.crew.call_each(orders, patient=patient)
             except StageGone:
                 fresh = self._recover(last=attempt == self.cluster.max_restarts)
                 if in_a_step and self._last is not None:
@@ -174,7 +186,7 @@ class Clustered:
     def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
         if not self.routed_layers:
             raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
-        asked = {"block_table": list(block_table), "num_tokens": num_tokens}
+        asked: Message = {"block_table": list(block_table), "num_tokens": num_tokens}
         answers = self._each("routing", in_a_step=True, **asked)
         found = [a["routing"] for a in answers if a["routing"] is not None]
         return torch.cat(found, dim=1)
@@ -218,12 +230,16 @@ class Clustered:
         return None
 
     def sleep(self, weights: bool) -> None:
-        self._each("sleep", weights=weights)
         self._asleep = weights
+        members = self.crew.members
+        try:
+            self.crew.call_each([(m, {"do": "sleep", "weights": weights}) for m in members])
+        except StageGone:
+            pass  # all have been told; whoever is lost holds nothing, and is replaced at `wake`
 
     def wake(self) -> None:
         if self._asleep is not None:
-            self._each("wake")
+            self._each("wake", patient=True)
         self._asleep = None
 
     def info(self) -> dict[str, Any]:

@@ -154,8 +154,11 @@ class Staffing:
             to = {"next": behind.host.address, "relay": behind.host.relay}
             orders.append((member, {"do": "link", "epoch": crew.epoch, **to}))
         for (member, _), answer in zip(orders, crew.call_each(orders), strict=True):
-            if answer["relayed"]:
+            if "unreachable" in answer:
+                crew.cut_off(member, answer["unreachable"])
+            elif answer["relayed"]:
                 crew.relay(crew.members[member.index + 1].host, f"{member} can't connect to it")
+        crew.check()
         self.connected = True
 
     def close(self) -> None:

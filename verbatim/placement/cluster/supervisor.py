@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from verbatim.batch import Batch
-from verbatim.errors import ModelError, NotSupported, StageFailed, TierFailed, VerbatimError
+from verbatim.errors import OutOfBlocks, StageFailed, VerbatimError
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.crew import Member, Message, StageGone, error_of
@@ -46,6 +46,9 @@ class Supervisor:
         self.recovery_s: list[float] = []
         self.replayed_tokens = 0
         self.step = 0
+        self._copied: dict[
+            int, int
+        ] = {}  # blocks that began as a copy of a higher one: the highest
         self._shunned: set[str] = set()  # machines on which layers could not be opened
         self._next_look = time.monotonic() + _LOOK_S
 
@@ -119,7 +122,9 @@ class Supervisor:
                 raise why or error from None
             try:
                 self._take_the_place(old, new, silent)
-            except (ModelError, NotSupported, TierFailed) as error:
+            except (StageGone, NoHost, OutOfBlocks):
+                raise
+            except VerbatimError as error:
                 why = error
                 self._shun(new.host.machine, error)
             else:
@@ -151,6 +156,18 @@ class Supervisor:
         _log.warning("%s can't be used: %s", machine, error)
         self._shunned.add(machine)
 
+    def note_copies(self, copies: list[tuple[int, int]]) -> None:
+        """Blocks are about to be copied, (from, to): what a stage keeps of one it keeps of the other.
+
+        So of a block that began as a copy of one beyond what is kept, the beginning is not there either.
+        """
+        for source, target in copies:
+            highest = self._copied.get(source, source)
+            if highest > target:
+                self._copied[target] = highest
+            else:
+                self._copied.pop(target, None)
+
     def _replay(self, places: set[int]) -> None:
         """Let these places compute what is held, and nobody else but who lies between."""
         if not places:
@@ -158,7 +175,9 @@ class Supervisor:
         first, last = min(places), max(places)
         for batch in self.held():
             self.replayed_tokens += batch.num_tokens
-            highest, start, kept = int(batch.block_tables.max()), first, False
+            blocks = set(batch.block_tables.flatten().tolist())
+            highest = max(self._copied.get(block, block) for block in blocks)
+            start, kept = first, False
             while start > 0 and not kept:
                 start -= 1
                 kept = start not in places and highest < self.crew.members[start].kept_blocks
@@ -181,14 +200,13 @@ class Supervisor:
                 self.raise_if_failed(member, report, step)
 
     def raise_if_failed(self, member: Member, report: Message, step: int) -> None:
-        """Raise what a stage reports of this step, if it is an error."""
-        if report.get("failed") != step or report.get("epoch") != self.crew.epoch:
+        """Raise what a stage reports of this step, if it is an error, or of the connection behind it."""
+        if report.get("epoch") != self.crew.epoch:
             return
         if "unreachable" in report:
-            behind = self.crew.members[member.index + 1]
-            behind.lost = behind.lost or f"{member} can't reach it: {report['unreachable']}"
-            raise StageGone([behind])
-        raise error_of(report["error"], str(member))
+            raise StageGone([self.crew.cut_off(member, report["unreachable"])])
+        if report.get("failed") == step:
+            raise error_of(report["error"], str(member))
 
     def move(self, ranges: list[Range]) -> None:
         """Let the stages hold these ranges of layers from now on; who held others computes anew.
@@ -225,7 +243,11 @@ class Supervisor:
         self._next_look = now + _LOOK_S
         on = Counter(member.host.machine for member in self.crew.members)
         known = set(on) | self._shunned
-        free = [m for m in self.staffing.hosts.machines() if m not in known]
+        try:
+            free = [m for m in self.staffing.hosts.machines() if m not in known]
+        except NoHost as error:
+            _log.warning("nobody can tell which machines have joined: %s", error)
+            return
         crowded = [member for member in self.crew.members if on[member.host.machine] > 1]
         if not free or not crowded:
             return
