@@ -1,0 +1,116 @@
+"""One model through six doors: each says the same words, in as many steps, with as many bytes of K and V.
+
+    python examples/five_doors.py [--tokens 24]
+
+The storyteller continues three beginnings, first the likeliest way and then with one seed: through
+`verbatim.generate`, and through the documented calls of Coati, KempnerForge, Megatron Core, FlexLLMGen and
+Petals. All of them are one engine, so the ids are the same. The exit status is 1 if they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import verbatim.compat.coati
+import verbatim.compat.flexllmgen
+import verbatim.compat.kempnerforge
+import verbatim.compat.megatron
+import verbatim.compat.petals
+from verbatim import LLM, compat
+
+OPENINGS = [
+    "Once upon a time, in a quiet forest, there lived",
+    "One night, a wild storm came. The wind howled, and",
+    "Winter came early that year, and there was little",
+]
+DOORS: dict[str, Callable[[LLM, Tensor, int, bool], Tensor]] = {}
+
+
+def door(through: Callable[[LLM, Tensor, int, bool], Tensor]) -> None:
+    DOORS[through.__name__] = through
+
+
+@door
+def llm(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    temperature = 1.0 if sampled else 0.0
+    return verbatim.generate(
+        engine, rows, max_new_tokens=new, temperature=temperature, ignore_eos=True
+    )
+
+
+@door
+def coati(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    tokenizer = SimpleNamespace(padding_side="left", eos_token_id=None, pad_token_id=None)
+    return compat.coati.generate(
+        engine, rows, tokenizer, rows.shape[1] + new, do_sample=sampled, early_stopping=False
+    )
+
+
+@door
+def kempnerforge(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    return compat.kempnerforge.generate(engine, rows, new, temperature=1.0 if sampled else 0.0)
+
+
+@door
+def megatron(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    params = compat.megatron.SamplingParams(
+        num_tokens_to_generate=new, top_k=0 if sampled else 1, termination_id=-1
+    )
+    requests = {
+        i: compat.megatron.InferenceRequest(request_id=i, prompt_tokens=row, sampling_params=params)
+        for i, row in enumerate(rows)
+    }
+    controller = compat.megatron.TextGenerationController(engine)
+    controller.generate_all_output_tokens_static_batch(requests)
+    return torch.cat([rows, torch.stack([r.generated_tokens for r in requests.values()])], dim=1)
+
+
+@door
+def flexllmgen(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    made = compat.flexllmgen.OptLM(engine).generate(rows, new, do_sample=sampled)
+    return torch.from_numpy(made).long()
+
+
+@door
+def petals(engine: LLM, rows: Tensor, new: int, sampled: bool) -> Tensor:
+    model = compat.petals.AutoDistributedModelForCausalLM.from_pretrained(engine)
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
+    return model.generate(rows, max_new_tokens=new, do_sample=sampled, **plain)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=24, help="new ones of each row (default 24)")
+    new = parser.parse_args().tokens
+    same = True
+    for sampled in (False, True):
+        print("with one seed" if sampled else "the likeliest")
+        said = []
+        for name, through in DOORS.items():
+            # A block of one token, so that those in use can be counted.
+            with LLM(block_size=1, kv_memory="16MB") as engine:
+                tok = engine.tokenizer.hf
+                ids = [tok(text).input_ids for text in OPENINGS]
+                rows = torch.tensor([row[: min(map(len, ids))] for row in ids])
+                torch.manual_seed(7)  # from which each door takes its seed
+                made = through(engine, rows, new, sampled)
+                stats, size = engine.stats(), engine.info()["kv_bytes_per_token"]
+            mark = hashlib.sha256(str(made.tolist()).encode()).hexdigest()[:12]
+            kv = stats["blocks_cached"] * size
+            print(f"  {name:<13} ids {mark}  {stats['forwards']} steps  {kv} bytes of K and V")
+            said.append((mark, stats["forwards"], kv))
+        print(f"  {tok.decode(made[0])!r}")
+        same &= len(set(said)) == 1
+    print("the same words through every door" if same else "THE DOORS DIFFER")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Petals' distributed models, their `generate` and their sessions, on Verbatim's engine.
+
+`docs/coming-from/petals.md` says what differs from the original, and why.
+"""
+
+from __future__ import annotations
+
+from verbatim.compat.petals.cache import RemotePastKeyValues
+from verbatim.compat.petals.generation import RemoteGenerationMixin
+from verbatim.compat.petals.model import (
+    AutoDistributedModelForCausalLM,
+    DistributedBloomForCausalLM,
+    DistributedFalconForCausalLM,
+    DistributedLlamaForCausalLM,
+    DistributedMixtralForCausalLM,
+    DistributedModelForCausalLM,
+)
+from verbatim.compat.petals.session import InferenceSession
+
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "DistributedBloomForCausalLM",
+    "DistributedFalconForCausalLM",
+    "DistributedLlamaForCausalLM",
+    "DistributedMixtralForCausalLM",
+    "DistributedModelForCausalLM",
+    "InferenceSession",
+    "RemoteGenerationMixin",
+    "RemotePastKeyValues",
+]

@@ -1,0 +1,117 @@
+"""The ids of a call, and those that stand before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import InvalidRequest
+from verbatim.tensors import check_padded, rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Rows of ids, side by side.
+
+    Attributes:
+        ids: `[B, L]` int64, on the CPU.
+        mask: `[B, L]` bool, False on pads, wherever they stand.
+        ends: for each row the column behind the token that ended it, None where nothing did.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    ends: tuple[int | None, ...]
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Columns:
+        ids = torch.empty(num_rows, 0, dtype=torch.int64)
+        return cls(ids, ids.bool(), (None,) * num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    def rows(self) -> list[list[int]]:
+        """The ids of each row without its pads."""
+        return [i[m].tolist() for i, m in zip(self.ids, self.mask, strict=True)]
+
+    def first(self, width: int) -> Columns:
+        """The columns before `width`."""
+        ends = tuple(None if end is None or end > width else end for end in self.ends)
+        return Columns(self.ids[:, :width], self.mask[:, :width], ends)
+
+    def followed_by(self, ids: Tensor, mask: Tensor) -> Columns:
+        """With more columns, behind which no row has ended."""
+        both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
+        return Columns(*both, (None,) * self.num_rows)
+
+    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> Columns:
+        """With the new ids of each row, filled up to the longest.
+
+        Args:
+            ended: whether its last new token is its end; a row without new ids stays as it is.
+        """
+        width = max(map(len, new), default=0)
+        ids = torch.full((self.num_rows, width), fill_id, dtype=torch.int64)
+        mask = torch.zeros(self.num_rows, width, dtype=torch.bool)
+        ends = list(self.ends)
+        for row, found in enumerate(new):
+            if found:
+                ids[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+                mask[row, : len(found)] = True
+                ends[row] = self.width + len(found) if ended[row] else None
+        both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
+        return Columns(*both, tuple(ends))
+
+    def repeated(self, copies: int) -> Columns:
+        """Each row so many times."""
+        ids, mask = (t.repeat_interleave(copies, dim=0) for t in (self.ids, self.mask))
+        return Columns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
+
+
+def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> Columns:
+    """What a call was given; leading pads are masked where no mask says otherwise.
+
+    Raises:
+        InvalidRequest: no integers `[B, P]`, pads behind a row's tokens, a row without a token.
+    """
+    check_padded(inputs, attention_mask, name="inputs")
+    ids = inputs.detach().to("cpu", torch.int64)
+    if not ids.numel():
+        raise InvalidRequest(f"inputs has shape {list(ids.shape)}: at least one token is needed")
+    if attention_mask is not None:
+        mask = attention_mask.detach().cpu().bool()
+        for row in (~mask[:, -1]).nonzero().flatten().tolist():
+            raise InvalidRequest(
+                f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
+            )
+    elif pad_id is None:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        mask = (ids != pad_id).long().cummax(dim=1).values.bool()
+    rows_of(ids, mask)  # which checks that there is something in each
+    return Columns(ids.clone(), mask, (None,) * ids.shape[0])
+
+
+def first_column(bos_id: Any, model_bos: Any, vocab_size: int) -> Columns:
+    """A row of nothing but the beginning of a sequence.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    found = next((i for i in (bos_id, model_bos) if isinstance(i, int)), -1)
+    if not 0 <= found < vocab_size:
+        raise InvalidRequest(
+            "inputs=None at the beginning starts from the model's BOS, and this one has none; give inputs "
+            "or bos_token_id"
+        )
+    ids = torch.tensor([[found]])
+    return Columns(ids, torch.ones_like(ids, dtype=torch.bool), (None,))

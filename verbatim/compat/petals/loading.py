@@ -1,0 +1,133 @@
+"""From the options of Petals' `from_pretrained` to an open engine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.llm import LLM
+from verbatim.placement.cluster.choice import Cluster
+
+_OURS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
+_SWARM = "there is no public swarm and no DHT: machines that trust each other make a cluster"
+_WAITS = "how long a cluster waits is patience_s, step_timeout_s and max_restarts of Cluster"
+_REFUSED = {
+    "dht_prefix": _SWARM,
+    "allowed_servers": _SWARM,
+    "blocked_servers": _SWARM,
+    "daemon_startup_timeout": _WAITS,
+    "connect_timeout": _WAITS,
+    "update_period": _WAITS,
+    "min_backoff": _WAITS,
+    "max_backoff": _WAITS,
+    "ban_timeout": _WAITS,
+    "max_pinged": _WAITS,
+    "ping_timeout": _WAITS,
+    "show_route": "`verbatim cluster status` shows the stages",
+    "active_adapter": "merge the adapter into the weights, or give the live module that holds it",
+    "tuning_mode": "nothing is trained through a cluster",
+    "pre_seq_len": "nothing is trained through a cluster",
+    "token": "the hub's own: run `hf auth login`, or set HF_TOKEN",
+    "use_auth_token": "the hub's own: run `hf auth login`, or set HF_TOKEN",
+    "cache_dir": "the hub's own: set HF_HOME",
+    "force_download": "the hub's own: empty its cache",
+    "local_files_only": "the hub's own: set HF_HUB_OFFLINE=1, or give the folder",
+    "device_map": "use placement=, such as Offload() or Cluster()",
+    "load_in_8bit": "use placement=Offload() with quantization='int8'",
+    "load_in_4bit": "use placement=Offload() with quantization='int4'",
+    "quantization_config": "use placement=Offload() with quantization=",
+    "attn_implementation": "attention is the engine's own",
+}
+_ALWAYS = {
+    "low_cpu_mem_usage": "weights are read to where they stay",
+    "use_server_to_server": "stages talk to each other; Cluster(transport='actors') goes through Ray",
+}
+_CLUSTERS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
+_ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")
+
+
+def open_source(model: Any, options: Mapping[str, Any]) -> tuple[LLM | nn.Module, bool]:
+    """What `from_pretrained` was given or opens, and whether it was opened for this.
+
+    Raises:
+        As `open_llm`; InvalidRequest: options for what is open already.
+    """
+    if not isinstance(model, LLM | nn.Module):
+        return open_llm(model, options), True
+    for name, value in options.items():
+        if value is not None:
+            raise InvalidRequest(
+                f"{name}={value!r}: the model is open already; options are for those that are opened here"
+            )
+    return model, False
+
+
+def open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
+    """The engine that `from_pretrained` opens for a folder, a hub id or None.
+
+    Args:
+        options: Petals' and `LLM`'s; None is as if it were not there.
+
+    Raises:
+        InvalidRequest, NotSupported: an option that is not known or not done.
+        As `LLM` and the placement.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name in _REFUSED and given[name] is not False:
+            raise NotSupported(f"{name}={given[name]!r}: {_REFUSED[name]}")
+    given = {name: value for name, value in given.items() if name not in _REFUSED}
+    for name, why in _ALWAYS.items():
+        if given.pop(name, True) is not True:
+            raise NotSupported(f"{name}: must be True; {why}")
+    if "torch_dtype" in given:
+        if "dtype" in given:
+            raise InvalidRequest("torch_dtype and dtype are both given; they are the same thing")
+        given["dtype"] = given.pop("torch_dtype")
+    cluster = {
+        ours: given.pop(theirs)
+        for theirs, ours in _CLUSTERS.items()
+        if given.get(theirs) is not None
+    }
+    peers, stages = given.pop("initial_peers", None), given.pop("stages", None)
+    for name in given:
+        if name not in _OURS:
+            raise InvalidRequest(
+                f"{name} is not known; beside Petals' own options there are {', '.join(sorted(_OURS))}"
+            )
+    if peers is None and stages is None:
+        for theirs, ours in _CLUSTERS.items():
+            if ours in cluster:
+                raise InvalidRequest(
+                    f"{theirs}={cluster[ours]!r} is for a cluster: give initial_peers or stages, or "
+                    f"placement=Cluster({ours}=...)"
+                )
+        return LLM(model, **given)
+    if "placement" in given:
+        raise InvalidRequest(
+            "placement with initial_peers or stages, which are a placement themselves: give "
+            "placement=Cluster(address=..., stages=...)"
+        )
+    placement = Cluster(stages=stages, address=_address(peers), **cluster)
+    return LLM(model, placement=placement, **given)
+
+
+def _address(peers: Any) -> str | None:
+    """The one cluster that is meant."""
+    if peers is None:
+        return None
+    many = [peers] if isinstance(peers, str) else list(peers)
+    if len(many) != 1 or not isinstance(many[0], str):
+        raise InvalidRequest(
+            f"initial_peers={peers!r}: must be one address, 'host:port', of the cluster's head"
+        )
+    if _ADDRESS.fullmatch(many[0]) is None:
+        raise InvalidRequest(
+            f"initial_peers={peers!r}: must be 'host:port', as `verbatim cluster start` prints it. {_SWARM}"
+        )
+    return many[0]

@@ -1,0 +1,226 @@
+"""`InferenceSession`: rows whose K and V stay between calls of `generate`."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from verbatim.compat.integers import integer
+from verbatim.compat.petals.active import enter, leave
+from verbatim.compat.petals.given import Columns
+from verbatim.compat.petals.turn import Turn, Wish
+from verbatim.engine.sessions import Holding, Sessions
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    PromptTooLong,
+    SessionBusy,
+)
+from verbatim.llm import LLM
+from verbatim.params import SamplingParams
+
+
+class InferenceSession:
+    """Rows that grow over several calls; `model.inference_session` opens it, best in a `with` block.
+
+    How many rows there are, the first call decides. All draws are made under one seed, row b's with sample
+    index b. A call that fails leaves the session as it was.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_length: int,
+        seed: int | None = None,
+    ) -> None:
+        if not llm._driver.alone:
+            raise NotSupported(
+                "a session: where each rank is a process of the user's, they make their calls together"
+            )
+        length = integer("max_length", max_length, 1)
+        if length > llm.max_length:
+            raise InvalidRequest(
+                f"max_length={length}: at most {llm.max_length} ({llm._admission.limit_source})"
+            )
+        self._llm, self._max_length = llm, length
+        self._seed = SamplingParams(seed=seed).seed  # checked there
+        self._columns: Columns | None = None
+        self._holdings: list[Holding] = []
+        self._turn: Turn | None = None
+        self._closed = False
+        self._busy = threading.Lock()
+        self._end = weakref.finalize(self, _leave, llm._engine.sessions, self._holdings)
+        self._end.atexit = False  # nothing outlives the process
+
+    @property
+    def output_ids(self) -> Tensor | None:
+        """`[B, L]` int64, all so far, given and made, pads included; None before the first call. A copy."""
+        return None if self._columns is None else self._columns.ids.clone()
+
+    @property
+    def position(self) -> int:
+        """Columns so far. Setting it rolls back: what stands behind is forgotten."""
+        return 0 if self._columns is None else self._columns.width
+
+    @position.setter
+    def position(self, value: int) -> None:
+        with self._claimed():
+            found = integer("position", value, 0)
+            if found > self.position:
+                raise InvalidRequest(
+                    f"position={found}: must be from 0 to {self.position}, the tokens so far"
+                )
+            if found:
+                assert self._columns is not None
+                self._columns = self._columns.first(found)
+            else:
+                self._begin_again()
+
+    @property
+    def max_length(self) -> int:
+        """Columns that it may come to."""
+        return self._max_length
+
+    @property
+    def seed(self) -> int | None:
+        """Of all its draws; None until the first call, which then takes one from torch's generator."""
+        return self._seed
+
+    @property
+    def last_token_id(self) -> Tensor | None:
+        """`[B, 1]`, the last column; None where there is none."""
+        return self.output_ids[:, -1:] if self.position and self.output_ids is not None else None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self._llm._driver.closed
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: hidden states go in and out of no session here."""
+        raise NotSupported(
+            "InferenceSession.step takes and gives hidden states; a session here takes and gives ids, "
+            "through generate"
+        )
+
+    def close(self, *_: object) -> None:
+        """Give back K, V and room; a call that is under way fails. Again does nothing."""
+        self._closed = True
+        turn = self._turn
+        for request in [] if turn is None else turn.requests:
+            self._llm._driver.abort(request)
+        self._end()
+        if not self._llm._driver.closed:
+            self._llm._driver.let_out()
+
+    def __enter__(self) -> InferenceSession:
+        self._check_open()
+        enter(self._llm, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        leave(self._llm, self)
+        self.close()
+
+    # ---- a call
+
+    def _generate(self, wish: Wish, given: Columns | None, seed: int | None) -> Any:
+        """One call.
+
+        Args:
+            given: new columns; None goes on.
+        """
+        with self._claimed():
+            past = self._past(given, wish.settings.num_copies)
+            seed = self._settle_seed(seed)
+            width = past.width + (0 if given is None else given.width)
+            length = width + wish.settings.new_tokens(width)
+            if length > self._max_length:
+                raise PromptTooLong(
+                    f"{past.width} tokens of the session, {width - past.width} given and "
+                    f"{length - width} new ones make {length}; the session's max_length is "
+                    f"{self._max_length}"
+                )
+            if not self._holdings:
+                self._holdings += [Holding(self._max_length) for _ in range(past.num_rows)]
+            try:
+                turn = Turn(self._llm, wish, past, given, seed=seed, holdings=self._holdings)
+                with self._in_use(turn):
+                    made = turn.run()
+            except BaseException:
+                if self._columns is None:
+                    self._begin_again()
+                raise
+            self._columns, self._seed = turn.columns, seed
+        return made
+
+    def _begin_again(self) -> None:
+        """As if there had been no call, but for the seed."""
+        _leave(self._llm._engine.sessions, self._holdings)
+        self._holdings.clear()
+        self._columns = None
+
+    def _past(self, given: Columns | None, copies: int) -> Columns:
+        if copies != 1:
+            raise NotSupported(
+                f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
+                "generate without a session, or with so many rows"
+            )
+        if self._columns is None:
+            assert given is not None
+            return Columns.empty(given.num_rows)
+        if given is not None and given.num_rows != self._columns.num_rows:
+            raise InvalidRequest(
+                f"inputs has {given.num_rows} rows, and the session {self._columns.num_rows}"
+            )
+        return self._columns
+
+    def _settle_seed(self, seed: int | None) -> int:
+        if self._seed is None:
+            return int(torch.randint(2**53, ())) if seed is None else seed
+        if seed not in (None, self._seed):
+            raise InvalidRequest(
+                f"seed={seed}: this session's is {self._seed}; leave it None, or open another one"
+            )
+        return self._seed
+
+    @contextmanager
+    def _in_use(self, turn: Turn) -> Iterator[None]:
+        sessions = self._llm._engine.sessions
+        try:
+            for holding in self._holdings:
+                list(sessions.begin(holding, 0.0, lambda: None))
+            self._turn = turn
+            yield
+        finally:
+            self._turn = None
+            for holding in self._holdings:
+                sessions.end(holding)
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise SessionBusy("this session is in use: another call is under way")
+        try:
+            self._check_open()
+            yield
+        finally:
+            self._busy.release()
+
+    def _check_open(self) -> None:
+        if self._llm._driver.closed:
+            raise EngineClosed("the model of this session has been closed")
+        if self._closed:
+            raise EngineClosed("this session has been closed")
+
+
+def _leave(sessions: Sessions, holdings: list[Holding]) -> None:
+    for holding in holdings:
+        sessions.leave(holding)

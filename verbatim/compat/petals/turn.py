@@ -1,0 +1,222 @@
+"""One call of `generate` on the engine: from its rows to its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.compat.petals.cache import RemotePastKeyValues
+from verbatim.compat.petals.following import Following
+from verbatim.compat.petals.given import Columns
+from verbatim.compat.petals.processors import Chain, Processors
+from verbatim.compat.petals.settings import Settings
+from verbatim.core import Completion, FinishReason, Request
+from verbatim.engine.sessions import Holding
+from verbatim.errors import RequestFailed
+from verbatim.llm import LLM
+from verbatim.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a turn besides its rows.
+
+    Attributes:
+        processors: the caller's own.
+        prefix_fn: `prefix_allowed_tokens_fn`.
+    """
+
+    settings: Settings
+    following: Following
+    processors: Any = None
+    prefix_fn: Any = None
+
+
+class Turn:
+    """Rows that are admitted: what can be refused is refused when it is made. To be `run` once.
+
+    Attributes:
+        requests: one for each row that is run.
+        columns: when it has run, all there is: what stood before, what was given, what was made.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        wish: Wish,
+        past: Columns,
+        given: Columns | None,
+        *,
+        seed: int,
+        holdings: list[Holding] | None = None,
+    ) -> None:
+        """
+        Args:
+            past: what stood before, of a session.
+            given: None goes on with `past`; rows that have ended don't, unless all have.
+            holdings: of the session's rows.
+        """
+        self._llm, self._wish, self._past_width = llm, wish, past.width
+        settings = wish.settings
+        self._before = past if given is None else past.followed_by(given.ids, given.mask)
+        self._copies = settings.num_copies
+        if settings.num_beams == 1:
+            self._before = self._before.repeated(self._copies)
+        width = self._before.width
+        self._new_tokens = settings.new_tokens(width)
+        vocab_size = llm._admission.vocab_size
+        self._processors = Processors(
+            settings,
+            wish.processors,
+            wish.prefix_fn,
+            min_tokens=settings.min_tokens(width),
+            vocab_size=vocab_size,
+        )
+        ended = [end is not None for end in self._before.ends]
+        all_ended = all(ended)
+        self._rows = [row for row, end in enumerate(ended) if all_ended or not end]
+        self._chains: list[Chain | None] = []
+        self.requests: list[Request] = []
+        prompts = self._before.rows()
+        for row in self._rows:
+            holding = None if holdings is None else holdings[row]
+            self.requests.append(self._admit(row, prompts[row], seed, holding))
+
+    def _admit(self, row: int, prompt: list[int], seed: int, holding: Holding | None) -> Request:
+        settings, admission = self._wish.settings, self._llm._admission
+        chain = None
+        if self._processors.chained:
+            chain = self._processors.chain(row, prompt, self._new_tokens)
+        self._chains.append(chain)
+        fields = dict(self._processors.native)
+        if settings.num_beams > 1:
+            fields |= {
+                "num_beams": settings.num_beams,
+                "n": self._copies,
+                "length_penalty": 1.0 if (p := settings["length_penalty"]) is None else p,
+                "early_stopping": settings["early_stopping"] or False,
+                "draft": False,
+            }
+        params = SamplingParams(
+            max_tokens=self._new_tokens,
+            stop_token_ids=[i for i in settings.eos_ids if i < admission.vocab_size],
+            ignore_eos=True,  # `eos_ids` has the model's, unless the caller names others
+            seed=seed,
+            timeout_s=settings["max_time"],
+            logits_processors=() if chain is None else (chain,),
+            **fields,
+        )
+        if holding is None or settings.num_beams > 1:
+            return admission.admit(prompt, params, first_sample=row)
+        request = admission.admit_turn(None, prompt, params, holding)
+        request.first_sample = row
+        return request
+
+    def run(self) -> Tensor | Any:
+        """The rows as given and their new tokens, `[B, P + N]`; or transformers' output with them.
+
+        Raises:
+            RequestFailed: a row from which nothing can be drawn, or that was ended from outside.
+        """
+        following = self._wish.following
+        if following.wanted:
+            given = self._before.ids[:, self._past_width :]
+            following.run(self._llm, self.requests, self._rows, given, self._chains)
+        else:
+            self._llm._driver.run(self.requests)
+        if self._wish.settings.num_beams > 1:
+            return self._beams()
+        rows: list[list[int]] = [[] for _ in range(self._before.num_rows)]
+        ended = [False] * len(rows)
+        for number, (row, request) in enumerate(zip(self._rows, self.requests, strict=True)):
+            (made,) = _completions(request, row, stopped=number in following.stops)
+            rows[row] = following.kept(number, made.token_ids)
+            ended[row] = made.finish_reason is FinishReason.STOP or number in following.stops
+        self.columns = self._before.grown(rows, ended, self._wish.settings.fill_id)
+        return self._output()
+
+    def _beams(self) -> Any:
+        """The best completions of each row, of which the very best one is what a session goes on with."""
+        found = [
+            _completions(request, row, stopped=False)
+            for row, request in zip(self._rows, self.requests, strict=True)
+        ]
+        for row, beams in zip(self._rows, found, strict=True):
+            if len(beams) < self._copies:
+                raise RequestFailed(
+                    f"row {row}: {len(beams)} beams could end, and num_return_sequences={self._copies}"
+                )
+        best: list[list[int]] = [[] for _ in range(self._before.num_rows)]
+        ended = [False] * len(best)
+        for row, beams in zip(self._rows, found, strict=True):
+            best[row] = beams[0].token_ids
+            ended[row] = beams[0].finish_reason is FinishReason.STOP
+        fill = self._wish.settings.fill_id
+        self.columns = self._before.grown(best, ended, fill)
+        wide = self._before.repeated(self._copies)
+        all_rows: list[list[int]] = [[] for _ in range(wide.num_rows)]
+        scores = torch.zeros(wide.num_rows)
+        for row, beams in zip(self._rows, found, strict=True):
+            for place, beam in enumerate(beams, start=row * self._copies):
+                all_rows[place] = beam.token_ids
+                scores[place] = beam.score or 0.0
+        wide = wide.grown(all_rows, [False] * wide.num_rows, fill)
+        if not self._wish.settings["return_dict_in_generate"]:
+            return self._own(wide)
+        from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
+
+        return GenerateBeamDecoderOnlyOutput(
+            sequences=self._own(wide),  # type: ignore[arg-type]
+            sequences_scores=scores,
+            past_key_values=RemotePastKeyValues(wide.width),  # type: ignore[arg-type]
+        )
+
+    def _output(self) -> Any:
+        settings = self._wish.settings
+        if not settings["return_dict_in_generate"]:
+            return self._own(self.columns)
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(
+            sequences=self._own(self.columns),  # type: ignore[arg-type]
+            scores=self._steps("scores") if settings["output_scores"] else None,  # type: ignore[arg-type]
+            logits=self._steps("logits") if settings["output_logits"] else None,  # type: ignore[arg-type]
+            past_key_values=RemotePastKeyValues(self.columns.width),  # type: ignore[arg-type]
+        )
+
+    def _own(self, columns: Columns) -> Tensor:
+        """Of this call alone; an ordinary tensor."""
+        with torch.inference_mode(False):
+            return columns.ids[:, self._past_width :].clone()
+
+    def _steps(self, name: str) -> tuple[Tensor, ...]:
+        """For each new column `[B, V]`; a row that has ended says its pad with certainty."""
+        size = self._llm._admission.vocab_size
+        certain = torch.full((size,), -torch.inf)
+        certain[min(self._wish.settings.fill_id, size - 1)] = 0.0
+        first, steps = self._before.width, []
+        for column in range(first, self.columns.width):
+            step = certain.repeat(self.columns.num_rows, 1)
+            for row, request, chain in zip(self._rows, self.requests, self._chains, strict=True):
+                assert chain is not None
+                if self.columns.mask[row, column]:
+                    kept = getattr(chain, name)
+                    step[row] = kept[len(request.prompt_ids) + column - first]
+            steps.append(step)
+        return tuple(steps)
+
+
+def _completions(request: Request, row: int, *, stopped: bool) -> list[Completion]:
+    """What came of a request that has ended.
+
+    Args:
+        stopped: a criterion has ended it.
+    """
+    assert request.result is not None
+    outputs = request.result.outputs
+    if not stopped and any(c.finish_reason is FinishReason.ABORT for c in outputs):
+        raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
+    return outputs
