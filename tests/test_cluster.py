@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +23,12 @@ from verbatim import (
     SamplingParams,
     StageFailed,
 )
+from verbatim.errors import ModelChanged
 from verbatim.placement.cluster import layers as stage_layers
 from verbatim.placement.cluster import opening as cluster_opening
+from verbatim.placement.cluster import stage as stage_module
+from verbatim.placement.cluster.link import LinkLost
+from verbatim.placement.cluster.link import connect as connect_to
 from verbatim.placement.cluster.plan import Layout, divide
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -318,6 +323,166 @@ def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
             assert rows == 60 + 4
             # The step that was broken off is made twice.
             assert computed == 60 + 8 + 1 + (rows if replays else 0)
+
+
+# Losses at the worst moment.
+
+
+def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> None:
+    """Its beginning can't be had from what is kept, though it lies where everything is."""
+    prompts = [toys.random_ids(4, 1), toys.random_ids(3, 2)]
+    params = [
+        SamplingParams(max_tokens=2, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=9, seed=2, n=2, ignore_eos=True),
+    ]
+    options = dict(block_size=4, max_batch_tokens=4, prefix_cache=False)
+    with LLM(saved("gpt2")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with clustered(saved("gpt2"), keep=3 * 4 * 60 * 4, **options) as llm:  # of blocks 0, 1 and 2
+        at_batch(serving(llm)[2], 4, kill)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["cluster"]["restarts"] == 1
+
+
+def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]) -> None:
+    """After the first, what is copied from is nobody's any more, and was not computed again."""
+    prompt, params = toys.random_ids(3, 2), SamplingParams(max_tokens=6, seed=2, n=2)
+    with LLM(saved("gpt2")) as llm:
+        expected = all_facts(llm.generate([prompt], params))
+    with clustered(saved("gpt2"), block_size=4, prefix_cache=False) as llm:
+        llm._engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
+        at_batch(serving(llm)[1], 1, kill)
+        at_batch(serving(llm)[2], 1, kill)
+        assert all_facts(llm.generate([prompt], params)) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2
+
+
+def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Path]) -> None:
+    prompt = toys.random_ids(6, 2)
+    params = SamplingParams(max_tokens=1, seed=2, n=3, record_routing=True)
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = all_facts(llm.generate([prompt], params))
+    with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
+        llm._engine.scheduler.max_sequences = 1
+        runner, plain, calls = llm._engine.runner, llm._engine.runner.routing, []
+
+        def routing(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                serving(llm)[1].kill()
+            return plain(*args)
+
+        runner.routing = routing
+        assert all_facts(llm.generate([prompt], params)) == expected
+        assert len(calls) == 3
+
+
+def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
+    prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+    with LLM(saved("gpt2")) as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    for weights in (False, True):
+        with clustered(saved("gpt2")) as llm:
+            found = []
+            for i, delta in enumerate(llm.stream(prompt, params)):
+                found += delta.token_ids
+                if i == 2:
+                    dying = serving(llm)[1]
+                    layers = dying.stage._layers
+                    layers.sleep = lambda message, host=dying: host.kill()  # type: ignore[misc]
+                    llm.sleep(weights=weights)
+                    llm.wake()
+            assert found == expected
+
+
+def test_a_connection_between_stages_that_is_lost_with_what_was_sent(
+    saved: Callable[[str], Path],
+) -> None:
+    expected = resident(saved("gpt2"), 5)
+    with clustered(saved("gpt2")) as llm:
+        before = serving(llm)
+
+        def lose(host: ThreadHost, batch: Any) -> None:
+            link: Any = host.stage._next
+            link.send = lambda message: link.close()
+
+        at_batch(before[0], 3, lose)
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert [a is b for a, b in zip(before, serving(llm), strict=True)] == [True, False, True]
+
+
+def test_a_stage_that_is_gone_before_the_one_in_front_connects(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = resident(saved("gpt2"), 5)
+    connect, tried = stage_module.connect, []
+
+    def refused(address: Any, *args: Any) -> Any:
+        tried.append(address)
+        if len(tried) == 1:
+            raise LinkLost("nobody there")
+        return connect(address, *args)
+
+    with clustered(saved("gpt2")) as llm:
+        at_batch(serving(llm)[0], 3, kill)
+        monkeypatch.setattr(stage_module, "connect", refused)
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2
+
+
+def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[str], Path]) -> None:
+    """The report of it comes last."""
+
+    def fail(host: ThreadHost, batch: Any) -> None:
+        raise ZeroDivisionError("in a stage")
+
+    with clustered(saved("gpt2"), micro_batches=3) as llm:
+        stage = serving(llm)[0].stage
+        tell = stage._tell
+        stage._tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
+        at_batch(serving(llm)[0], 1, fail)
+        with pytest.raises(Exception, match=r"in a stage \(stage 0 "):
+            llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
+        stage._tell = tell  # type: ignore[method-assign]
+        assert not llm._engine.runner.crew._expected
+        assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
+
+
+def test_weights_that_change_are_not_taken_for_the_same(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved("gpt2"), tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    before = file.read_bytes()
+    header = 8 + int.from_bytes(before[:8], "little")
+    others = before[:header] + bytes(len(before) - header)  # of the same size
+    expected = resident(folder, 5)
+    with clustered(folder, max_restarts=1) as llm:
+        llm.sleep(weights=True)
+        file.write_bytes(others)
+        with pytest.raises(ModelChanged, match="is not what it was"):
+            llm.wake()
+        file.write_bytes(before)
+        llm.wake()
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        file.write_bytes(others)
+        serving(llm)[0].kill()
+        with pytest.raises(StageFailed, match="stage 0 .*another model"):
+            llm.generate([5, 6])
+
+
+def test_a_message_that_is_not_what_it_should_be(saved: Callable[[str], Path]) -> None:
+    """From somebody who knows the key: an error is the answer, and the stage goes on."""
+    stage = stage_module.Stage(b"key", "127.0.0.1")
+    link = connect_to(stage.address, b"key", {"role": "head"})
+    assert "welcome" in link.receive()
+    for bad in ({"do": "draw"}, {"do": ["run"]}, {"do": "run"}, {"do": "epoch"}, {}):
+        link.send({**bad, "call": 1})
+        assert "error" in link.receive(), bad
+    link.send({"do": "facts", "call": 2})
+    assert link.receive()["result"]["torch"]
+    link.close()
+    stage.join(5.0)
 
 
 # Moving.

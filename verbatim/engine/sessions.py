@@ -111,7 +111,7 @@ class Sessions:
 
         Raises:
             OutOfBlocks: there was no room in all that time.
-            EngineClosed: the engine is closed.
+            EngineClosed: the engine is closed, or the session.
         """
         give_up = math.inf if wait_s is None else time.monotonic() + wait_s
         try:
@@ -120,6 +120,8 @@ class Sessions:
                 with self._lock:
                     if self._closed:
                         raise EngineClosed("this LLM has been closed")
+                    if holding.closed:
+                        raise EngineClosed("this session has been closed")
                     if self._reserve(holding, now):
                         holding.in_use = True
                         return
