@@ -287,6 +287,21 @@ def test_rows_in_pieces_give_the_logits_of_rows_at_once() -> None:
 # transformers' own decoding
 
 
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+def test_a_session_is_drafted_for_as_one_prompt_is(name: str) -> None:
+    pair, params = toy(name, 2), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with open_toy(pair, 3) as llm, llm.session(120, seed=7) as session, open_toy(pair, 3) as other:
+        spy, fresh = Spy(llm), Spy(other)
+        for inputs, position in (([5, 6, 7] * 5, None), ([9, 10], 14), ([9, 10], 20), ([8], None)):
+            session.position = session.position if position is None else position
+            result = session.generate(inputs, params)
+            (alone,) = other.generate([result.prompt_token_ids], params.replace(seed=7))
+            assert result.outputs[0].logprobs == alone.outputs[0].logprobs
+            assert spy.drafts and spy.drafts == fresh.drafts
+            spy.drafts.clear()
+            fresh.drafts.clear()
+
+
 def save_with_mtp(pair: Toy, folder: Path) -> None:
     """A checkpoint whose MTP layers follow the others, under the names of DeepSeek's."""
     pair.main.save_pretrained(folder)

@@ -20,10 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from requests_mixed import facts, finish_despite_ctrl_c, lift_even_ids, mixed_requests
 from safetensors import safe_open
 from safetensors.torch import save_file
+from stages import ThreadHosts, serving
 from tokenizers.processors import TemplateProcessing
 
 from verbatim import (
     LLM,
+    Cluster,
     EngineClosed,
     FinishReason,
     InvalidRequest,
@@ -390,6 +392,32 @@ def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
         rest.close()
 
 
+def test_whoever_waits_for_room_can_be_closed_and_cancelled_and_forgotten() -> None:
+    async def wait(llm: LLM, total: int) -> None:
+        waiting = llm.session(32, wait_s=None, idle_timeout_s=0.0)
+        for end in ("cancel", "close"):
+            with llm.session(16 * total, wait_s=10.0):
+                turn = asyncio.ensure_future(waiting.agenerate(PROMPT, P8))
+                while not llm._engine.sessions._waiting:
+                    await asyncio.sleep(0.001)
+                _ = turn.cancel() if end == "cancel" else waiting.close()
+                with pytest.raises(asyncio.CancelledError if end == "cancel" else EngineClosed):
+                    await asyncio.wait_for(turn, 10.0)
+            assert llm.stats()["blocks_reserved"] == 0 and not llm._engine.sessions._waiting
+
+    with open_llm(kv_memory="200KB") as llm:
+        total = llm._engine.scheduler.pool.num_blocks - 1
+        asyncio.run(wait(llm, total))
+        forgotten = llm.session(32, wait_s=None, idle_timeout_s=0.0)
+        with llm.session(16 * total, wait_s=10.0):
+            loop = asyncio.new_event_loop()
+            turn = loop.create_task(forgotten.agenerate(PROMPT, P8))
+            while not llm._engine.sessions._waiting:
+                loop.run_until_complete(asyncio.sleep(0.001))
+            loop.close()  # without a word to those who wait in it; they must not break the others
+        turn._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 def test_one_call_at_a_time_and_a_stream_that_is_left_changes_nothing() -> None:
     with open_llm() as llm, llm.session(64, seed=7) as session:
         session.generate(PROMPT, P8)
@@ -524,6 +552,51 @@ def test_sessions_over_offloaded_weights(folders: Callable[[str], Path]) -> None
                 session.save(folder / "never", kv=True)
 
 
+def test_sessions_on_a_cluster(tmp_path: Path) -> None:
+    folder, path = tmp_path / "model", tmp_path / "talk.session"
+    toys.make_toy("llama", vocab_size=VOCAB).save_pretrained(folder)
+
+    def talk(llm: LLM, strike: Callable[[int], object] = lambda turn: None) -> list[Any]:
+        found = []
+        with llm.session(120, seed=7) as session:
+            turns = [(PROMPT * 4, 1), (None, 6), (None, 1), ([50, 51], 8), ([9], 8), (None, 4)]
+            for number, (inputs, count) in enumerate(turns):
+                if number == 4:
+                    session.position = 33
+                strike(number)
+                found.append(said(session.generate(inputs, P8.replace(max_tokens=count))))
+            session.save(path)
+            if strikes:
+                with pytest.raises(NotSupported, match="kv=True"):
+                    session.save(path, kv=True)
+            found.append(said(session.generate(None, P8)))
+        return found
+
+    strikes: list[int] = []
+    with LLM(folder, max_length=200) as resident:
+        want = talk(resident)
+        assert [i for turn in want[:3] for i in turn[0]] == alone(resident, PROMPT * 4, P8)[0]
+    hosts = ThreadHosts()
+    with LLM(folder, max_length=200, placement=Cluster(stages=2, hosts=hosts)) as llm:
+
+        def strike(turn: int) -> None:
+            """Between two turns, in a turn's prefill, and while it decodes."""
+            strikes.append(turn)
+            first, last = serving(llm)
+            if turn == 1:
+                first.kill()
+            elif turn == 3:
+                last.before = lambda batch: last.kill()
+            elif turn == 4:
+                first.before = lambda batch: first.kill() if len(batch.token_ids) == 1 else None
+
+        assert talk(llm, strike) == want
+        assert llm.stats()["cluster"]["restarts"] == 3
+        assert llm.stats()["blocks_used"] == 0
+    with LLM(folder, max_length=200) as resident, resident.session(load=path) as session:
+        assert said(session.generate(None, P8)) == want[-1]
+
+
 def test_async_turns() -> None:
     async def talk(llm: LLM) -> list[Any]:
         with llm.session(64, seed=7) as session:
@@ -620,6 +693,34 @@ def test_saved_kv_is_used_where_it_is_the_same(
         assert said(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
 
 
+def test_saved_kv_of_a_single_token_is_known_by_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.llm.open_engine", PLAIN_OPEN)
+    path = tmp_path / "talk.session"
+    with open_llm() as llm, llm.session(64, seed=7) as session:
+        session.generate(PROMPT, P8)
+        session.position = 1
+        session.save(path, kv=True)
+        with llm.session(load=path) as same:
+            assert same._holding.blocks
+    other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)
+    llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_memory="400KB")
+    with llm, llm.session(load=path) as session:
+        assert not session._holding.blocks
+
+
+def test_text_after_a_rollback_is_the_same_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "talk.session"
+    params = P8.replace(skip_special_tokens=False, allowed_token_ids=[0, 1, 2, 50, 60])
+    with open_llm() as llm, llm.session(64, seed=7) as session:
+        session.generate(PROMPT, params)
+        session.save(path)
+        with llm.session(load=path) as loaded:
+            session.position = loaded.position = 12
+            assert loaded.text == session.text and "<s>" in session.text
+
+
 def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     with open_llm() as llm:
@@ -648,6 +749,13 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
             (lambda: changed(session=metadata["session"].replace(": 7,", ": -7,")), "damaged|seed"),
             (lambda: changed(tensors={"token_ids": torch.ones(2, 2)}), "token_ids is"),
             (lambda: changed(tensors={"token_ids": torch.tensor([-5] * 15)}), "id -5 is outside"),
+            (
+                lambda: changed(tensors={"token_ids": tensors["token_ids"].flip(0)}),
+                "what was written",
+            ),
+            (lambda: changed(tensors={"k.0": tensors["k.0"] + 1}), "what was written"),
+            (lambda: changed(session=metadata["session"].replace("numerics_", "")), "damaged"),
+            (lambda: changed(session=metadata["session"].replace("num_tokens", "num_")), "damaged"),
         ]
         for spoil, words in spoiled:
             spoil()
@@ -656,6 +764,11 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
         assert llm.stats()["sessions"] == llm.stats()["blocks_reserved"] == 0
         with llm.session(load=good) as session:
             assert session.position == 15
+            for path, words in ((5, "save=5: must be a path"), ("a\0b", "can't be written")):
+                with pytest.raises(InvalidRequest, match=words):
+                    session.save(path)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="load=5: must be a path"):
+            llm.session(load=5)  # type: ignore[arg-type]
 
 
 # ---- anything in any order
