@@ -10,8 +10,7 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
-from verbatim.core import GrammarState, Request, Sequence
-from verbatim.engine.sessions import Holding
+from verbatim.core import GrammarState, Holding, Request, Sequence
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.placement.runner import Runner

@@ -18,7 +18,6 @@ from verbatim.batch import Candidate
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
-    from verbatim.engine.sessions import Holding
     from verbatim.sampling.beam import BeamSearch
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
@@ -303,6 +302,49 @@ class Sequence:
             keys=list(self.keys),
             number=self.number,
         )
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Holding:
+    """One session's share of the KV store.
+
+    Attributes:
+        max_length: tokens that it may come to.
+        idle_timeout_s: how long it may be unused until its blocks and its room are given back; None for ever.
+        token_ids: whose K and V are in `blocks`, one a position.
+        blocks: held while it is idle; during a turn its sequence has them.
+        num_remembered: its first blocks that others can find by their keys.
+        num_draft_computed: as of a `Sequence`.
+        is_private: what it holds was computed before everything was forgotten, and nobody else may find it.
+        num_reserved: blocks of the pool that no other session may count on.
+        in_use: a turn is under way.
+        last_used: when the last one ended, on the monotonic clock.
+        closed: nothing is kept any more.
+    """
+
+    max_length: int
+    idle_timeout_s: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_remembered: int = 0
+    num_draft_computed: dict[int, int] = field(default_factory=dict)
+    is_private: bool = False
+    num_reserved: int = 0
+    in_use: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    closed: bool = False
+    turn: Sequence | None = None  # which has its blocks now
+
+    def cut(self, num_tokens: int, block_size: int) -> list[int]:
+        """Keep the first `num_tokens` positions; the blocks that hold none of them."""
+        needed = -(-num_tokens // block_size)
+        rest = self.blocks[needed:]
+        del self.blocks[needed:], self.token_ids[num_tokens:]
+        self.num_remembered = min(self.num_remembered, len(self.token_ids) // block_size)
+        for layer, count in self.num_draft_computed.items():
+            # A slot of a drafting layer depends on the tokens behind it, too.
+            self.num_draft_computed[layer] = min(count, max(0, len(self.token_ids) - 1 - layer))
+        return rest
 
 
 PRIORITY_STEP_S = 60.0  # how long a request waits until it goes before one a priority above it

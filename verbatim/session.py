@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from verbatim.admission import Prompt
-from verbatim.core import Delta, FinishReason, Request, Result
+from verbatim.core import Delta, FinishReason, Holding, Request, Result
 from verbatim.engine.loop import AsyncWake, Wake
-from verbatim.engine.sessions import Holding
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
 from verbatim.session_file import SavedSession, read_session, write_session

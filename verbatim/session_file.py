@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verbatim.engine.sessions import Holding, num_in_common
+from verbatim.core import Holding
+from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.placement.resident import Resident

@@ -15,7 +15,8 @@ from verbatim.compat.integers import integer
 from verbatim.compat.petals.active import enter, leave
 from verbatim.compat.petals.given import Columns
 from verbatim.compat.petals.turn import Turn, Wish
-from verbatim.engine.sessions import Holding, Sessions
+from verbatim.core import Holding
+from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,

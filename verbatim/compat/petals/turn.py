@@ -13,8 +13,7 @@ from verbatim.compat.petals.following import Following
 from verbatim.compat.petals.given import Columns
 from verbatim.compat.petals.processors import Chain, Processors
 from verbatim.compat.petals.settings import Settings
-from verbatim.core import Completion, FinishReason, Request
-from verbatim.engine.sessions import Holding
+from verbatim.core import Completion, FinishReason, Holding, Request
 from verbatim.errors import RequestFailed
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams

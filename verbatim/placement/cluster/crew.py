@@ -148,10 +148,13 @@ class Crew:
                 raise
             link = connect(host.relay, self._key, {"role": "head"})
             self.relay(host, error)
-        answer = link.receive()
-        if "welcome" not in answer:
+        try:
+            answer = link.receive()
+            if "welcome" not in answer:
+                raise LinkLost(f"{host.machine}: {answer.get('refused', 'no answer')}")
+        except BaseException:
             link.close()
-            raise LinkLost(f"{host.machine}: {answer.get('refused', 'no answer')}")
+            raise
         return Member(host, link, self._inbox)
 
     def relay(self, host: Host, why: object = "") -> None:

@@ -172,15 +172,19 @@ class Clustered:
                 some of its sequences, and not yet for others.
             patient: it may take any time, as reading weights does.
         """
+        fresh: set[int] = set()
         for attempt in range(self.cluster.max_restarts + 1):
             try:
+                if in_a_step and fresh and self._last is not None:
+                    self._begin(self._last, fresh)
+                    # Who counts already may have exchanged a block for an equal one since: the batch then
+                    # reads one that was not computed again, and writes what follows from it.
+                    self.supervisor.catch_up(min(fresh))
                 orders: list[tuple[Member, Message]]
                 orders = [(member, {"do": do, **fields}) for member in self.crew.members]
                 return self.crew.call_each(orders, patient=patient)
             except StageGone:
                 fresh = self._recover(last=attempt == self.cluster.max_restarts)
-                if in_a_step and self._last is not None:
-                    self._begin(self._last, fresh)
         raise AssertionError("the last attempt raises")
 
     def routing(self, block_table: list[int], num_tokens: int) -> Tensor:

@@ -212,11 +212,14 @@ class Stage:
                     raise
                 link = connect((message["relay"][0], 0), self._key, who)
                 relayed = True
-            answer = link.receive()
-            if "refused" in answer:
+            try:
+                answer = link.receive()
+                if "refused" in answer:
+                    raise VerbatimError(f"the next stage refused: {answer['refused']}")
+                hop_s = _half_round_trip(link)
+            except BaseException:
                 link.close()
-                raise VerbatimError(f"the next stage refused the connection: {answer['refused']}")
-            hop_s = _half_round_trip(link)
+                raise
         except LinkLost as error:
             return {"unreachable": str(error)}
         with self._lock:

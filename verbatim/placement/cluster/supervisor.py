@@ -168,6 +168,23 @@ class Supervisor:
             else:
                 self._copied.pop(target, None)
 
+    def catch_up(self, first: int) -> None:
+        """Let all stages from this one on compute once more what is held, behind all that was sent out.
+
+        It goes through those before, too: what was sent out must not be overtaken.
+
+        Raises:
+            StageGone: somebody is lost meanwhile; these stages must catch up with the others, too.
+        """
+        members = self.crew.members[first:]
+        for member in members:
+            member.behind = True
+        for batch in self.held():
+            self.replayed_tokens += batch.num_tokens
+            self._walk(batch, self.crew.members[0], len(self.crew.members) - 1, kept=False)
+        for member in members:
+            member.behind = False
+
     def _replay(self, places: set[int]) -> None:
         """Let these places compute what is held, and nobody else but who lies between."""
         if not places:
