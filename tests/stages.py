@@ -33,9 +33,9 @@ class ThreadHost:
         layers: Layers = self.stage._layers
         run, allocate, opened = layers.run, layers.allocate, layers.open
 
-        def noted_run(batch: Any, frame: Any) -> Any:
+        def noted_run(batch: Any, hidden: Any, **kept: Any) -> Any:
             self.before(batch)
-            return run(batch, frame)
+            return run(batch, hidden, **kept)
 
         def poisoned_allocate(message: Any) -> Any:
             answer = allocate(message)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from verbatim import SamplingParams, VerbatimError
 from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow
+from verbatim.engine.dummy import dummy_batch
 from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.link import Door, Link, LinkLost, Refused, connect
 from verbatim.placement.cluster.messages import (
@@ -106,6 +107,30 @@ def test_batches_plans_and_draws_arrive_as_they_were() -> None:
     again = unpack_draws(over_the_wire(pack_draws(draws)))
     assert again == draws and isinstance(again.candidates[1][0], Candidate)
     assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> None:
+    message = {
+        "do": "rows",
+        **Mark(3, 2**40, 5)._asdict(),
+        "hidden": torch.randn(rows, 48).to(dtype),
+        "busy": [0.1, 1e-9],
+        "hops": [0.3],
+        "sent": ["a clock", 12345.678],
+    }
+    assert same(over_the_wire(message), message)
+    message["hidden"] = torch.randn(48, 7).t()
+    assert same(over_the_wire(message), message)
+    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    header, _ = sizes(raw[: PREFIX.size])
+    start = PREFIX.size
+    for cut in range(header):
+        with pytest.raises(Garbage):
+            decode(raw[start : start + cut], bytearray(raw[start + header :]))
+    with pytest.raises(Garbage):
+        decode(raw[start : start + header], bytearray(12))
 
 
 @settings(max_examples=200, deadline=None)
@@ -328,15 +353,19 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
     assert "no connection" in nobody["result"]["unreachable"]
     assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"
     assert "result" in ask(head, do="epoch", epoch=4, index=0, restarts=0)
-    work = {"do": "run", "epoch": 3, "step": 1, "part": 0, "batch": {}}
+    batch = {**pack_batch(dummy_batch()), "token_ids": torch.tensor([3])}
+    rest = {"parts": 1, "first": 0, "stop": 0, "fresh": [], "kept": False, "replays": False}
+    work = {"do": "work", "epoch": 3, "step": 1, "part": 0, "batch": batch, **rest}
     head.send(work)
     answer = head.receive()
     assert answer["failed"] == 1 and "is of the past" in answer["error"][1]
-    head.send({**work, "epoch": 4})
+    head.send({**work, "epoch": 4, "batch": {}})
     assert head.receive()["error"][0] in ("KeyError", "TypeError")
     head.send({**work, "epoch": 4})
+    assert head.receive()["error"][1] == "this stage holds no layers yet, or sleeps"
+    head.send({**work, "epoch": 4})
     assert "is of the past" in head.receive()["error"][1], "it is not done twice"
-    head.send({"do": "run"})
+    head.send({"do": "work"})
     assert head.receive()["error"][0] == "KeyError"
     stale = ask(head, do="draw", epoch=2, step=0, parts=1, plan={})
     assert "is of the past" in stale["error"][1]

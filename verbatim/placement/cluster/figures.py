@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 
 class Figures:
-    """Where the time of the steps went, seconds in all."""
+    """Where the time of the steps went, seconds in all, and of the last thousand the medians."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.total_s = self.compute_s = self.draw_s = 0.0
-        self.hops: list[float] = []  # of the last steps, each the mean over its hops
+        self._hops: list[float] = []
+        self._rest: list[float] = []
 
     def note(self, seconds: float, parts: int, answer: dict[str, Any]) -> None:
         """A step in `parts` micro-batches has taken `seconds`, of which the answer tells where they went."""
@@ -21,16 +23,19 @@ class Figures:
         self.compute_s += sum(busy)
         self.draw_s += answer["draw_s"]
         if parts == 1:
-            between = seconds - sum(busy) - answer["draw_s"]
-            self.hops.append(max(0.0, between) / (len(busy) + 1))
-            del self.hops[:-1000]
+            self._hops += answer["hops"]
+            self._rest.append(seconds - sum(busy) - answer["draw_s"])
+            del self._hops[:-1000], self._rest[:-1000]
 
     def as_dict(self) -> dict[str, float | None]:
-        hops = sorted(self.hops)
+        """`hop_s`: from the end of one stage's work to the beginning of the next one's, on the same machine;
+        None where there was none. `rest_s`: of a step, all that neither computes nor draws.
+        """
         return {
             "steps": self.steps,
             "step_s": self.total_s,
             "compute_s": self.compute_s,
             "draw_s": self.draw_s,
-            "hop_s": hops[len(hops) // 2] if hops else None,
+            "hop_s": statistics.median(self._hops) if self._hops else None,
+            "rest_s": statistics.median(self._rest) if self._rest else None,
         }

@@ -47,6 +47,7 @@ class Made:
     logits: Tensor | None  # [R, V], of the last stage
     hidden: Tensor | None  # [R, H], what its head saw, where the batch wants it
     busy: list[float] = field(default_factory=list)  # seconds in each stage
+    hops: list[float] = field(default_factory=list)  # seconds between them, where that can be told
 
 
 class Layers:
@@ -153,12 +154,17 @@ class Layers:
                 self._kept = HiddenStore(shape.hidden_size, kept, size, shape.hidden_dtype, cpu)
         return {"kv_bytes": self.store.nbytes, "kept_blocks": kept}
 
-    def run(self, batch: Batch, frame: Message) -> Made:
-        """One micro-batch, from `frame["hidden"]`, from what was kept, or from the ids."""
+    def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
+        """One micro-batch.
+
+        Args:
+            hidden: `[T, H]` from the stage before; None on the first.
+            kept: don't compute, but take what was kept of the last time.
+        """
         part, store = self._opened(), self.store
         if store is None:
             raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
-        if frame["kept"]:
+        if kept:
             assert self._kept is not None
             return Made(self._kept.read(batch.slots(store.block_size)), None, None)
         if batch.forced_experts is not None and part.routed is not None:
@@ -167,7 +173,7 @@ class Layers:
         elif part.routed is None:
             batch.forced_experts = None
         with threads(self._num_threads):
-            out = part.run(batch, store, frame["hidden"], self._records)
+            out = part.run(batch, store, hidden, self._records)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)

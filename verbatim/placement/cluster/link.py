@@ -78,7 +78,9 @@ class Connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._connection = connection
         self._sending = threading.Lock()
-        self._prefix = bytearray(PREFIX.size)
+        # What has come and was not asked for yet, so that a small message is one call to the system.
+        self._ahead = memoryview(bytearray(1 << 16))
+        self._begin = self._end = 0
 
     def send(self, message: Mapping[str, Any]) -> None:
         buffers = encode(message)
@@ -102,21 +104,34 @@ class Connection:
 
     def receive(self) -> dict[str, Any]:
         try:
-            self._fill(memoryview(self._prefix))
-            header_size, array_size = sizes(bytes(self._prefix))
-            header, arrays = bytearray(header_size), bytearray(array_size)
-            self._fill(memoryview(header))
-            self._fill(memoryview(arrays))
+            header_size, array_size = sizes(bytes(self._take(PREFIX.size)))
+            header, arrays = self._take(header_size), self._take(array_size)
         except OSError as error:
             raise LinkLost(f"the connection is lost: {error}") from None
         return decode(bytes(header), arrays)
 
-    def _fill(self, view: memoryview) -> None:
+    def _take(self, count: int) -> bytearray:
+        """The next bytes, in memory of their own."""
+        found = bytearray(count)
+        view = memoryview(found)
         while view:
-            count = self._connection.recv_into(view)
-            if not count:
-                raise LinkLost("the connection is lost: the other side has closed it")
-            view = view[count:]
+            if self._begin < self._end:
+                some = min(len(view), self._end - self._begin)
+                view[:some] = self._ahead[self._begin : self._begin + some]
+                self._begin += some
+            elif len(view) >= len(self._ahead):
+                some = self._receive(view)
+            else:
+                self._begin, self._end = 0, self._receive(self._ahead)
+                some = 0
+            view = view[some:]
+        return found
+
+    def _receive(self, view: memoryview) -> int:
+        count = self._connection.recv_into(view)
+        if not count:
+            raise LinkLost("the connection is lost: the other side has closed it")
+        return count
 
     def close(self) -> None:
         try:

@@ -19,8 +19,8 @@ from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.link import RELAY
-from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
-from verbatim.placement.cluster.supervisor import Supervisor, frame
+from verbatim.placement.cluster.messages import pack_plan, unpack_draws
+from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.runner import Forward
 
@@ -109,10 +109,9 @@ class Clustered:
         stop = len(crew.members) - 1
         places = [member.index for member in crew.members if member in remote.fresh]
         for number, part in enumerate(parts):
-            work = frame(
-                pack_batch(part), crew.epoch, remote.step, stop=stop, part=number, parts=len(parts)
+            self.supervisor.send(
+                part, remote.step, 0, stop, part=number, parts=len(parts), fresh=places
             )
-            crew.members[0].send({**work, "fresh": places})
 
     def _cut(self, batch: Batch) -> list[Batch]:
         rows, stages = batch.num_tokens, len(self.crew.members)

@@ -1,19 +1,21 @@
 """One stage of a cluster: a process that holds some layers and runs batches through them.
 
-A stage takes orders from the head, where the engine is, and hidden states from the stage before. What
-computes is done by one thread, in the order in which it came in; pings and new connections are answered
-at any time. Every frame of work names its epoch, step and micro-batch: what is of another epoch, or was
-done before, is not done again, so a repeated frame does no harm.
+A stage takes orders from the head, where the engine is, and hidden states from the stage before. It computes
+one thing at a time; pings and new connections are answered at any time. Every piece of work names its epoch,
+step and micro-batch: what is of another epoch, or was done before, is not done again, so a repeated one does
+no harm.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ _ECHOES = 3  # round trips by which a new connection is measured
 _OF_LAYERS = frozenset({"facts", "open", "allocate", "check_replay", "routing", "sleep", "wake"})
 
 Message = dict[str, Any]
+_NO_ROWS: Message = {"hidden": None, "busy": [], "hops": [], "sent": ["", 0.0]}
 
 
 class Stage:
@@ -58,8 +61,10 @@ class Stage:
         self.restarts = 0
         self.hop_s: float | None = None  # to the stage behind, when the connection was made
         self._done = Mark(0, 0, 0)
+        self._halves: dict[Mark, dict[str, Message]] = {}  # what came of a micro-batch so far
         self._made: dict[int, list[Made]] = {}  # by step, what the last stage has computed
         self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
+        self._computing = threading.Lock()
         self._busy_since: float | None = None
         self._closed = False
         self.num_frames = 0
@@ -87,6 +92,8 @@ class Stage:
     def join(self, timeout_s: float) -> None:
         """Wait for the end of what is being computed."""
         self._worker.join(timeout_s)
+        if self._computing.acquire(timeout=timeout_s):
+            self._computing.release()
 
     def warm(self, model: Message) -> None:
         """Make ready to hold layers of a model soon."""
@@ -155,7 +162,7 @@ class Stage:
         if message.get("do") == "echo":
             link.send({})
         else:
-            self._inbox.put((link, message))
+            self._compute(link, message)
 
     def _order(self, link: Link, message: Message) -> None:
         """One message of the head: what can wait goes to the thread that computes."""
@@ -240,19 +247,27 @@ class Stage:
             if self.epoch == epoch and not self._closed:
                 self._tell({"epoch": epoch, "unreachable": str(error)})
 
-    # Work: one thread.
+    # Work: one thing at a time.
 
     def _work(self) -> None:
+        """Do what the head asks for, one thing after another."""
         while (entry := self._inbox.get()) is not None:
-            link, message = entry
+            self._compute(*entry)
+        with self._computing:
+            self._layers.close()
+        self._ended()
+
+    def _compute(self, link: Link, message: Message) -> None:
+        """One thing at a time. What comes from the stage before is done by the thread that hears it: waking
+        another one costs as much as the message itself.
+        """
+        with self._computing:
             self._busy_since = time.monotonic()
             try:
                 self._do(link, message)
             except Exception as error:  # a message that is not what it should be
                 self._tell({"call": message.get("call"), "error": described(error)})
             self._busy_since = None
-        self._layers.close()
-        self._ended()
 
     def _do(self, link: Link, message: Message) -> None:
         do = message.get("do", "")
@@ -260,61 +275,79 @@ class Stage:
             self._answer(link, message, getattr(self._layers, do))
         elif do == "status":
             self._answer(link, message, lambda _: {**self.status(), "spans": [*self.spans]})
-        elif do == "run":
-            self._run(message)
+        elif do in ("work", "rows"):
+            self._take(do, message)
         elif do in ("draw", "logits"):
             self._when_made(link, message)
         else:
             raise VerbatimError(f"{do!r} is nothing that a stage can do")
 
-    def _run(self, frame: Message) -> None:
-        """One micro-batch: through these layers, and on to the next stage."""
-        epoch = self.epoch
-        try:
-            mark = Mark(frame["epoch"], frame["step"], frame["part"])
-            if mark.epoch != epoch or mark <= self._done:
-                raise VerbatimError(f"{mark} is of the past: this stage has done {self._done}")
-            self._done = mark
-            begin, clock = time.perf_counter(), time.time()
-            batch = unpack_batch(frame["batch"])
-            if self.index in frame["fresh"]:
-                batch.block_copies = []  # of blocks whose contents came with its replay, or are gone
-            made = self._layers.run(batch, frame)
-            self.num_frames += 1
-            self.num_tokens += batch.num_tokens
-            took = time.perf_counter() - begin
-            self.busy_s += took
-            self.spans.append((mark.step, mark.part, clock, clock + took, batch.num_tokens))
-            frame["busy"].append(took)
-            if frame["stop"] > self.index:
-                self._pass_on(frame, made)
-            elif frame["replays"]:
-                self._tell({"ended": list(mark)})
-            else:
-                self._keep(mark.step, frame, made)
-        except LinkLost as error:
-            self._tell({**_failed(frame), "unreachable": str(error)})
-        except Exception as error:
-            self._tell({**_failed(frame), "error": described(error)})
+    def _take(self, do: str, message: Message) -> None:
+        """A micro-batch comes in two halves: the work from the head, and hidden states from the stage before.
 
-    def _pass_on(self, frame: Message, made: Made) -> None:
+        The head tells all stages at once, so that nobody unpacks a batch while rows wait for it.
+        """
+        try:
+            mark = Mark(message["epoch"], message["step"], message["part"])
+            if mark.epoch != self.epoch or mark <= self._done:
+                raise VerbatimError(f"{mark} is of the past: this stage has done {self._done}")
+            if do == "work":
+                message["batch"] = unpack_batch(message["batch"])
+                if self.index in message["fresh"]:
+                    # Of blocks whose contents came with its replay, or are gone.
+                    message["batch"].block_copies = []
+                if message["first"] == self.index:
+                    return self._run(mark, message, _NO_ROWS)
+            halves = self._halves.setdefault(mark, {})
+            halves[do] = message
+            if len(halves) == 2:
+                self._run(mark, halves["work"], halves["rows"])
+        except LinkLost as error:
+            self._tell({**_failed(message), "unreachable": str(error)})
+        except Exception as error:
+            self._tell({**_failed(message), "error": described(error)})
+
+    def _run(self, mark: Mark, work: Message, rows: Message) -> None:
+        """One micro-batch: through these layers, and on to the next stage."""
+        self._done = mark
+        for old in [other for other in self._halves if other <= mark]:
+            del self._halves[old]
+        begin, clock, batch = time.perf_counter(), time.time(), work["batch"]
+        hops = [*rows["hops"], *_hop(rows)]
+        made = self._layers.run(
+            batch, rows["hidden"], kept=work["kept"] and work["first"] == self.index
+        )
+        took = time.perf_counter() - begin
+        self.num_frames += 1
+        self.num_tokens += batch.num_tokens
+        self.busy_s += took
+        self.spans.append((mark.step, mark.part, clock, clock + took, batch.num_tokens))
+        made.busy, made.hops = [*rows["busy"], took], hops
+        if work["stop"] > self.index:
+            self._pass_on(mark, made)
+        elif work["replays"]:
+            self._tell({"ended": list(mark)})
+        else:
+            self._keep(mark.step, work["parts"], made)
+
+    def _pass_on(self, mark: Mark, made: Made) -> None:
+        sent = [_CLOCK, time.monotonic()]
         with self._lock:
-            link = self._next if self.epoch == frame["epoch"] else None
-            stale = self.epoch != frame["epoch"]
+            link, stale = self._next, self.epoch != mark.epoch
         if stale:
             return
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
-        link.send({**frame, "hidden": made.leaving, "kept": False})
+        rows = {"hidden": made.leaving, "busy": made.busy, "hops": made.hops, "sent": sent}
+        link.send({"do": "rows", **mark._asdict(), **rows})
 
-    def _keep(self, step: int, frame: Message, made: Made) -> None:
+    def _keep(self, step: int, parts: int, made: Made) -> None:
         """The end of the line: logits stay here for whoever draws from them."""
-        made.busy = frame["busy"]
         for past in (self._made, self._waiting):
             for old in [other for other in past if other < step]:
                 del past[old]
         self._made.setdefault(step, []).append(made)
-        if len(self._made[step]) == frame["parts"]:  # else one of them failed on the way
+        if len(self._made[step]) == parts:  # else one of them failed on the way
             for link, message in self._waiting.pop(step, []):
                 self._answer(link, message, self._draw)
 
@@ -342,6 +375,7 @@ class Stage:
             "draws": draws,
             "hidden": torch.cat(hidden) if hidden else None,
             "busy": [*map(sum, zip(*(part.busy for part in made), strict=True))],
+            "hops": [hop for part in made for hop in part.hops],
             "draw_s": time.perf_counter() - begin,
         }
 
@@ -354,8 +388,22 @@ class Stage:
                 pass  # it is gone, and whoever reads from it knows
 
 
-def _failed(frame: Message) -> Message:
-    return {"failed": frame.get("step"), "epoch": frame.get("epoch")}
+def _failed(message: Message) -> Message:
+    return {"failed": message.get("step"), "epoch": message.get("epoch")}
+
+
+def _hop(rows: Message) -> list[float]:
+    """Seconds from the end of the stage before to now, where both read the same clock."""
+    clock, sent = rows["sent"]
+    return [time.monotonic() - sent] if clock == _CLOCK else []
+
+
+def _clock() -> str:
+    """What processes have in common that read the same monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return secrets.token_hex(8)  # nobody's
 
 
 def _half_round_trip(link: Link) -> float:
@@ -372,3 +420,6 @@ def _half_round_trip(link: Link) -> float:
 def described(error: Exception) -> list[str]:
     """An error as plain data: the name of its class, and what it says."""
     return [type(error).__name__, str(error) or type(error).__name__]
+
+
+_CLOCK = _clock()

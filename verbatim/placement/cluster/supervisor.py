@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from verbatim.batch import Batch
 from verbatim.errors import OutOfBlocks, StageFailed, VerbatimError
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.crew import Member, Message, StageGone, error_of
-from verbatim.placement.cluster.messages import pack_batch
+from verbatim.placement.cluster.messages import Mark, pack_batch
 from verbatim.placement.cluster.plan import Range
 from verbatim.placement.cluster.staffing import Staffing
 
@@ -203,18 +203,47 @@ class Supervisor:
     def _walk(self, batch: Batch, start: Member, last: int, *, kept: bool) -> None:
         self.step += 1
         step = self.step
-        start.send(
-            {
-                **frame(pack_batch(batch), self.crew.epoch, step, stop=last),
-                "kept": kept,
-                "replays": True,
-            }
-        )
+        self.send(batch, step, start.index, last, kept=kept, replays=True)
         while True:
             for member, report in self.crew.wait_for_report():
                 if report.get("ended", [0, 0, 0])[1] == step:
                     return
                 self.raise_if_failed(member, report, step)
+
+    def send(
+        self,
+        batch: Batch,
+        step: int,
+        first: int,
+        stop: int,
+        *,
+        part: int = 0,
+        parts: int = 1,
+        fresh: Sequence[int] = (),
+        kept: bool = False,
+        replays: bool = False,
+    ) -> None:
+        """Tell the stages from `first` to `stop` of a micro-batch; the hidden states go from one to the next.
+
+        Args:
+            part, parts: which micro-batch of the step it is, and of how many.
+            fresh: places that make no copies of blocks.
+            kept: the first one doesn't compute, but hands on what it has kept.
+            replays: nobody draws from it.
+        """
+        work = {
+            "do": "work",
+            **Mark(self.crew.epoch, step, part)._asdict(),
+            "parts": parts,
+            "first": first,
+            "stop": stop,
+            "fresh": list(fresh),
+            "kept": kept,
+            "replays": replays,
+            "batch": pack_batch(batch),
+        }
+        for member in self.crew.members[first : stop + 1]:
+            member.send(work)
 
     def raise_if_failed(self, member: Member, report: Message, step: int) -> None:
         """Raise what a stage reports of this step, if it is an error, or of the connection behind it."""
@@ -283,27 +312,3 @@ class Supervisor:
     def close(self) -> None:
         """Let everybody go."""
         self.staffing.close()
-
-
-def frame(
-    batch: Message, epoch: int, step: int, *, stop: int, part: int = 0, parts: int = 1
-) -> Message:
-    """A piece of work, for the first stage that has to do with it.
-
-    Args:
-        stop: the last such stage.
-    """
-    return {
-        "do": "run",
-        "epoch": epoch,
-        "step": step,
-        "part": part,
-        "parts": parts,
-        "stop": stop,
-        "batch": batch,
-        "hidden": None,
-        "kept": False,
-        "replays": False,
-        "fresh": [],
-        "busy": [],
-    }

@@ -5,6 +5,7 @@ Nothing that is read can run: there are numbers, text, lists, mappings with text
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import struct
@@ -52,6 +53,8 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
     Raises:
         TypeError: it holds something else than plain data and tensors on the CPU.
     """
+    if message.get("do") == "rows":
+        return _encode_rows(message)
     arrays: list[Tensor] = []
     header = json.dumps(_plain(message, arrays), separators=(",", ":")).encode()
     header += b" " * (-(PREFIX.size + len(header)) % _ALIGNED)
@@ -85,6 +88,8 @@ def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
     Raises:
         Garbage: this is no message.
     """
+    if header[:1] == _ROWS_FIRST:
+        return _decode_rows(header, arrays)
     try:
         reader = _Arrays(arrays)
         message = json.loads(header, object_hook=reader.put_in)
@@ -133,3 +138,51 @@ def _plain(value: Any, arrays: list[Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry, arrays) for entry in value]
     raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+# Hidden states go from stage to stage in every step, right after weights have swept all else out of the
+# processor's caches. What touches little code is then some times as fast as JSON.
+_ROWS = struct.Struct("<BBHHqqqqqd36s")
+_ROWS_FIRST = b"\1"  # no JSON begins like that
+_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _encode_rows(message: Mapping[str, Any]) -> list[Buffer]:
+    hidden: Tensor = message["hidden"].contiguous()
+    busy, hops, (clock, sent) = message["busy"], message["hops"], message["sent"]
+    mark = message["epoch"], message["step"], message["part"]
+    code = _ROW_DTYPES.index(hidden.dtype)
+    header = _ROWS.pack(
+        1, code, len(busy), len(hops), *mark, *hidden.shape, sent, clock.encode()
+    ) + struct.pack(f"<{len(busy) + len(hops)}d", *busy, *hops)
+    raw: Any = (ctypes.c_char * hidden.nbytes).from_address(hidden.data_ptr())
+    raw.owner = hidden  # whose memory it is
+    prefix = PREFIX.pack(_MAGIC, len(header), hidden.nbytes)
+    return [prefix + header, memoryview(raw).cast("B")] if hidden.nbytes else [prefix + header]
+
+
+def _decode_rows(header: bytes, arrays: bytearray) -> dict[str, Any]:
+    try:
+        _, code, num_busy, num_hops, epoch, step, part, rows, width, sent, clock = (
+            _ROWS.unpack_from(header)
+        )
+        times = struct.unpack_from(f"<{num_busy + num_hops}d", header, _ROWS.size)
+        dtype = _ROW_DTYPES[code]
+        if rows < 0 or width < 0 or rows * width * dtype.itemsize != len(arrays):
+            raise ValueError(f"{len(arrays)} bytes for {rows} rows of {width}")
+        if arrays:
+            hidden = torch.frombuffer(arrays, dtype=dtype).view(rows, width)
+        else:
+            hidden = torch.empty(rows, width, dtype=dtype)
+    except (ValueError, IndexError, RuntimeError, struct.error) as error:
+        raise Garbage(f"not a message of Verbatim's cluster: {error}") from None
+    return {
+        "do": "rows",
+        "epoch": epoch,
+        "step": step,
+        "part": part,
+        "hidden": hidden,
+        "busy": list(times[:num_busy]),
+        "hops": list(times[num_busy:]),
+        "sent": [clock.rstrip(b"\0").decode(errors="replace"), sent],
+    }
