@@ -16,7 +16,9 @@ from scripted_llm import ScriptedLLM, interrupted_after, run
 
 import verbatim
 from verbatim.cli.generate import generate, to_json
+from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
+from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
 from verbatim.params import STRUCTURES, SamplingParams
 
@@ -265,7 +267,8 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
 
 
 def _nothing_given():
-    return {option.name: None for option in (*SAMPLING, *GENERATE_ONLY, *MODEL)}
+    options = (*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
+    return {option.name: None for option in options}
 
 
 @pytest.mark.parametrize(
