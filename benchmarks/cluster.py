@@ -72,7 +72,9 @@ def talk(llm: LLM, count: int) -> tuple[list[Any], float]:
 
 
 def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Namespace) -> None:
-    print(f"{'stages':>6} {'ms a step':>10} {'against whole':>14} {'hop, ms':>8}   one session")
+    print(
+        f"{'stages':>6} {'ms a step':>10} {'against whole':>14} {'hop, ms':>8} {'all else, ms':>13}"
+    )
     for stages in (1, 2, 3):
         placement = Cluster(stages=stages, spares=1)
         with LLM(folder, max_length=256, placement=placement) as llm:
@@ -84,8 +86,12 @@ def measure(folder: Path, whole: LLM, said: dict[int, Any], args: argparse.Names
                 steps.append(times[id(llm)])
                 ratios.append(times[id(whole)] / times[id(llm)])
             step = 1e3 * statistics.median(steps) / TOKENS
-            hop = 1e3 * llm.stats()["cluster"]["hop_s"]
-            print(f"{stages:6} {step:10.2f} {statistics.median(ratios):14.2f} {hop:8.3f}")
+            figures = llm.stats()["cluster"]
+            hop = "-" if stages == 1 else f"{1e3 * figures['hop_s']:.3f}"
+            rest = 1e3 * figures["rest_s"]
+            print(
+                f"{stages:6} {step:10.2f} {statistics.median(ratios):14.2f} {hop:>8} {rest:13.2f}"
+            )
             if stages == 2:
                 concurrent(llm, said, args.rounds)
             if stages == 3:

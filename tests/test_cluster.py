@@ -25,6 +25,7 @@ from verbatim import (
 )
 from verbatim.errors import ModelChanged
 from verbatim.placement.cluster import layers as stage_layers
+from verbatim.placement.cluster import neighbours
 from verbatim.placement.cluster import opening as cluster_opening
 from verbatim.placement.cluster import stage as stage_module
 from verbatim.placement.cluster.link import LinkLost
@@ -404,7 +405,7 @@ def test_a_connection_between_stages_that_is_lost_with_what_was_sent(
         before = serving(llm)
 
         def lose(host: ThreadHost, batch: Any) -> None:
-            link: Any = host.stage._next
+            link: Any = host.stage._neighbours._next
             link.send = lambda message: link.close()
 
         at_batch(before[0], 3, lose)
@@ -416,17 +417,17 @@ def test_a_stage_that_is_gone_before_the_one_in_front_connects(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident(saved("gpt2"), 5)
-    connect, tried = stage_module.connect, []
+    reach, tried = neighbours.reach, []
 
     def refused(address: Any, *args: Any) -> Any:
         tried.append(address)
         if len(tried) == 1:
             raise LinkLost("nobody there")
-        return connect(address, *args)
+        return reach(address, *args)
 
     with clustered(saved("gpt2")) as llm:
         at_batch(serving(llm)[0], 3, kill)
-        monkeypatch.setattr(stage_module, "connect", refused)
+        monkeypatch.setattr(neighbours, "reach", refused)
         assert all_facts(llm.generate(*mixed_requests(5))) == expected
         assert llm.stats()["cluster"]["restarts"] == 2
 
@@ -439,12 +440,12 @@ def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[st
 
     with clustered(saved("gpt2"), micro_batches=3) as llm:
         stage = serving(llm)[0].stage
-        tell = stage._tell
-        stage._tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
+        tell = stage._neighbours.tell
+        stage._neighbours.tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
         at_batch(serving(llm)[0], 1, fail)
         with pytest.raises(Exception, match=r"in a stage \(stage 0 "):
             llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
-        stage._tell = tell  # type: ignore[method-assign]
+        stage._neighbours.tell = tell  # type: ignore[method-assign]
         assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
 
 

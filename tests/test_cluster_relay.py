@@ -21,8 +21,8 @@ from verbatim import LLM, Cluster, InvalidRequest, SamplingParams, VerbatimError
 from verbatim.placement.cluster import hosts as cluster_hosts
 from verbatim.placement.cluster.contact import NAMESPACE, begin_ray
 from verbatim.placement.cluster.crew import Crew, Host, Member
-from verbatim.placement.cluster.link import RELAY, Link, LinkLost, Refused, connect
-from verbatim.placement.cluster.relay import GROUPS, Called, RelayDoor, relay_address
+from verbatim.placement.cluster.link import RELAY, Link, LinkLost, Refused
+from verbatim.placement.cluster.relay import GROUPS, Called, RelayDoor, reach, relay_address
 from verbatim.placement.cluster.wire import Garbage, encode
 
 KEY = b"k" * 32
@@ -177,7 +177,7 @@ class Listener(RelayDoor):
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def call() -> None:  # as a stage does, in a thread that isn't Ray's
-            self.link = connect(relay_address(name), KEY, {"name": self.name})
+            self.link = reach(relay_address(name), KEY, {"name": self.name})
             self.link.send({"said": os.getpid()})
             answers.put(self.link.receive())
 
@@ -221,14 +221,14 @@ def ended(link: Link) -> str:
 def test_links_between_actors(ray: Any, listeners: dict[str, Any]) -> None:
     (a, one), (b, other) = listeners.items()
     with pytest.raises(LinkLost):
-        connect(relay_address("nobody"), KEY, {"name": "test"})
+        reach(relay_address("nobody"), KEY, {"name": "test"})
     with pytest.raises(Refused, match="key"):
-        connect(relay_address(a), b"x" * 32, {"name": "test"})
-    link = connect(relay_address(a), KEY, {"name": "Mallory"})
+        reach(relay_address(a), b"x" * 32, {"name": "test"})
+    link = reach(relay_address(a), KEY, {"name": "Mallory"})
     assert link.receive() == {"refused": "not you"}
     assert "closed" in ended(link)
 
-    mine = connect(relay_address(a), KEY, {"name": "test"})
+    mine = reach(relay_address(a), KEY, {"name": "test"})
     assert mine.receive() == {"welcome": "test"}
     large = torch.randn(300, 1000)  # which Ray sends another way than what is small
     for number in range(20):
@@ -245,7 +245,7 @@ def test_links_between_actors(ray: Any, listeners: dict[str, Any]) -> None:
     assert "closed" in ray.get(one.heard.remote())
     with pytest.raises(LinkLost):
         mine.send({})
-    mine = connect(relay_address(a), KEY, {"name": "test"})
+    mine = reach(relay_address(a), KEY, {"name": "test"})
     assert mine.receive() == {"welcome": "test"}
     ray.kill(one)
     assert "lost" in ended(mine)  # and so is who calls

@@ -17,7 +17,8 @@ from verbatim.errors import (
     OutOfBlocks,
     VerbatimError,
 )
-from verbatim.placement.cluster.link import Address, Link, LinkLost, connect
+from verbatim.placement.cluster.link import Address, Link, LinkLost
+from verbatim.placement.cluster.relay import reach
 from verbatim.shield import Shield
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
@@ -142,11 +143,11 @@ class Crew:
         if host.machine in self._walled:
             self.relay(host)
         try:
-            link = connect(host.address, self._key, {"role": "head"})
+            link = reach(host.address, self._key, {"role": "head"})
         except LinkLost as error:
             if host.relay is None:
                 raise
-            link = connect(host.relay, self._key, {"role": "head"})
+            link = reach(host.relay, self._key, {"role": "head"})
             self.relay(host, error)
         try:
             answer = link.receive()

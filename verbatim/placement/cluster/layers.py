@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import threading
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from verbatim import __version__, storyteller
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import ModelChanged, ModelError, VerbatimError
+from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
@@ -26,16 +24,14 @@ from verbatim.model.loader import LoadedModel, load
 from verbatim.model.routing import RoutingStore
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
+from verbatim.placement.cluster.identity import changed, fingerprint
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.offload.checkpoint import open_skeleton
-from verbatim.placement.offload.recipe import Stored, ingredients, stamp_of
 from verbatim.sampling.sampler import sample_rows
 
 Message = dict[str, Any]
 
-_GLIMPSES = 1024  # tensors at most that a fingerprint looks into
-_GLIMPSE_BYTES = 64
 _NAMES_A_MODEL = ("model", "dtype", "revision", "trust_remote_code")
 
 
@@ -269,54 +265,6 @@ class Layers:
 def name_of(kv_dtype: Any) -> str:
     """Of what K and V are held in, as `LLM` takes it."""
     return str(getattr(kv_dtype, "name", kv_dtype)).removeprefix("torch.")
-
-
-def fingerprint(loaded: LoadedModel) -> str:
-    """Which files a skeleton's weights lie in, and where, and a little of each: the same on machines with the
-    same files.
-
-    Raises:
-        ModelError: they can't be read.
-    """
-    assert loaded.recipes is not None
-    stored = {
-        f"{s.path.name} {s.name} {s.offset} {s.dtype} {s.shape} {s.stamp and s.stamp[2]}": s
-        for recipe in loaded.recipes.values()
-        for s in ingredients(recipe)
-    }
-    lines = set(stored)
-    # Two fine-tunes of a model differ in nothing but their numbers.
-    some = [stored[line] for line in sorted(stored)][:: -(-len(stored) // _GLIMPSES) or 1]
-    try:
-        lines |= {f"{s.path.name} {s.offset} {_glimpse(s).hex()}" for s in some}
-    except OSError as error:
-        raise ModelError(f"its weights can't be read: {error}") from None
-    module: Any = loaded.module
-    config = dict(module.config.to_dict())
-    for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and by whom
-        config.pop(name, None)
-    lines.add(json.dumps(config, sort_keys=True, default=str))
-    return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
-
-
-def _glimpse(stored: Stored) -> bytes:
-    """A few bytes from the middle of a tensor."""
-    with stored.path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), _GLIMPSE_BYTES, stored.offset + stored.nbytes // 2)
-
-
-def changed(loaded: LoadedModel) -> bool:
-    """Are a skeleton's files others than when it was opened, or gone?"""
-    assert loaded.recipes is not None
-    stamps = {s.path: s.stamp for recipe in loaded.recipes.values() for s in ingredients(recipe)}
-    for path, stamp in stamps.items():
-        try:
-            with path.open("rb") as file:
-                if stamp_of(file.fileno()) != stamp:
-                    return True
-        except OSError:
-            return True
-    return False
 
 
 def _bytes_per_second() -> float:

@@ -222,8 +222,6 @@ def welcome(
 def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float = 5.0) -> Link:
     """A link to the door at `address`, for `who` tells what this side is.
 
-    An address that begins with `RELAY` is an actor of Ray's.
-
     The other side's first message, which it sends when it has let us in, is the caller's to receive.
 
     Raises:
@@ -231,10 +229,6 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
         Refused: somebody who isn't of this cluster, or doesn't want us.
     """
     host, port = address
-    if host.startswith(RELAY):
-        from verbatim.placement.cluster.relay import call  # it needs what is here
-
-        return call(address, key, who, timeout_s)
     try:
         connection = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:

@@ -12,7 +12,8 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
-from verbatim.placement.cluster.layers import fingerprint, name_of
+from verbatim.placement.cluster.identity import fingerprint
+from verbatim.placement.cluster.layers import name_of
 from verbatim.placement.cluster.plan import Layout
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.cluster.split import Split

@@ -16,7 +16,15 @@ from typing import Any
 
 from verbatim.errors import first_line
 from verbatim.placement.cluster.contact import NAMESPACE
-from verbatim.placement.cluster.link import RELAY, Address, Link, LinkLost, Refused, welcome
+from verbatim.placement.cluster.link import (
+    RELAY,
+    Address,
+    Link,
+    LinkLost,
+    Refused,
+    connect,
+    welcome,
+)
 from verbatim.placement.cluster.wire import PREFIX, Garbage, decode, encode, sizes
 
 _FETCH_S = 1.0  # that a call waits in the actor for frames
@@ -240,6 +248,12 @@ class Calling:
                 self._hang_up.remote(self._channel)
             except Exception:
                 pass  # the actor is gone, or Ray is
+
+
+def reach(address: Address, key: bytes, who: Mapping[str, Any]) -> Link:
+    """A link to whoever is at `address`: by `call` where that is an actor of Ray's, else by `connect`."""
+    direct = not address[0].startswith(RELAY)
+    return connect(address, key, who) if direct else call(address, key, who)
 
 
 def call(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float = 5.0) -> Calling:

@@ -1,0 +1,159 @@
+"""Who a stage is connected to, and since when: the head, the stage before and the stage behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.link import Link, LinkLost
+from verbatim.placement.cluster.messages import Mark
+from verbatim.placement.cluster.relay import reach
+from verbatim.placement.cluster.wire import Garbage
+
+_ECHOES = 3  # round trips by which a new connection is measured
+
+Message = dict[str, Any]
+
+
+class Neighbours:
+    """The connections of one stage; any thread may use them.
+
+    Attributes:
+        epoch: raised whenever all stages are connected anew.
+        index: this stage's place in the line.
+        restarts: how often that place was filled anew.
+        hop_s: seconds that a small message takes to the stage behind, when the connection was made.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.epoch = 0
+        self.index = 0
+        self.restarts = 0
+        self.hop_s: float | None = None
+        self._key = key
+        self._head: Link | None = None
+        self._next: Link | None = None
+        self._before: Link | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def serving(self) -> bool:
+        """Is there a head?"""
+        return self._head is not None
+
+    def take_head(self, link: Link) -> None:
+        """Serve this head; VerbatimError if there is one."""
+        with self._lock:
+            if self._head is not None or self._closed:
+                raise VerbatimError("this stage serves another head, or is closed")
+            self._head = link
+
+    def take_before(self, who: Message, link: Link) -> None:
+        """Hear the stage before from now on; VerbatimError if it is of another epoch or place."""
+        with self._lock:
+            if (who.get("epoch"), who.get("index")) != (self.epoch, self.index - 1):
+                raise VerbatimError(
+                    f"stage {who.get('index')} of epoch {who.get('epoch')} called stage "
+                    f"{self.index} of epoch {self.epoch}"
+                )
+            before, self._before = self._before, link
+        if before is not None:
+            before.close()
+
+    def begin_epoch(self, message: Message) -> None:
+        """Forget all connections to other stages."""
+        with self._lock:
+            links = [self._next, self._before]
+            self.epoch, self.index = int(message["epoch"]), int(message["index"])
+            self.restarts = int(message["restarts"])
+            self._next = self._before = None
+            self.hop_s = None
+        for link in links:
+            if link is not None:
+                link.close()
+
+    def connect(self, message: Message) -> Message:
+        """Connect to the stage behind; by way of Ray, where that is there and nothing else leads to it."""
+        host, port = message["next"]
+        who = {"role": "stage", "epoch": message["epoch"], "index": self.index}
+        relayed = False
+        try:
+            try:
+                link = reach((host, int(port)), self._key, who)
+            except LinkLost:
+                if message["relay"] is None:
+                    raise
+                link = reach((message["relay"][0], 0), self._key, who)
+                relayed = True
+            try:
+                answer = link.receive()
+                if "refused" in answer:
+                    raise VerbatimError(f"the next stage refused: {answer['refused']}")
+                hop_s = _half_round_trip(link)
+            except BaseException:
+                link.close()
+                raise
+        except LinkLost as error:
+            return {"unreachable": str(error)}
+        with self._lock:
+            if self.epoch != message["epoch"]:
+                link.close()
+                raise VerbatimError(f"epoch {message['epoch']} is over")
+            self._next, self.hop_s = link, hop_s
+        threading.Thread(target=self._watch, args=(link, message["epoch"]), daemon=True).start()
+        return {"relayed": relayed}
+
+    def _watch(self, link: Link, epoch: int) -> None:
+        """Tell the head when the stage behind is cut off: what was sent there may not have arrived."""
+        try:
+            while True:
+                link.receive()  # it says nothing
+        except (LinkLost, Garbage) as error:
+            link.close()
+            if self.epoch == epoch and not self._closed:
+                self.tell({"epoch": epoch, "unreachable": str(error)})
+
+    def pass_on(self, mark: Mark, rows: Message) -> None:
+        """Send to the stage behind, unless that epoch is over; LinkLost if it can't be reached."""
+        with self._lock:
+            link, stale = self._next, self.epoch != mark.epoch
+        if stale:
+            return
+        if link is None:
+            raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
+        link.send(rows)
+
+    def tell(self, message: Message) -> None:
+        """Report to the head, if it is there."""
+        head = self._head
+        if head is not None:
+            try:
+                head.send(message)
+            except LinkLost:
+                pass  # it is gone, and whoever reads from it knows
+
+    def close(self) -> bool:
+        """Hang up; False where that was done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            links = [self._head, self._next, self._before]
+        for link in links:
+            if link is not None:
+                link.close()
+        return True
+
+
+def _half_round_trip(link: Link) -> float:
+    """Seconds that a small message takes one way, the best of a few. Nobody else speaks on the link yet."""
+    best = float("inf")
+    for _ in range(_ECHOES):
+        begin = time.perf_counter()
+        link.send({"do": "echo"})
+        link.receive()
+        best = min(best, time.perf_counter() - begin)
+    return best / 2

@@ -1,0 +1,185 @@
+"""What a stage has to do with each step: run its layers, hand on, or draw at the end of the line."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbatim.batch import SamplePlan
+from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.layers import Layers, Made
+from verbatim.placement.cluster.link import Link, LinkLost
+from verbatim.placement.cluster.messages import Mark, pack_draws, unpack_batch, unpack_plan
+from verbatim.placement.cluster.neighbours import Neighbours
+
+_SPANS = 4096  # of the past, kept for whoever draws a picture
+_RECENT_S = 10.0  # over which the speed is told
+
+Message = dict[str, Any]
+_NO_ROWS: Message = {"hidden": None, "busy": [], "hops": [], "sent": ["", 0.0]}
+
+
+class Work:
+    """The steps of one stage. Its owner lets one thread at a time in.
+
+    Attributes:
+        done: the last piece of work that was begun; what is not behind it is refused.
+        spans: of the last pieces: step, micro-batch, begin and end by the clock on the wall, rows.
+    """
+
+    def __init__(self, layers: Layers, neighbours: Neighbours) -> None:
+        self._layers = layers
+        self._neighbours = neighbours
+        self.done = Mark(0, 0, 0)
+        self.num_frames = 0
+        self.num_tokens = 0
+        self.busy_s = 0.0
+        self.spans: deque[tuple[int, int, float, float, int]] = deque(maxlen=_SPANS)
+        self._halves: dict[Mark, dict[str, Message]] = {}  # what came of a micro-batch so far
+        self._made: dict[int, list[Made]] = {}  # by step, what the last stage has computed
+        self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
+
+    def status(self) -> Message:
+        """What was done so far, as plain values."""
+        since = time.time() - _RECENT_S
+        recent = sum(tokens for *_, end, tokens in self.spans.copy() if end > since)
+        return {
+            "frames": self.num_frames,
+            "tokens": self.num_tokens,
+            "busy_s": self.busy_s,
+            "tokens_per_s": recent / _RECENT_S,  # that went through here lately, waiting included
+        }
+
+    def take(self, do: str, message: Message) -> None:
+        """A micro-batch comes in two halves: the work from the head, and hidden states from the stage before.
+
+        The head tells all stages at once, so that nobody unpacks a batch while rows wait for it.
+        """
+        try:
+            mark = Mark(message["epoch"], message["step"], message["part"])
+            if mark.epoch != self._neighbours.epoch or mark <= self.done:
+                raise VerbatimError(f"{mark} is of the past: this stage has done {self.done}")
+            if do == "work":
+                message["batch"] = unpack_batch(message["batch"])
+                if self._neighbours.index in message["fresh"]:
+                    # Of blocks whose contents came with its replay, or are gone.
+                    message["batch"].block_copies = []
+                if message["first"] == self._neighbours.index:
+                    return self._run(mark, message, _NO_ROWS)
+            halves = self._halves.setdefault(mark, {})
+            halves[do] = message
+            if len(halves) == 2:
+                self._run(mark, halves["work"], halves["rows"])
+        except LinkLost as error:
+            self._neighbours.tell({**_failed(message), "unreachable": str(error)})
+        except Exception as error:
+            self._neighbours.tell({**_failed(message), "error": described(error)})
+
+    def _run(self, mark: Mark, work: Message, rows: Message) -> None:
+        """One micro-batch: through these layers, and on to the next stage."""
+        self.done = mark
+        for old in [other for other in self._halves if other <= mark]:
+            del self._halves[old]
+        begin, clock, batch = time.perf_counter(), time.time(), work["batch"]
+        hops = [*rows["hops"], *_hop(rows)]
+        made = self._layers.run(
+            batch, rows["hidden"], kept=work["kept"] and work["first"] == self._neighbours.index
+        )
+        took = time.perf_counter() - begin
+        self.num_frames += 1
+        self.num_tokens += batch.num_tokens
+        self.busy_s += took
+        self.spans.append((mark.step, mark.part, clock, clock + took, batch.num_tokens))
+        made.busy, made.hops = [*rows["busy"], took], hops
+        if work["stop"] > self._neighbours.index:
+            sent = [_CLOCK, time.monotonic()]
+            on = {"hidden": made.leaving, "busy": made.busy, "hops": made.hops, "sent": sent}
+            self._neighbours.pass_on(mark, {"do": "rows", **mark._asdict(), **on})
+        elif work["replays"]:
+            self._neighbours.tell({"ended": list(mark)})
+        else:
+            self._keep(mark.step, work["parts"], made)
+
+    def _keep(self, step: int, parts: int, made: Made) -> None:
+        """The end of the line: logits stay here for whoever draws from them."""
+        for past in (self._made, self._waiting):
+            for old in [other for other in past if other < step]:
+                del past[old]
+        self._made.setdefault(step, []).append(made)
+        if len(self._made[step]) == parts:  # else one of them failed on the way
+            for link, message in self._waiting.pop(step, []):
+                answer(link, message, self._draw)
+
+    def when_made(self, link: Link, message: Message) -> None:
+        """Draw, or send logits, as soon as all of a step is computed."""
+        step = message.get("step", 0)
+        if message.get("epoch") != self._neighbours.epoch or step < self.done.step:
+            stale = VerbatimError(f"step {step} of epoch {message.get('epoch')} is of the past")
+            self._neighbours.tell({"call": message.get("call"), "error": described(stale)})
+        elif len(self._made.get(step, ())) == message["parts"]:
+            answer(link, message, self._draw)
+        else:
+            self._waiting.setdefault(step, []).append((link, message))
+
+    def _draw(self, message: Message) -> Message:
+        begin = time.perf_counter()
+        made = self._made[message["step"]]
+        rows = [part.logits for part in made if part.logits is not None]
+        logits = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if message["do"] == "logits":
+            return {"logits": logits[message["rows"]].float()}
+        plan: SamplePlan = unpack_plan(message["plan"])
+        hidden = [part.hidden for part in made if part.hidden is not None]
+        draws = pack_draws(self._layers.sample(logits, plan))
+        return {
+            "draws": draws,
+            "hidden": torch.cat(hidden) if hidden else None,
+            "busy": [*map(sum, zip(*(part.busy for part in made), strict=True))],
+            "hops": [hop for part in made for hop in part.hops],
+            "draw_s": time.perf_counter() - begin,
+        }
+
+
+def answer(link: Link, message: Message, do: Callable[[Message], Any]) -> None:
+    """Do what a message says and send back what comes of it."""
+    told: Message = {"call": message.get("call")}
+    try:
+        told["result"] = do(message)
+    except Exception as error:
+        told["error"] = described(error)
+    try:
+        link.send(told)
+    except LinkLost:
+        pass  # the head is gone, and whoever reads from it knows
+
+
+def described(error: Exception) -> list[str]:
+    """An error as plain data: the name of its class, and what it says."""
+    return [type(error).__name__, str(error) or type(error).__name__]
+
+
+def _failed(message: Message) -> Message:
+    return {"failed": message.get("step"), "epoch": message.get("epoch")}
+
+
+def _hop(rows: Message) -> list[float]:
+    """Seconds from the end of the stage before to now, where both read the same clock."""
+    clock, sent = rows["sent"]
+    return [time.monotonic() - sent] if clock == _CLOCK else []
+
+
+def _clock() -> str:
+    """What processes have in common that read the same monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return secrets.token_hex(8)  # nobody's
+
+
+_CLOCK = _clock()
