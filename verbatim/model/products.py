@@ -214,9 +214,13 @@ def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
     """The first candidate in which neither a row's place nor the number of threads shows."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(256, weight.shape[1], generator=noise).to(weight.device, weight.dtype)
-    if int(weight.count_nonzero()) * 2 < weight.numel():  # zeros would hide every difference
+    # Zeros, and numbers that are all one, would hide every difference; NaN would make one of all.
+    made_up = 0 in weight.stride() or int(weight.count_nonzero()) * 2 < weight.numel()
+    if made_up or not weight.isfinite().all():
         filled = torch.randn(weight.shape, generator=noise).to(weight.device, weight.dtype)
         weight = torch.empty_like(weight).copy_(filled)
+    if bias is not None and not bias.isfinite().all():
+        bias = torch.randn(bias.shape, generator=noise).to(bias.device, bias.dtype)
 
     def product(rows: Tensor) -> Tensor:
         return F.linear(rows, weight, bias)

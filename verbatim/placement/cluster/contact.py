@@ -92,12 +92,10 @@ def begin_ray(address: str | None) -> None:
         if given is None:
             if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
                 settle_token()
-            ray.init(
-                "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-            )
+            ray.init("local", include_dashboard=False, **_said())
         else:
             _look_for(given)
-            ray.init(given, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(given, **_said())
     except NoHost:
         raise
     except ray.exceptions.AuthenticationError:
@@ -115,6 +113,29 @@ def begin_ray(address: str | None) -> None:
                 "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
             ) from None
         raise NoHost(f"no Ray cluster {where}: {first_line(error)}") from error
+
+
+class _Fixed(list[str]):
+    """A list to which nothing is added."""
+
+    def extend(self, more: object) -> None:
+        """Leave it as it is."""
+
+
+def _said() -> dict[str, Any]:
+    """What Ray is told wherever it is.
+
+    Ray lets its workers import from the folder that the program stands in before all others. Stages are to
+    run the very code that this process runs, not sources that happen to lie there without their kernels.
+    """
+    from ray.job_config import JobConfig
+
+    here = _Fixed([str(Path(__file__).parents[3])])
+    return {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "job_config": JobConfig(_py_driver_sys_path=here),
+    }
 
 
 def _look_for(address: str) -> None:
