@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from network import Machine, Network, why_not
 
+import verbatim
 from verbatim import LLM, SamplingParams
 
 pytestmark = [
@@ -21,11 +22,11 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(verbatim.__file__).parents[1]  # from where this process imports it
 PORT = 6379
 PROMPTS = [[5, 6, 7, 8, 9, 10] * 5, [11, 12, 13], [4] * 40]
 PARAMS = {"max_tokens": 16, "seed": 3, "ignore_eos": True, "logprobs": 2}
-VERBATIM = [sys.executable, "-c", "from verbatim.cli import main; main()"]
+VERBATIM = [sys.executable, "-P", "-c", "from verbatim.cli import main; main()"]
 
 # Runs on the head; told what to do line by line, and answers in lines of JSON.
 DRIVER = """
@@ -66,7 +67,7 @@ class Driver:
     def __init__(self, machine: Machine, model: Path) -> None:
         arguments = [str(model), f"{machine.address}:{PORT}", *map(json.dumps, (PROMPTS, PARAMS))]
         self._process = machine.start(
-            [sys.executable, "-c", DRIVER, *arguments],
+            [sys.executable, "-P", "-c", DRIVER, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
