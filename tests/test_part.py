@@ -251,6 +251,10 @@ def test_layers_that_share_keys_stay_together_and_each_part_makes_its_own_inputs
     monkeypatch.setitem(sweep.VARIANTS, f"{name}:six", _SHARING[name])
     module = sweep.build(f"{name}:six")
     split = Split(held(module))
+    if not hasattr(module.config.get_text_config(decoder=True), "kv_sharing_modes"):
+        # Older versions of transformers don't tell which layers share: then it is not cut at all.
+        assert split.cuts == [] and len(split.blocked) == 5
+        return
     assert split.cuts == [1, 2]
     assert split.outside.beside  # the embedding of each layer's own inputs
     assert_cut_anywhere_it_is_the_same(module, held(module))
