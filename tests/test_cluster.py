@@ -262,13 +262,17 @@ def test_bounded_restarts(saved: Callable[[str], Path]) -> None:
         hosts.on_start = lambda host: at_batch(host, 0, kill)
         at_batch(serving(llm)[0], 2, kill)
         with pytest.raises(StageFailed, match="stage 0"):
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
         hosts.on_start = idle
-        assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0].outputs[0].token_ids
+        assert (
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
     with clustered(saved("gpt2"), max_restarts=0) as llm:
         at_batch(serving(llm)[0], 2, kill)
         with pytest.raises(StageFailed, match="max_restarts=0"):
-            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
 
 
 def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> None:
@@ -444,9 +448,9 @@ def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[st
         stage._neighbours.tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
         at_batch(serving(llm)[0], 1, fail)
         with pytest.raises(Exception, match=r"in a stage \(stage 0 "):
-            llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
+            llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
         stage._neighbours.tell = tell  # type: ignore[method-assign]
-        assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2))
+        assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
 
 
 def test_weights_that_change_are_not_taken_for_the_same(
@@ -706,7 +710,7 @@ def test_nothing_is_left_behind(saved: Callable[[str], Path]) -> None:
     before = num_threads()
     hosts = ThreadHosts()
     with clustered(saved("gpt2"), hosts) as llm:
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert all(host.killed for host in hosts.hosts)
     deadline = time.monotonic() + 10
     while num_threads() > before and time.monotonic() < deadline:
@@ -725,8 +729,8 @@ def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
         for place in range(3):
             at_batch(before[place], 1, fail)
             with pytest.raises(Exception, match=rf"in a stage \(stage {place} "):
-                llm.generate([[5, 6]], SamplingParams(max_tokens=5))
-        assert llm.generate([[5, 6]], SamplingParams(max_tokens=5))
+                llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
         assert serving(llm) == before and llm.stats()["cluster"]["restarts"] == 0
         assert torch.get_num_threads() >= 1
 
