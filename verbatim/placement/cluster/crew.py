@@ -170,15 +170,6 @@ class Crew:
     def lost(self) -> list[Member]:
         return [member for member in self.members if member.lost is not None]
 
-    def call(self, member: Member, do: str, **fields: Any) -> Any:
-        """What a stage answers.
-
-        Raises:
-            StageGone: it, or another one, is lost.
-            VerbatimError: it could not do what was asked for.
-        """
-        return self.call_each([(member, {"do": do, **fields})])[0]
-
     def call_each(
         self,
         orders: list[tuple[Member, Message]],
@@ -191,6 +182,10 @@ class Crew:
         Args:
             patient: what they do may take any time, as reading weights does.
             meanwhile: called whenever something has come in; it may raise.
+
+        Raises:
+            StageGone: one of them, or of the members, is lost.
+            VerbatimError: one could not do what was asked for.
         """
         calls = []
         try:
@@ -287,11 +282,6 @@ class Crew:
                 member.lost = f"busy with one piece of work for {result['busy_s']:.1f} s"
             return
         self._answers[call] = message
-
-    def close(self) -> None:
-        """Hang up."""
-        for member in self.members:
-            member.link.close()
 
 
 def error_of(described: list[str], where: str) -> Exception:

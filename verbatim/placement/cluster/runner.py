@@ -81,7 +81,7 @@ class Clustered:
         self.num_forwards += 1
         fresh: set[int] = set()
         if not self.supervisor.in_order:  # it went wrong, or was broken off, the last time
-            fresh = self._recover()
+            fresh = self.supervisor.recover()
         else:
             self.supervisor.take_in_joined()
         self._last = remote = Remote(torch.empty(0), batch=batch)
@@ -142,7 +142,9 @@ class Clustered:
             try:
                 return self._answer(remote, message)
             except StageGone:
-                self._begin(remote, self._recover(last=attempt == self.cluster.max_restarts))
+                self._begin(
+                    remote, self.supervisor.recover(last=attempt == self.cluster.max_restarts)
+                )
         raise AssertionError("the last attempt raises")
 
     def _answer(self, remote: Remote, message: Message) -> Message:
@@ -155,9 +157,6 @@ class Clustered:
 
         answer: Message = crew.call_each([(crew.members[-1], asked)], meanwhile=look)[0]
         return answer
-
-    def _recover(self, *, last: bool = False) -> set[int]:
-        return self.supervisor.recover(last=last)
 
     # All stages.
 
@@ -183,7 +182,7 @@ class Clustered:
                 orders = [(member, {"do": do, **fields}) for member in self.crew.members]
                 return self.crew.call_each(orders, patient=patient)
             except StageGone:
-                fresh = self._recover(last=attempt == self.cluster.max_restarts)
+                fresh = self.supervisor.recover(last=attempt == self.cluster.max_restarts)
         raise AssertionError("the last attempt raises")
 
     def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
@@ -213,7 +212,7 @@ class Clustered:
             StageFailed: a stage was lost meanwhile and can't be replaced.
         """
         if not self.supervisor.in_order:
-            self._recover()
+            self.supervisor.recover()
         status = self._each("status")
         members, layout = list(self.crew.members), self.supervisor.staffing.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
