@@ -23,6 +23,7 @@ from torch import nn
 from verbatim.model.adapters import adapter_for
 from verbatim.model.context import IMPLEMENTATION, active_pass
 from verbatim.model.invariant import forward_for
+from verbatim.model.tree import Tree
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 Silenced = list[tuple[nn.Module, str, Any]]  # a layer, a field of it, the hooks that stood there
@@ -52,23 +53,6 @@ def _free_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_free_in_child)
-
-
-def structure(module: nn.Module) -> list[Any]:
-    """What `replaced_forwards` depends on; cheap, so that a live module can be looked at every time."""
-    found: list[Any] = [(id(m), type(m), "forward" in m.__dict__) for m in module.modules()]
-    found.append(next((p.dtype for p in module.parameters()), None))
-    return found
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Does anybody's code run in the middle of this module's forward?"""
-    everywhere = torch.nn.modules.module
-    return (
-        any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-        or bool(everywhere._global_forward_hooks)
-        or bool(everywhere._global_forward_pre_hooks)
-    )
 
 
 def replaced_forwards(module: nn.Module) -> Forwards:
@@ -106,27 +90,27 @@ def configs_of(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def borrow(
-    module: nn.Module, forwards: Forwards, configs: list[Any], *, hooks: bool = True
+    module: nn.Module | Tree, forwards: Forwards, configs: list[Any], *, hooks: bool = True
 ) -> Iterator[None]:
     """Run the block with `module` set up for a flat forward without gradients.
 
     Args:
+        module: itself, or its tree where one is at hand.
         forwards, configs: of this module, from `replaced_forwards` and `configs_of`.
         hooks: False silences the module's forward hooks, for a forward that the user did not ask for.
     """
+    tree = module if isinstance(module, Tree) else Tree(module)
     with exclusive:
-        yield from _borrowed(module, forwards, configs, hooks)
+        yield from _borrowed(tree, forwards, configs, hooks)
 
 
-def _borrowed(
-    module: nn.Module, forwards: Forwards, configs: list[Any], hooks: bool
-) -> Iterator[None]:
-    training = [layer for layer in module.modules() if layer.training]
+def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -> Iterator[None]:
+    training = tree.in_training()
     settings = [(c, {f: c.__dict__.get(f) for f in _CONFIG_FIELDS}) for c in configs]
     silenced: Silenced = []
     try:
         if not hooks:
-            _silence(module, silenced)
+            _silence(tree, silenced)
         for layer in training:
             layer.training = False
         for config in configs:
@@ -165,9 +149,9 @@ def _give_back(
         setattr(layer, field, value)
 
 
-def _silence(module: nn.Module, silenced: Silenced) -> None:
+def _silence(tree: Tree, silenced: Silenced) -> None:
     """Take the hooks away, each noted first, so that they come back if Ctrl-C breaks in here."""
-    for layer in module.modules():
+    for layer in tree.modules:
         for field in _HOOK_FIELDS:
             hooks = getattr(layer, field)
             if hooks:

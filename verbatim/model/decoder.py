@@ -21,15 +21,14 @@ from verbatim.model.borrow import (
     borrow,
     configs_of,
     exclusive,
-    has_hooks,
     replaced_forwards,
-    structure,
 )
 from verbatim.model.context import IMPLEMENTATION, Pass, activate, active_pass, flat_attention
 from verbatim.model.experts import flat_experts
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
+from verbatim.model.tree import Tree
 
 _TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
 
@@ -104,7 +103,7 @@ class Decoder:
             self._prepare(module)
 
     def _prepare(self, module: nn.Module) -> None:
-        self._structure = structure(module)
+        self._tree = Tree(module)
         self._forwards = replaced_forwards(module)
         self._configs = configs_of(module)
         self._body: nn.Module | None = None
@@ -119,7 +118,7 @@ class Decoder:
         """
         with exclusive:
             module = self.module
-            if structure(module) == self._structure:
+            if self._tree.unchanged():
                 return
             before, now = self.anatomy, look_at(module)
             for name, old, new in (
@@ -147,6 +146,7 @@ class Decoder:
         """Let go of the module."""
         self._module = lambda: None
         self._body = None
+        del self._tree
         self._forwards, self._configs = [], []
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -279,8 +279,8 @@ class Decoder:
         """The forwards of all micro-batches, as one."""
         anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
         with (
-            borrow(module, self._forwards, self._configs, hooks=hooks),
-            _mode(module, anatomy, walks),
+            borrow(self._tree, self._forwards, self._configs, hooks=hooks),
+            _mode(self._tree, anatomy, walks),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
             body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
@@ -312,12 +312,10 @@ def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _mode(
-    module: nn.Module, anatomy: Anatomy, walks: list[FlatPass]
-) -> AbstractContextManager[object]:
+def _mode(tree: Tree, anatomy: Anatomy, walks: list[FlatPass]) -> AbstractContextManager[object]:
     """What must stand between the model and torch in this forward: usually nothing."""
     # What a hook calls was not seen in the look, so the net is out for it.
-    safety_net = bool(anatomy.needs_safety_net) or has_hooks(module)
+    safety_net = bool(anatomy.needs_safety_net) or tree.has_hooks()
     if walks[0].batch.forced_experts is not None:
         return Replay(_active_routing, safety_net=safety_net)
     return InvariantMode() if safety_net else nullcontext()

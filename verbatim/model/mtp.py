@@ -23,10 +23,11 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.model.anatomy import Look
-from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwards, structure
+from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder, FlatPass
 from verbatim.model.invariant import InvariantMode, Recorder
+from verbatim.model.tree import Tree
 from verbatim.model.weights import weight_info
 
 _LOOK_TOKENS = 4
@@ -132,9 +133,9 @@ class MtpLayers:
         draft must not be seen by what counts the model's forwards, or changes them by their number.
         """
         with exclusive:
-            if structure(self._mtp) != self._structure:  # embedding and head may be edited
+            if not self._tree.unchanged():  # embedding and head may be edited
                 self._prepare()
-            with borrow(self._mtp, self._forwards, self._configs, hooks=False):
+            with borrow(self._tree, self._forwards, self._configs, hooks=False):
                 yield
 
     def run(self, k: int, batch: Batch) -> Tensor:
@@ -185,7 +186,7 @@ class MtpLayers:
 
     def _prepare(self) -> None:
         mtp: nn.Module = self._mtp
-        self._structure = structure(mtp)
+        self._tree = Tree(mtp)
         self._forwards = replaced_forwards(mtp)
         self._configs = configs_of(mtp)
 
@@ -198,7 +199,7 @@ class MtpLayers:
         hidden = torch.ones(_LOOK_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device)
         try:
             with (
-                borrow(self._mtp, self._forwards, self._configs, hooks=False),
+                borrow(self._tree, self._forwards, self._configs, hooks=False),
                 activate(look),
                 recorder,
             ):

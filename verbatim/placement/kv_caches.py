@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from verbatim.errors import ModelChanged, NotSupported
 from verbatim.kv.quantized import Packing
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.borrow import exclusive, has_hooks, structure, threads
+from verbatim.model.borrow import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
+from verbatim.model.tree import Tree
 from verbatim.options import dtype_name
 from verbatim.placement.foreign import Foreign, Piece, on_cpu
 from verbatim.placement.kv_protocol import (
@@ -73,7 +74,7 @@ class KVCachesRunner(Foreign):
         self.rowwise_reason = found.rowwise_reason
         self._steps = found.steps
         self._shape = shape
-        self._structure = structure(module)
+        self._tree = Tree(module)
 
     def look_again(self) -> None:
         """Follow a module that was edited since it was last looked at.
@@ -87,10 +88,10 @@ class KVCachesRunner(Foreign):
                 raise ModelChanged(
                     "the model's layers or its max_seq_len changed since it was opened; open it again"
                 )
-            if (now := structure(module)) != self._structure:
-                found = try_out(module, self._shape)
+            if not self._tree.unchanged():
+                now, found = Tree(module), try_out(module, self._shape)
                 self._check_width(found.vocab_size)
-                self._structure, self._steps = now, found.steps
+                self._tree, self._steps = now, found.steps
                 self.rowwise_reason = found.rowwise_reason
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -103,7 +104,7 @@ class KVCachesRunner(Foreign):
                 try:
                     return self._run_together(pieces)
                 except NotRowwise as step:  # what it wrote is written over, with the same bits
-                    if not has_hooks(self.module):  # a hook may go again
+                    if not self._tree.has_hooks():  # a hook may go again
                         self.rowwise_reason = str(step)
             logits = [run_alone(self.module, self._shape, self.store, piece) for piece in pieces]
             self._check_width(logits[0].shape[-1])
@@ -115,7 +116,7 @@ class KVCachesRunner(Foreign):
         for i, piece in enumerate(pieces):
             alike.setdefault((len(piece.ids), piece.start), []).append(i)
         logits: dict[int, Tensor] = {}
-        watched = has_hooks(self.module)
+        watched = self._tree.has_hooks()
         for (_, start), members in alike.items():
             ids = torch.stack([pieces[i].ids[start:] for i in members])
             slots = torch.stack([pieces[i].slots for i in members])
