@@ -715,7 +715,7 @@ def test_nothing_is_left_behind(saved: Callable[[str], Path]) -> None:
     deadline = time.monotonic() + 10
     while num_threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert num_threads() == before
+    assert num_threads() <= before  # those of another test may have ended meanwhile
 
 
 def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(

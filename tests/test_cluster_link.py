@@ -6,19 +6,25 @@ import contextlib
 import math
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stages import ThreadHosts, serving
 
-from verbatim import SamplingParams, VerbatimError
+from verbatim import LLM, Cluster, SamplingParams, VerbatimError
 from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow
 from verbatim.engine.dummy import dummy_batch
 from verbatim.placement.cluster import link as link_module
+from verbatim.placement.cluster.connection import Connection
+from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.link import Door, Link, LinkLost, Refused, connect
 from verbatim.placement.cluster.messages import (
     Mark,
@@ -217,6 +223,92 @@ def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
     link.close()
 
 
+@pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
+def test_a_connection_carries_hidden_states_whether_they_are_expected_or_not(
+    near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_HAS_NAMES", near and sys.platform == "linux")
+    guests = Guests()
+    link = connect(guests.address, KEY, {"name": "me"})
+    link.receive()
+    there = guests.links[0]
+    assert isinstance(link, Connection) and isinstance(there, Connection)
+    if sys.platform == "linux":
+        assert (link._connection.family == socket.AF_UNIX) == near
+    met = []
+    for step, (rows, dtype, hops, expected) in enumerate(
+        [
+            (2, torch.bfloat16, 1, (2, 48)),
+            (2, torch.bfloat16, 1, (2, 48)),
+            (2, torch.bfloat16, 1, None),
+            (2, torch.bfloat16, 1, (3, 48)),  # another shape than comes
+            (2, torch.float32, 1, (2, 48)),  # another dtype
+            (2, torch.float32, 0, (2, 48)),  # a stage before on another machine
+            (2, torch.float32, 1, (2, 48)),
+            (0, torch.float32, 1, (0, 48)),
+            (0, torch.float32, 1, (0, 48)),
+            (1000, torch.float32, 1, (1000, 48)),  # more than is read ahead
+            (1, torch.float32, 1, (1, 48)),
+        ]
+    ):
+        message = a_message(step, rows, dtype, hops)
+        mark = Mark(3, step, 5)
+        if expected is not None:
+            there.expected = Expected(mark, expected, torch.bfloat16, 2, "a clock")
+        ready = None if there.expected is None else there.expected._message["hidden"]
+        sending = threading.Thread(target=link.send, args=(message,))
+        sending.start()
+        found = there.receive()
+        sending.join()
+        assert same(found, message), step
+        met.append(found["hidden"] is ready)
+    assert met == [True, True] + [False] * 9
+    # What is expected may come with something behind it, in pieces, or not at all.
+    message = a_message(20, 2, torch.bfloat16, 1)
+    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    for pieces in ([raw + raw], [raw[:9], raw[9:], raw], [raw[:-3], raw[-3:] + raw[:50], raw[50:]]):
+        there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
+        sending = threading.Thread(target=send_slowly, args=(link, pieces))
+        sending.start()
+        assert same(there.receive(), message) and same(there.receive(), message)
+        sending.join()
+    there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
+    link._connection.sendall(raw[:22] + bytes(len(raw) - 22))
+    with pytest.raises(Garbage):
+        there.receive()
+    link.close()
+    guests.close()
+
+
+def a_message(step: int, rows: int, dtype: torch.dtype, hops: int) -> dict[str, Any]:
+    return {
+        "do": "rows",
+        **Mark(3, step, 5)._asdict(),
+        "hidden": torch.randn(rows, 48).to(dtype),
+        "busy": [0.1, 1e-9 * step],
+        "hops": [0.3] * hops,
+        "sent": ["a clock", 12345.678 + step],
+    }
+
+
+def send_slowly(link: Connection, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        link._connection.sendall(piece)
+        time.sleep(0.02)
+
+
+def test_what_is_sent_again_is_what_is_there_now(guests: Guests) -> None:
+    link = connect(guests.address, KEY, {"name": "me"})
+    link.receive()
+    message = a_message(0, 2, torch.float32, 1)
+    strided = {**message, "hidden": torch.randn(48, 2).t()}
+    for sent in (message, message, strided, {**message, "sent": ["another", 1.0]}, message):
+        link.send(sent)
+        assert same(guests.links[0].receive(), sent)
+        message["hidden"] += 1
+    link.close()
+
+
 def send_often(link: Link, message: dict[str, Any]) -> None:
     """More than what the operating system would take for somebody who is gone."""
     for _ in range(100):
@@ -312,6 +404,24 @@ def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
                 pass
         stranger.close()
     link.close()
+
+
+def test_a_stage_has_memory_ready_for_what_comes(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[bool] = []
+    read = Expected.read
+
+    def noted(self: Expected, raw: bytearray, nbytes: int) -> Any:
+        message = read(self, raw, nbytes)
+        ready.append(message is not None)
+        return message
+
+    monkeypatch.setattr(Expected, "read", noted)
+    with LLM(folders("qwen3"), placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
+        serving(llm)[0].before = lambda batch: time.sleep(0.02)
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert sum(ready) > 6, "of twelve steps; a machine with much to do may be late for some"
 
 
 # A stage that hears what it should not.

@@ -11,27 +11,25 @@ import hmac
 import secrets
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from verbatim.errors import VerbatimError
-from verbatim.placement.cluster.wire import PREFIX, Garbage, decode, encode, sizes
+from verbatim.placement.cluster.connection import Connection, LinkLost
+from verbatim.placement.cluster.wire import Garbage
 
 PROTOCOL = 1
 _GREETING = b"verbatim-cluster-%d\n" % PROTOCOL
 _NONCE = 32
-_SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
 _SHAKE_S = 10.0
+_HAS_NAMES = sys.platform == "linux"  # Unix sockets that are in no folder
 _MAX_STRANGERS = 64  # who may be shaking hands at once
 
 RELAY = "ray:"  # begins an address that is an actor of Ray's
 
 Address = tuple[str, int]
-
-
-class LinkLost(VerbatimError):
-    """The other side is gone, or can't be reached."""
 
 
 class Refused(VerbatimError):
@@ -63,84 +61,6 @@ class Link(Protocol):
         ...
 
 
-class Connection:
-    """A link over TCP."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)
-        seconds = struct.pack("ll", int(_SAY_S), 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        if hasattr(
-            socket, "TCP_USER_TIMEOUT"
-        ):  # what was sent and is not acknowledged in that time
-            milliseconds = int(1000 * _SAY_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self._connection = connection
-        self._sending = threading.Lock()
-        # What has come and was not asked for yet, so that a small message is one call to the system.
-        self._ahead = memoryview(bytearray(1 << 16))
-        self._begin = self._end = 0
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        buffers = encode(message)
-        with self._sending:
-            try:
-                self._send(buffers)
-            except OSError as error:
-                self.close()
-                raise LinkLost(f"the connection is lost: {error}") from None
-
-    def _send(self, buffers: list[bytes | memoryview]) -> None:
-        if len(buffers) <= 64:
-            sent = self._connection.sendmsg(buffers)
-            for buffer in buffers:
-                if sent < len(buffer):
-                    self._connection.sendall(memoryview(buffer)[sent:])
-                sent = max(0, sent - len(buffer))
-        else:
-            for buffer in buffers:
-                self._connection.sendall(buffer)
-
-    def receive(self) -> dict[str, Any]:
-        try:
-            header_size, array_size = sizes(bytes(self._take(PREFIX.size)))
-            header, arrays = self._take(header_size), self._take(array_size)
-        except OSError as error:
-            raise LinkLost(f"the connection is lost: {error}") from None
-        return decode(bytes(header), arrays)
-
-    def _take(self, count: int) -> bytearray:
-        """The next bytes, in memory of their own."""
-        found = bytearray(count)
-        view = memoryview(found)
-        while view:
-            if self._begin < self._end:
-                some = min(len(view), self._end - self._begin)
-                view[:some] = self._ahead[self._begin : self._begin + some]
-                self._begin += some
-            elif len(view) >= len(self._ahead):
-                some = self._receive(view)
-            else:
-                self._begin, self._end = 0, self._receive(self._ahead)
-                some = 0
-            view = view[some:]
-        return found
-
-    def _receive(self, view: memoryview) -> int:
-        count = self._connection.recv_into(view)
-        if not count:
-            raise LinkLost("the connection is lost: the other side has closed it")
-        return count
-
-    def close(self) -> None:
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._connection.close()
-
-
 class Door:
     """Listens for the other processes of a cluster.
 
@@ -157,22 +77,35 @@ class Door:
         self._key = key
         self._let_in = let_in
         self._room = threading.Semaphore(_MAX_STRANGERS)
-        self._socket = socket.create_server((host, 0), backlog=64)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._listen, name="verbatim-door", daemon=True).start()
+        self._sockets = [socket.create_server((host, 0), backlog=64)]
+        self.port: int = self._sockets[0].getsockname()[1]
+        if _HAS_NAMES:
+            near = socket.socket(socket.AF_UNIX)
+            try:
+                near.bind(_name((host, self.port), key))
+                near.listen(64)
+                self._sockets.append(near)
+            except OSError:
+                near.close()  # where that is forbidden, all come by TCP
+        for listening in self._sockets:
+            own = threading.Thread(
+                target=self._listen, args=(listening,), name="verbatim-door", daemon=True
+            )
+            own.start()
 
     def close(self) -> None:
         """Take nobody in any more."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._socket.close()
+        for listening in self._sockets:
+            try:
+                listening.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            listening.close()
 
-    def _listen(self) -> None:
+    def _listen(self, listening: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return
             if not self._room.acquire(blocking=False):
@@ -230,7 +163,7 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
     """
     host, port = address
     try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection = _connected(address, key, timeout_s)
     except OSError as error:
         raise LinkLost(f"no connection to {host}:{port}: {error}") from None
     try:
@@ -257,6 +190,26 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
     except VerbatimError:
         connection.close()
         raise
+
+
+def _connected(address: Address, key: bytes, timeout_s: float) -> socket.socket:
+    """A connection to whoever listens there, by the short way where that is on this machine."""
+    if _HAS_NAMES:
+        near = socket.socket(socket.AF_UNIX)
+        try:
+            near.settimeout(timeout_s)
+            near.connect(_name(address, key))
+            return near
+        except OSError:
+            near.close()
+    return socket.create_connection(address, timeout=timeout_s)
+
+
+def _name(address: Address, key: bytes) -> bytes:
+    """Of the Unix socket beside a port; in no folder, and nobody without the key can guess it."""
+    host, port = address
+    known = hmac.digest(key, f"near {host}:{port}".encode(), "sha256")
+    return b"\0verbatim-" + known.hex().encode()
 
 
 def _proof(key: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:

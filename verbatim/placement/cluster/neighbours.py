@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.connection import Connection
+from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.link import Link, LinkLost
 from verbatim.placement.cluster.messages import Mark
 from verbatim.placement.cluster.relay import reach
@@ -125,6 +127,12 @@ class Neighbours:
         if link is None:
             raise LinkLost(f"stage {self.index} has no connection to stage {self.index + 1}")
         link.send(rows)
+
+    def expect(self, rows: Expected) -> None:
+        """Have memory ready for what the stage before is about to send."""
+        before = self._before
+        if isinstance(before, Connection):
+            before.expected = rows
 
     def tell(self, message: Message) -> None:
         """Report to the head, if it is there."""

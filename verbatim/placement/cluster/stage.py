@@ -157,13 +157,13 @@ class Stage:
 
     def _do(self, link: Link, message: Message) -> None:
         do = message.get("do", "")
-        if do in _OF_LAYERS:
+        if do == "rows" or do == "work":  # first: what comes in every step
+            self._steps.take(do, message)
+        elif do in _OF_LAYERS:
             answer(link, message, getattr(self._layers, do))
         elif do == "status":
             spans = list(self._steps.spans)
             answer(link, message, lambda _: {**self.status(), "spans": spans})
-        elif do in ("work", "rows"):
-            self._steps.take(do, message)
         elif do in ("draw", "logits"):
             self._steps.when_made(link, message)
         else:

@@ -5,7 +5,6 @@ Nothing that is read can run: there are numbers, text, lists, mappings with text
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import struct
@@ -140,33 +139,51 @@ def _plain(value: Any, arrays: list[Tensor]) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-# Hidden states go from stage to stage in every step, right after weights have swept all else out of the
-# processor's caches. What touches little code is then some times as fast as JSON.
-_ROWS = struct.Struct("<BBHHqqqqqd36s")
+# Hidden states have a form of their own, made for `frame.py`: what is known beforehand comes first.
+_ROWS = struct.Struct("<BBHHqqqqq36s")
 _ROWS_FIRST = b"\1"  # no JSON begins like that
+# Where epoch, step and micro-batch stand in such a message, 8 bytes each.
+MARK_AT = PREFIX.size + struct.calcsize("<BBHH")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def rows_begin(
+    mark: tuple[int, int, int],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    times: tuple[int, int],
+    clock: str,
+) -> bytes:
+    """What a message of hidden states begins with, up to its times as float64: when they were sent, seconds
+    in each stage, seconds between stages. Then come the states themselves.
+
+    Args:
+        mark: epoch, step and micro-batch.
+        times: how many of the last two sorts there are.
+        clock: which one it is that they are read from.
+    """
+    raw = _ROWS.pack(1, _ROW_DTYPES.index(dtype), *times, *mark, *shape, clock.encode())
+    size = _ROWS.size + 8 * (1 + sum(times))
+    return PREFIX.pack(_MAGIC, size, shape[0] * shape[1] * dtype.itemsize) + raw
 
 
 def _encode_rows(message: Mapping[str, Any]) -> list[Buffer]:
     hidden: Tensor = message["hidden"].contiguous()
     busy, hops, (clock, sent) = message["busy"], message["hops"], message["sent"]
     mark = message["epoch"], message["step"], message["part"]
-    code = _ROW_DTYPES.index(hidden.dtype)
-    header = _ROWS.pack(
-        1, code, len(busy), len(hops), *mark, *hidden.shape, sent, clock.encode()
-    ) + struct.pack(f"<{len(busy) + len(hops)}d", *busy, *hops)
-    raw: Any = (ctypes.c_char * hidden.nbytes).from_address(hidden.data_ptr())
-    raw.owner = hidden  # whose memory it is
-    prefix = PREFIX.pack(_MAGIC, len(header), hidden.nbytes)
-    return [prefix + header, memoryview(raw).cast("B")] if hidden.nbytes else [prefix + header]
+    rows, width = hidden.shape
+    begin = rows_begin(mark, (rows, width), hidden.dtype, (len(busy), len(hops)), clock)
+    begin += struct.pack(f"<{1 + len(busy) + len(hops)}d", sent, *busy, *hops)
+    data = memoryview(hidden.reshape(-1).view(torch.uint8).numpy().data)
+    return [begin, data] if hidden.nbytes else [begin]
 
 
 def _decode_rows(header: bytes, arrays: bytearray) -> dict[str, Any]:
     try:
-        _, code, num_busy, num_hops, epoch, step, part, rows, width, sent, clock = (
-            _ROWS.unpack_from(header)
+        _, code, num_busy, num_hops, epoch, step, part, rows, width, clock = _ROWS.unpack_from(
+            header
         )
-        times = struct.unpack_from(f"<{num_busy + num_hops}d", header, _ROWS.size)
+        sent, *times = struct.unpack_from(f"<{1 + num_busy + num_hops}d", header, _ROWS.size)
         dtype = _ROW_DTYPES[code]
         if rows < 0 or width < 0 or rows * width * dtype.itemsize != len(arrays):
             raise ValueError(f"{len(arrays)} bytes for {rows} rows of {width}")
@@ -182,7 +199,7 @@ def _decode_rows(header: bytes, arrays: bytearray) -> dict[str, Any]:
         "step": step,
         "part": part,
         "hidden": hidden,
-        "busy": list(times[:num_busy]),
-        "hops": list(times[num_busy:]),
+        "busy": times[:num_busy],
+        "hops": times[num_busy:],
         "sent": [clock.rstrip(b"\0").decode(errors="replace"), sent],
     }

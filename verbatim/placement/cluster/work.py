@@ -13,6 +13,7 @@ import torch
 
 from verbatim.batch import SamplePlan
 from verbatim.errors import VerbatimError
+from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.layers import Layers, Made
 from verbatim.placement.cluster.link import Link, LinkLost
 from verbatim.placement.cluster.messages import Mark, pack_draws, unpack_batch, unpack_plan
@@ -76,35 +77,52 @@ class Work:
             halves[do] = message
             if len(halves) == 2:
                 self._run(mark, halves["work"], halves["rows"])
+            elif do == "work":
+                self._expect(mark, message)
         except LinkLost as error:
             self._neighbours.tell({**_failed(message), "unreachable": str(error)})
         except Exception as error:
             self._neighbours.tell({**_failed(message), "error": described(error)})
 
+    def _expect(self, mark: Mark, work: Message) -> None:
+        """Use the time until the hidden states come to have memory ready for them."""
+        part = self._layers.part
+        if part is not None:
+            shape = work["batch"].num_tokens, part.shape.hidden_size
+            before = self._neighbours.index - work["first"]
+            rows = Expected(mark, shape, part.shape.hidden_dtype, before, _CLOCK)
+            self._neighbours.expect(rows)
+
     def _run(self, mark: Mark, work: Message, rows: Message) -> None:
         """One micro-batch: through these layers, and on to the next stage."""
         self.done = mark
+        batch, hidden, (clock, sent) = work["batch"], rows["hidden"], rows["sent"]
+        kept = work["kept"] and work["first"] == self._neighbours.index
+        begin = time.monotonic()
+        made = self._layers.run(batch, hidden, kept=kept)
+        ended = time.monotonic()
+        # From here to the `begin` of the next stage it is a hop. The books can wait.
+        made.busy = [*rows["busy"], ended - begin]
+        made.hops = [*rows["hops"], begin - sent] if clock == _CLOCK else rows["hops"]
+        try:
+            if work["stop"] > self._neighbours.index:
+                self._neighbours.pass_on(mark, _rows(mark, made, ended))
+            elif work["replays"]:
+                self._neighbours.tell({"ended": list(mark)})
+            else:
+                self._keep(mark.step, work["parts"], made)
+        finally:
+            self._note(mark, batch.num_tokens, begin, ended)
+
+    def _note(self, mark: Mark, num_tokens: int, begin: float, ended: float) -> None:
+        """Keep the books of what was done between these two, by the monotonic clock."""
         for old in [other for other in self._halves if other <= mark]:
             del self._halves[old]
-        begin, clock, batch = time.perf_counter(), time.time(), work["batch"]
-        hops = [*rows["hops"], *_hop(rows)]
-        made = self._layers.run(
-            batch, rows["hidden"], kept=work["kept"] and work["first"] == self._neighbours.index
-        )
-        took = time.perf_counter() - begin
         self.num_frames += 1
-        self.num_tokens += batch.num_tokens
-        self.busy_s += took
-        self.spans.append((mark.step, mark.part, clock, clock + took, batch.num_tokens))
-        made.busy, made.hops = [*rows["busy"], took], hops
-        if work["stop"] > self._neighbours.index:
-            sent = [_CLOCK, time.monotonic()]
-            on = {"hidden": made.leaving, "busy": made.busy, "hops": made.hops, "sent": sent}
-            self._neighbours.pass_on(mark, {"do": "rows", **mark._asdict(), **on})
-        elif work["replays"]:
-            self._neighbours.tell({"ended": list(mark)})
-        else:
-            self._keep(mark.step, work["parts"], made)
+        self.num_tokens += num_tokens
+        self.busy_s += ended - begin
+        ahead = time.time() - time.monotonic()  # of the clock on the wall
+        self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
 
     def _keep(self, step: int, parts: int, made: Made) -> None:
         """The end of the line: logits stay here for whoever draws from them."""
@@ -164,14 +182,22 @@ def described(error: Exception) -> list[str]:
     return [type(error).__name__, str(error) or type(error).__name__]
 
 
+def _rows(mark: Mark, made: Made, ended: float) -> Message:
+    """What the next stage is told."""
+    return {
+        "do": "rows",
+        "epoch": mark.epoch,
+        "step": mark.step,
+        "part": mark.part,
+        "hidden": made.leaving,
+        "busy": made.busy,
+        "hops": made.hops,
+        "sent": [_CLOCK, ended],
+    }
+
+
 def _failed(message: Message) -> Message:
     return {"failed": message.get("step"), "epoch": message.get("epoch")}
-
-
-def _hop(rows: Message) -> list[float]:
-    """Seconds from the end of the stage before to now, where both read the same clock."""
-    clock, sent = rows["sent"]
-    return [time.monotonic() - sent] if clock == _CLOCK else []
 
 
 def _clock() -> str:
