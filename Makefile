@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install kernels test slow lint format types bench ci clean
+.PHONY: help install kernels test slow lint format types bench peers ci clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' Makefile
@@ -33,6 +33,10 @@ types:  ## mypy, strict, on the package
 bench:  ## decode speed and a mixed workload against transformers
 	python benchmarks/decode.py
 	python benchmarks/throughput.py --layers 4
+
+peers:  ## beside transformers, llama.cpp and OpenVINO on the same weights; builds them once
+	python -m benchmarks.peers.setup
+	python -m benchmarks.peers
 
 ci:  ## the whole check, in fresh virtual environments
 	.ci/run

@@ -1,0 +1,48 @@
+"""Read a folder's safetensors with numpy alone: the peers' environment has no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.peers.shape import Shape
+
+
+class Checkpoint:
+    """The bf16 tensors of a folder with one `model.safetensors`.
+
+    Attributes:
+        shape: of the model.
+        context: the positions that it has.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        if config["model_type"] != "qwen3" or not config["tie_word_embeddings"]:
+            raise ValueError("only Qwen3 with a tied head is written for the peers")
+        self.shape = Shape.of(config)
+        self.context: int = config["max_position_embeddings"]
+        file = Path(folder) / "model.safetensors"
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            self._entries = json.loads(opened.read(size))
+        self._entries.pop("__metadata__", None)
+        self._data = np.memmap(file, np.uint8, "r", offset=8 + size)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def bits(self, name: str) -> np.ndarray:
+        """A tensor's bf16 as uint16, in its shape."""
+        entry = self._entries[name]
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{name} is in {entry['dtype']}, not in BF16")
+        begin, end = entry["data_offsets"]
+        return self._data[begin:end].view(np.uint16).reshape(entry["shape"])
+
+    def floats(self, name: str) -> np.ndarray:
+        """A tensor in float32."""
+        return (self.bits(name).astype(np.uint32) << 16).view(np.float32)
