@@ -1,12 +1,14 @@
-"""Attention over blocks against torch's SDPA over contiguous KV, and against a plain read of the KV.
+"""Attention over blocks against a plain read of the KV, torch's SDPA and a square matrix product.
 
-    python benchmarks/attention.py [--dtype bfloat16] [--seconds 4] [--threads N] [--best]
+    python benchmarks/attention.py [--kv bfloat16 int8 int4] [--rows 1 8 32] [--contexts 128 1024 8192]
+        [--prompts 512 2048 8192] [--kv-heads 8] [--seconds 0.6] [--threads N] [--best]
 
-16 query heads, 8 KV heads, 128 wide, blocks of 16 tokens in random order. SDPA runs twice: with
-`enable_gqa`, and the fastest way into its fused kernel: at one row the heads of a group passed off
-as rows, at many rows KV heads repeated beforehand, which is not timed. All sides take turns in one
-process, so that a busy machine slows all of them; the medians are compared, or with `--best` the
-least times, which is all that a very busy machine can tell.
+16 query heads, 8 KV heads, 128 wide, blocks of 16 tokens in random order, bf16 queries (float32 with
+`--kv float32`). Decoding is measured over as many layers as it takes to leave the caches, and so is
+the read of the same bytes; SDPA has contiguous KV, and the heads of a group passed off as rows, its
+fastest way. A prompt's GFLOP/s count the products below the diagonal; the matrix is 2048 x 2048 in
+bf16. All sides take turns in one process, so that a busy machine slows all of them; the medians are
+compared, or with `--best` the least times.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from verbatim import kernels
 from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.kv.quantized import PACKINGS, pack, packed_attention
 
-HEADS, KV_HEADS, SIZE, BLOCK = 16, 8, 128, 16
+HEADS, SIZE, BLOCK = 16, 128, 16
 OPTIONS = AttentionOptions(scale=SIZE**-0.5)
+CACHES = 128 << 20  # bytes of KV that no cache holds
 
 
 def measure(sides: dict[str, Callable[[], object]], seconds: float, best: bool) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["read"]) < 5:
+    while time.perf_counter() < end or len(times["ours"]) < 4:
         for name, side in sides.items():
             start = time.perf_counter()
             side()
@@ -38,66 +43,111 @@ def measure(sides: dict[str, Callable[[], object]], seconds: float, best: bool) 
     return {name: middle(runs[1:]) for name, runs in times.items()}
 
 
-def compare(
-    sequences: int, context: int, rows: int, dtype: torch.dtype, seconds: float, best: bool
-) -> str:
-    contiguous = torch.randn(2, sequences, KV_HEADS, context, SIZE).to(dtype)
-    tables = torch.randperm(sequences * context // BLOCK).reshape(sequences, -1).int()
-    stores = torch.empty(2, tables.numel(), KV_HEADS, BLOCK, SIZE, dtype=dtype)
-    in_blocks = contiguous.unflatten(3, (-1, BLOCK)).transpose(2, 3).flatten(1, 2)
-    stores[:, tables.flatten().long()] = in_blocks
-    del in_blocks
-    q = torch.randn(sequences * rows, HEADS, SIZE).to(dtype)
-    starts = torch.arange(0, sequences * rows + 1, rows).int()
-    lens = torch.full((sequences,), context).int()
+class Layers:
+    """`count` layers of stores for `sequences` x `context` tokens, and one step's batch."""
 
-    k, v = contiguous
-    padded = q.unflatten(0, (sequences, rows)).transpose(1, 2)
-    causal = rows > 1
-    fused_q, fused_k, fused_v = padded.reshape(sequences, KV_HEADS, -1, SIZE), k, v
-    if causal:
-        group = HEADS // KV_HEADS
-        fused_q, fused_k, fused_v = (
-            padded,
-            k.repeat_interleave(group, 1),
-            v.repeat_interleave(group, 1),
+    def __init__(self, kv: str, kv_heads: int, sequences: int, context: int, rows: int) -> None:
+        self.packing = PACKINGS.get(kv)
+        dtype = torch.float32 if kv == "float32" else torch.bfloat16
+        blocks = sequences * context // BLOCK
+        some = torch.randn(64, kv_heads, BLOCK, SIZE).to(dtype)
+        some = some if self.packing is None else pack(some, self.packing)
+        layer = 2 * blocks * some[0].nbytes
+        self.count = -(-CACHES // layer)
+        shape = (self.count, 2, blocks, *some.shape[1:])
+        self.stores = torch.empty(shape, dtype=some.dtype)
+        flat = self.stores.view(-1, *some.shape[1:])
+        for first in range(0, len(flat), len(some)):
+            flat[first : first + len(some)] = some[: len(flat) - first]
+        self.nbytes = layer
+        self.q = torch.randn(sequences * rows, HEADS, SIZE).to(dtype)
+        self.batch = (
+            torch.arange(0, sequences * rows + 1, rows).int(),
+            torch.full((sequences,), context).int(),
+            torch.randperm(blocks).reshape(sequences, -1).int(),
+            OPTIONS,
         )
-    words = stores.view(torch.float32)
+
+    def attend(self, layer: int = 0) -> Tensor:
+        k_store, v_store = self.stores[layer]
+        if self.packing is None:
+            return paged_attention(self.q, k_store, v_store, *self.batch)
+        packing = self.packing
+        return packed_attention(
+            self.q, k_store, v_store, *self.batch, value_size=SIZE, packing=packing
+        )
+
+
+def decode(kv: str, kv_heads: int, sequences: int, context: int, seconds: float, best: bool) -> str:
+    layers = Layers(kv, kv_heads, sequences, context, 1)
+    words = layers.stores.view(layers.count, -1).view(torch.float32)
+
+    def sdpa() -> None:
+        shape = (2, sequences, kv_heads, context, SIZE)
+        q = layers.q.reshape(sequences, kv_heads, -1, SIZE)
+        for store in layers.stores:  # in any order: only the time counts
+            F.scaled_dot_product_attention(q, *store.view(shape))
+
     sides: dict[str, Callable[[], object]] = {
-        "verbatim": lambda: paged_attention(q, *stores, starts, lens, tables, OPTIONS),
-        "gqa": lambda: F.scaled_dot_product_attention(
-            padded, k, v, is_causal=causal, enable_gqa=True
-        ),
-        "fused": lambda: F.scaled_dot_product_attention(
-            fused_q, fused_k, fused_v, is_causal=causal
-        ),
-        "read": words.sum,
+        "ours": lambda: [layers.attend(i) for i in range(layers.count)],
+        "read": lambda: [layer.sum() for layer in words],
     }
-    ours, theirs = sides["verbatim"](), sides["gqa"]()
-    torch.testing.assert_close(ours, theirs.transpose(1, 2).flatten(0, 1), rtol=2e-2, atol=2e-2)
-    taken = measure(sides, seconds, best)
-    ours, gigabytes = taken["verbatim"], stores.nbytes / 1e9
-    cells = [f"{sequences} x {context}, {rows} row{'s' * causal}", f"{ours * 1e3:.2f}"]
-    cells += [f"{taken[name] * 1e3:.2f} ({taken[name] / ours:.1f}x)" for name in ("gqa", "fused")]
+    if layers.packing is None:
+        sides["sdpa"] = sdpa
+    taken = {n: t / layers.count for n, t in measure(sides, seconds, best).items()}
+    ours, gigabytes = taken["ours"], layers.nbytes / 1e9
+    cells = [f"{kv} KV, {sequences} x {context}", f"{ours * 1e3:.3f}"]
+    cells += [f"{taken['sdpa'] / ours:.1f}x" if "sdpa" in taken else ""]
     cells += [f"{gigabytes / ours:.1f}", f"{gigabytes / taken['read']:.1f}"]
-    cells += ["" if causal else f"{taken['read'] / ours:.0%}"]
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cells)} | {taken['read'] / ours:.0%} |"
+
+
+def prefill(kv: str, kv_heads: int, tokens: int, seconds: float, best: bool) -> str:
+    layers = Layers(kv, kv_heads, 1, tokens, tokens)
+    square = torch.randn(2048, 2048).bfloat16()
+    q, k = (torch.randn(1, HEADS, tokens, SIZE, dtype=layers.q.dtype) for _ in range(2))
+    sides = {
+        "ours": layers.attend,
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        "square": lambda: F.linear(square, square),
+    }
+    taken = measure(sides, seconds, best)
+    ours = 2 * tokens * (tokens + 1) * HEADS * SIZE / taken["ours"] / 1e9
+    rate = 2 * 2048**3 / taken["square"] / 1e9
+    cells = [f"{kv} KV, prompt of {tokens}", f"{taken['ours'] * 1e3:.2f}"]
+    cells += [f"{taken['sdpa'] / taken['ours']:.1f}x", f"{ours:.0f}", f"{rate:.0f}"]
+    return f"| {' | '.join(cells)} | {ours / rate:.0%} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--seconds", type=float, default=4.0, help="per line")
+    kinds = ["bfloat16", "int8", "int4", "float32"]
+    parser.add_argument("--kv", nargs="+", default=kinds[:3], choices=kinds)
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 32], help="sequences")
+    parser.add_argument("--contexts", nargs="*", type=int, default=[128, 1024, 8192])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=0.6, help="per line")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--best", action="store_true", help="least times instead of medians")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    how = (args.seconds, args.best)
     kind = "least times" if args.best else "medians"
-    print(f"{kernels.instruction_set()}, {args.dtype}, {args.threads} threads; {kind} in ms")
-    print("| | verbatim | SDPA gqa | SDPA fused | GB/s | read GB/s | of a read |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for case in [(1, 1024, 1), (8, 1024, 1), (32, 1024, 1), (1, 1024, 1024)]:
-        print(compare(*case, getattr(torch, args.dtype), args.seconds, args.best), flush=True)
+    print(f"{kernels.instruction_set()}, {args.threads} threads; {kind} in ms")
+    if args.rows and args.contexts:
+        print("| decoding | verbatim | SDPA | GB/s | read GB/s | of a read |")
+        print("| --- | --- | --- | --- | --- | --- |")
+    for kv in args.kv:
+        for rows in args.rows:
+            for context in args.contexts:
+                print(decode(kv, args.kv_heads, rows, context, *how), flush=True)
+    if args.prompts:
+        print("| prefill | verbatim | SDPA | GFLOP/s | matrix GFLOP/s | of it |")
+        print("| --- | --- | --- | --- | --- | --- |")
+    for kv in args.kv:
+        for tokens in args.prompts:
+            print(prefill(kv, args.kv_heads, tokens, *how), flush=True)
 
 
 if __name__ == "__main__":

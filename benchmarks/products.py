@@ -1,6 +1,10 @@
-"""Matrix products at Qwen3-0.6B's shapes, beside torch's `F.linear`.
+"""Matrix products at Qwen3-0.6B's shapes, beside torch's.
 
-    python benchmarks/products.py [--dtype bfloat16] [--rows 1,8,32] [--threads 2] [--quick]
+    python benchmarks/products.py [--dtype bfloat16] [--format bf16,int8,int4] [--rows 1,8,32]
+                                  [--threads 2] [--quick]
+
+Beside ours stand `F.linear`, for int8 `torch._weight_int8pack_mm` (a scale for each column), for int4
+`torch.ops.aten._weight_int4pack_mm_for_cpu` (groups of 64, as ours).
 
 Weights come from memory: each round runs through matrices that together do not fit the last cache.
 The two are interleaved, and medians of rounds are compared, so a busy machine shows in both. The
@@ -12,16 +16,21 @@ On a machine shared with others, `--threads 1` counts the thread's own CPU time 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
-from verbatim.model.products import linear
+from verbatim.model.products import linear, packed_linear
+from verbatim.model.quantize import Quantization, WeightPacking, pack
 
 SHAPES = {  # name: (N, K)
     "q": (2048, 1024),
@@ -35,9 +44,13 @@ ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
 COLD_BYTES = 128 << 20
 
 
+Weight = TypeVar("Weight")
+Calls = dict[str, Callable[[Tensor, Any], object]]
+
+
 def medians(
-    calls: dict[str, Callable[[Tensor], object]],
-    operands: list[Tensor],
+    calls: dict[str, Callable[[Weight], object]],
+    operands: list[Weight],
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[str, float]:
@@ -71,12 +84,54 @@ def compute_limit(dtype: torch.dtype, clock: Callable[[], float]) -> float:
     return 2 * 2048**3 / best
 
 
+@dataclass
+class Operand:
+    """One matrix, as ours and as torch reads it."""
+
+    ours: Tensor
+    theirs: tuple[Tensor, ...]
+
+
+def operands(
+    form: str, num_out: int, depth: int, dtype: torch.dtype
+) -> tuple[list[Operand], Calls]:
+    """Matrices that together do not fit the caches, and the products of x with one of them."""
+    weight = torch.randn(num_out, depth).to(dtype)
+    if form == "bf16":
+        one = Operand(weight, (weight,))
+        calls: Calls = {
+            "torch": lambda x, w: F.linear(x, *w.theirs),
+            "ours": lambda x, w: linear(x, w.ours),
+        }
+    else:
+        packing = WeightPacking((num_out, depth), dtype, Quantization(8 if form == "int8" else 4))
+        codes = torch.randint(-128, 128, (num_out, depth), dtype=torch.int8)
+        if form == "int8":
+            theirs: tuple[Tensor, ...] = (codes, torch.ones(num_out, dtype=dtype))
+        else:
+            nibbles = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes & 15).int(), 1)
+            theirs = (nibbles, torch.ones(depth // 64, num_out, 2, dtype=dtype))
+        one = Operand(pack(weight, packing), theirs)
+        int4 = torch.ops.aten._weight_int4pack_mm_for_cpu
+        calls = {
+            "torch": lambda x, w: (
+                torch._weight_int8pack_mm(x, *w.theirs)
+                if form == "int8"
+                else int4(x, w.theirs[0], 64, w.theirs[1])
+            ),
+            "ours": lambda x, w: packed_linear(x, w.ours, packing),
+        }
+    count = max(1, COLD_BYTES // one.ours.nbytes)
+    copies = [Operand(one.ours.clone(), tuple(t.clone() for t in one.theirs)) for _ in range(count)]
+    return copies, calls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--format", default="bf16", help="of bf16 (plain weights), int8, int4")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--backend", default="auto")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no head")
     args = parser.parse_args()
 
@@ -88,29 +143,28 @@ def main() -> None:
         f"{args.dtype}, {args.threads} threads, {kernels.instruction_set() or 'torch'}; limits: "
         f"read {bytes_limit / 1e9:.0f} GB/s, best product {compute / 1e9:.0f} GFLOP/s\n"
     )
-    print("| product | rows | F.linear us | ours us | ratio | GB/s | GFLOP/s | of the limit |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, (num_out, depth) in SHAPES.items():
+    print(
+        "| product | weights | rows | torch us | ours us | ratio | GB/s | GFLOP/s | of the limit |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for (name, (num_out, depth)), form in itertools.product(SHAPES.items(), args.format.split(",")):
         if name == "head" and args.quick:
             continue
-        one = torch.randn(num_out, depth).to(dtype)
-        weights = [one, *(one.clone() for _ in range(max(1, COLD_BYTES // one.nbytes) - 1))]
+        weights, products = operands(form, num_out, depth, dtype)
+        nbytes = weights[0].ours.nbytes
         for num_rows in map(int, args.rows.split(",")):
             if num_rows > 64 and name == "head":
                 continue  # logits are wanted of few rows
             x = torch.randn(num_rows, depth).to(dtype)
-            calls: dict[str, Callable[[Tensor], object]] = {
-                "torch": lambda weight, x=x: F.linear(x, weight),
-                "ours": lambda weight, x=x: linear(x, weight, backend=args.backend),
-            }
+            calls = {key: functools.partial(call, x) for key, call in products.items()}
             some = weights if num_rows <= 64 else weights[: max(1, len(weights) // 8)]
             with torch.inference_mode():
                 seconds = medians(calls, some, 3 if args.quick else 11, clock)
             ours = seconds["ours"]
-            bandwidth, flops = one.nbytes / ours, 2 * num_rows * num_out * depth / ours
+            bandwidth, flops = nbytes / ours, 2 * num_rows * num_out * depth / ours
             share = max(bandwidth / bytes_limit, flops / compute)
             print(
-                f"| {name} | {num_rows} | {seconds['torch'] * 1e6:.0f} | {ours * 1e6:.0f} "
+                f"| {name} | {form} | {num_rows} | {seconds['torch'] * 1e6:.0f} | {ours * 1e6:.0f} "
                 f"| {seconds['torch'] / ours:.2f} | {bandwidth / 1e9:.1f} | {flops / 1e9:.0f} "
                 f"| {share:.0%} |",
                 flush=True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,6 +139,21 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
         sinks = opts.sinks.double()[:, None, None].expand(-1, len(position), 1)
         scores = torch.cat([scores, sinks], -1)
     return (scores.softmax(-1)[..., : len(position)] @ v).transpose(0, 1)
+
+
+def excess(out: Tensor, what: Story, opts: AttentionOptions, backend: str) -> float:
+    """How far `out` is off the definition at most, beyond what its dtypes may cost.
+
+    In bf16 the result is rounded. The kernel that multiplies pairs of bf16 also rounds the weights,
+    each by at most 2^-9 of itself, and so may err by twice that of the mean of the values' sizes.
+    """
+    want = dense(what, opts)
+    allowed = torch.zeros_like(want)
+    if out.dtype == BF16:
+        allowed += want.abs() * 2**-8
+        if backend == "avx512_bf16" and what.k.dtype == BF16:
+            allowed += dense(replace(what, v=what.v.abs()), opts) * 2**-8
+    return float(((out.double() - want).abs() - allowed).max())
 
 
 def assert_same_bits(a: Tensor, b: Tensor) -> None:

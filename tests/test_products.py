@@ -12,7 +12,17 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model import products
-from verbatim.model.products import RowTiles, holds, linear, matmul, probe_report
+from verbatim.model.products import (
+    Packed,
+    RowTiles,
+    holds,
+    linear,
+    linear_many,
+    matmul,
+    packed_linear,
+    probe_report,
+)
+from verbatim.model.quantize import GROUP_SIZES, Quantization, WeightPacking, pack, unpack
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -263,3 +273,85 @@ def test_without_kernels_auto_means_torch(monkeypatch: pytest.MonkeyPatch) -> No
             linear(x, weight, backend="kernel")
     finally:
         products._functions.cache_clear()
+
+
+# ---- weights in few bits ----
+
+KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
+
+
+def in_few_bits(weight: Tensor, kind: Quantization, columns: bool = False) -> Packed:
+    packing = WeightPacking(tuple(weight.shape), weight.dtype, kind, columns)
+    return Packed(pack(weight, packing), packing)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
+    backend: str, dtype: torch.dtype, kind: Quantization
+) -> None:
+    for num_out, depth in ((5, 33), (70, 100), (33, 1000), (140, 256)):
+        wide = rand(num_out, depth)
+        wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
+        x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)
+        packed = in_few_bits(wide.to(dtype), kind)
+        weight = unpack(packed.data, packed.packing, backend="torch")
+        for float32 in (False, True):
+            settings = {"backend": backend, "float32": float32}
+            expected = linear(x, weight, bias, **settings)
+            for count in (1, 70) if backend == "torch" else (1, 2, 5, 6, 7, 8, 9, 13, 33, 70):
+                args = x[-count:], packed.data, packed.packing, bias
+                assert torch.equal(packed_linear(*args, **settings), expected[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[4]], ids=["int8", "int4"])
+def test_every_number_of_rows_and_threads_with_weights_in_few_bits(
+    dtype: torch.dtype, kind: Quantization
+) -> None:
+    x, packed = rand(70, 1000, dtype=dtype), in_few_bits(rand(600, 1000, dtype=dtype), kind)
+    expected = linear(x, unpack(packed.data, packed.packing))
+    for num_threads in (1, 2, 3, 7):
+        with threads(num_threads):
+            for count in range(num_threads, 71, 1 if num_threads == 2 else 9):
+                rows = packed_linear(x[-count:], packed.data, packed.packing)
+                assert torch.equal(rows, expected[-count:]), (num_threads, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_matrices_at_once(backend: str, dtype: torch.dtype) -> None:
+    wide, bias = rand(90, 200, dtype=dtype), rand(65, dtype=dtype)
+    columns = in_few_bits(rand(100, 40, dtype=dtype), KINDS[3], columns=True)
+    weights = [
+        rand(65, 100, dtype=dtype),
+        wide[:, 50:150],
+        in_few_bits(rand(33, 100, dtype=dtype), KINDS[0]),
+        in_few_bits(rand(300, 100, dtype=dtype), KINDS[4]),
+    ]
+    for some in (weights, [*weights, columns]):
+        biases = [bias, *[None] * (len(some) - 1)]
+        for count in (1, 4, 20):
+            x = rand(count, 100, dtype=dtype)
+            alone = [
+                packed_linear(x, w.data, w.packing, b, backend=backend)
+                if isinstance(w, Packed)
+                else linear(x, w, b, backend=backend)
+                for w, b in zip(some, biases, strict=True)
+            ]
+            with threads(2):
+                together = linear_many(x, some, biases, backend=backend)
+            assert torch.equal(together, torch.cat(alone, -1))
+    expected = matmul(rand(3, 100, dtype=dtype), unpack(columns.data, columns.packing))
+    assert torch.equal(
+        packed_linear(rand(3, 100, dtype=dtype), columns.data, columns.packing), expected
+    )
+
+
+def test_a_packed_weight_that_does_not_fit_is_refused() -> None:
+    packed = in_few_bits(rand(6, 60), KINDS[0])
+    with pytest.raises(ValueError, match=r"\(2, 61\), \(6, 60\)"):
+        packed_linear(rand(2, 61), packed.data, packed.packing)
+    with pytest.raises(ValueError, match=r"\(5,\) do not fit"):
+        packed_linear(rand(2, 60), packed.data, packed.packing, rand(5))

@@ -8,7 +8,7 @@
 // the last group may be short. `verbatim/kv/quantized.py` says the same in torch, bit for bit.
 #pragma once
 
-#include "attention_tile.h"
+#include "attention_rows.h"
 
 #include <cmath>
 
@@ -33,41 +33,72 @@ static inline f32x16 to_floats(u8x16 codes) {
 #endif
 }
 
-template <int BITS> static INLINE void unpack_row(const uint8_t *row, int width, float *to) {
-    constexpr int STEP = 32;  // elements at a time: a group of 4 bits, half of one of 8
-    const uint8_t *heads = row + code_bytes<BITS>(width);
-    for (int e = 0; e < width; e += STEP, row += STEP * BITS / 8) {
-        bf16 head[2];
-        std::memcpy(head, heads + e / GROUP<BITS> * 4, sizeof head);
-        const float scale = to_float(head[0]), low = to_float(head[1]);
-        if (e + STEP > width) {
-            const int n = width - e, half = (n + 1) / 2;
-            for (int i = 0; i < n; i++) {
-                const int code = BITS == 8 ? row[i] : i < half ? row[i] & 15 : row[i - half] >> 4;
-                to[e + i] = low + scale * (float)code;
-            }
-            return;
-        }
-        u8x16 first, last;
-        std::memcpy(&first, row, sizeof first);
-        if (BITS == 8) std::memcpy(&last, row + 16, sizeof last);
-        else last = first >> 4, first &= 15;
-        store(to + e, fma(splat(scale), to_floats(first), splat(low)));
-        store(to + e + 16, fma(splat(scale), to_floats(last), splat(low)));
-    }
-}
+// Such rows as floats, or with HALF rounded to bf16.
+template <int BITS, bool HALF> struct PackedRows {
+    static constexpr bool PAIRED = HALF;
+    static int bytes(int width) { return row_bytes<BITS>(width); }
 
-// Rows `at` and following to lines of `stride` floats, while rows `ahead` and following are fetched.
-template <int BITS>
-static inline void unpack_rows(const uint8_t *rows, int64_t at, int64_t ahead, int n, int width,
-                               float *to, int stride) {
-    const int bytes = row_bytes<BITS>(width);
-    const uint8_t *row = rows + at * bytes, *next = rows + ahead * bytes;
-    for (int i = 0; i < n; i++, row += bytes, next += bytes, to += stride) {
-        for (int b = 0; b < bytes; b += 64) __builtin_prefetch(next + b);
-        unpack_row<BITS>(row, width, to);
+    template <bool WHOLE> static INLINE u32x16 lanes(const char *row, int width, int i) {
+        if constexpr (HALF) {
+            f32x16 x[2];
+            unpack<0, 2, WHOLE>((const uint8_t *)row, width, i * 32, x);
+#if defined(__AVX512BF16__)
+            return (u32x16)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+#else
+            const u16x16 halves[2] = {narrow(x[0]), narrow(x[1])};
+            u32x16 pairs;
+            std::memcpy(&pairs, halves, sizeof pairs);
+            return pairs;
+#endif
+        } else {
+            f32x16 x;
+            if (i % 2 == 0) unpack<0, 1, false>((const uint8_t *)row, width, i * 16, &x);
+            else unpack<1, 1, false>((const uint8_t *)row, width, (i - 1) * 16, &x);
+            return (u32x16)x;
+        }
     }
-}
+
+  private:
+    // Of the 32 elements from `e` on, the first 16, the last 16 or both.
+    template <int FIRST, int COUNT, bool WHOLE>
+    static INLINE void unpack(const uint8_t *row, int width, int e, f32x16 *out) {
+        const uint8_t *codes = row + e * BITS / 8;
+        uint32_t word;
+        std::memcpy(&word, row + code_bytes<BITS>(width) + e / GROUP<BITS> * 4, sizeof word);
+        const f32x16 head = splat_bits(word), low = (f32x16)((u32x16)head & 0xffff0000u);
+        const f32x16 scale = (f32x16)((u32x16)head << 16);
+        uint8_t last_codes[32];
+        if (!WHOLE && e + 32 > width) {  // the last group is short: as if it were whole
+            const int n = width - e, half = (n + 1) / 2;
+            uint8_t all[32] = {};
+            for (int k = 0; k < n; k++)
+                all[k] = BITS == 8 ? codes[k] : k < half ? codes[k] & 15 : codes[k - half] >> 4;
+            for (int k = 0; k < 32; k++)
+                last_codes[k] = BITS == 8 ? all[k] : k < 16 ? all[k] | all[k + 16] << 4 : 0;
+            codes = last_codes;
+        }
+        for (int part = FIRST; part < FIRST + COUNT; part++) {
+            u8x16 x;
+            std::memcpy(&x, codes + (BITS == 8 ? 16 * part : 0), sizeof x);
+            if (BITS == 4) x = part == 0 ? x & 15 : x >> 4;
+            out[part - FIRST] = fma(scale, to_floats(x), low);
+        }
+        if (!WHOLE)
+            for (int part = FIRST; part < FIRST + COUNT; part++)
+                out[part - FIRST] = first_lanes(out[part - FIRST], width - e - 16 * part);
+    }
+
+    static INLINE f32x16 splat_bits(uint32_t word) {
+        float x;
+        std::memcpy(&x, &word, sizeof x);
+        return splat(x);
+    }
+
+    static INLINE f32x16 first_lanes(f32x16 x, int n) {  // the others zero
+        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        return lane < n ? x : splat(0.0f);
+    }
+};
 
 // To a bf16 that is not nearer to zero, and to one that is not above.
 static inline bf16 round_away(float x) {

@@ -25,27 +25,33 @@ struct Problem {
     const float *sinks, *slopes;      // [H] or NULL
 };
 
-// Some query heads of one KV head, for neighbouring rows of one sequence.
+// Some query heads of one KV head, for neighbouring rows of one sequence; all of the keys that they
+// see, or where `segment` is not negative those of one segment.
 struct Work {
-    int64_t sequence, row, rows, kv_head, head, heads;
+    int64_t sequence, row, rows, kv_head, head, heads, segment;
 };
 
 // Multiplications of one call, at most: what decides whether waking the other threads pays.
-int64_t effort(const Problem &p) {
+static inline int64_t effort(const Problem &p) {
     int64_t keys = 0;
     for (int64_t s = 0; s < p.sequences; s++)
         keys += (int64_t)(p.query_starts[s + 1] - p.query_starts[s]) * p.context_lens[s];
     return keys * p.heads * (p.key_size + p.value_size);
 }
 
-// Few lines to a piece of work where there is little to do, so that no thread stands idle. The
-// choice moves no bits.
-std::vector<Work> divide(const Problem &p, int threads) {
+static inline int64_t longest(const Problem &p) {
+    return p.sequences ? *std::max_element(p.context_lens, p.context_lens + p.sequences) : 0;
+}
+
+// Few lines to a piece of work where there is little to do, and a piece for each segment of
+// `segment` keys where there are few pieces, so that no thread stands idle. The choice moves no bits.
+static inline std::vector<Work> divide(const Problem &p, int64_t segment, int threads) {
     const int64_t group = p.heads / p.kv_heads;
     const int64_t all_rows = p.query_starts[p.sequences] - p.query_starts[0];
     int64_t lines = MAX_LINES;
     while (lines > 8 && all_rows * p.heads < lines * threads * 4) lines /= 2;
-    const int64_t heads = std::min(group, lines), rows = std::max<int64_t>(1, lines / group);
+    const int64_t heads = std::min<int64_t>(group, MAX_LINES);
+    const int64_t rows = std::max<int64_t>(1, lines / group);
     std::vector<Work> work;
     for (int64_t s = 0; s < p.sequences; s++) {
         const int64_t start = p.query_starts[s];
@@ -54,10 +60,15 @@ std::vector<Work> divide(const Problem &p, int threads) {
                 for (int64_t h = 0; h < group; h += heads) {
                     const int64_t first = std::max(start, end - rows);
                     work.push_back({s, first, end - first, kv, kv * group + h,
-                                    std::min(heads, group - h)});
+                                    std::min(heads, group - h), -1});
                 }
     }
-    return work;
+    if (threads == 1 || (int64_t)work.size() >= 8 * threads || longest(p) <= segment) return work;
+    std::vector<Work> pieces;
+    for (Work w : work)
+        for (w.segment = 0; w.segment * segment < p.context_lens[w.sequence]; w.segment++)
+            pieces.push_back(w);
+    return pieces;
 }
 
 // A thread's memory, handed out in pieces of whole cache lines and zeroed.

@@ -6,195 +6,349 @@
 //   w[N, K], as nn.Linear stores it: sixteen float accumulators along K, summed by vb::sum's tree.
 //   w[K, N], as GPT-2 stores it: one float accumulator, k ascending (columns.h).
 //
-// Weights are read where they are and never packed. The bias is added in float and the result
-// rounded once.
+// Weights are read where they are and never packed. Those in few bits become the bf16 or float
+// that they are read back as, a strip at a time or in registers, and then go the same way. The
+// bias is added in float and the result rounded once.
 
-#include "columns.h"
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <omp.h>
+
+#include "matrix.h"
+#include "packed_tile.h"
 
 namespace {
 
-// ---- sums of the lanes of many accumulators at once, each by the tree of vb::sum ----
+// ---- the work, in strips of columns ----
 
-#define PICK __builtin_shufflevector
+// How the work is cut, for time alone. Few rows take the weights from memory as they pass: in
+// strips as wide as leaves every thread two of them. More rows go in panels over a strip that
+// stays in the second cache; long rows are then cut along K (the accumulators are kept
+// meanwhile), so that a panel's part stays in the first cache for a whole group of columns.
+#if defined(__AVX512F__)
+constexpr int64_t PANEL_ROWS = 6;
+#else
+constexpr int64_t PANEL_ROWS = 1;
+#endif
+constexpr int64_t BLOCK_ROWS = 132, GROUP_COLS = 32, STRIP_BYTES = 128 << 10, PART_BYTES = 2048;
+constexpr int64_t WIDEST = 64, WIDEST_IN_STREAMS = 256;
 
-static inline f32x16 add_halves(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-static inline f32x16 add_quarters(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-static inline f32x16 add_pairs(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-static inline f32x16 add_neighbours(f32x16 a, f32x16 b) {
-    return PICK(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-           PICK(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-}
+static bool is_packed(const Matrix &m) { return m.format == INT8 || m.format == INT4; }
 
-constexpr int COLS = 4;
-
-// Rows FIRST to FIRST + 3, as far as there are any, of a tile's accumulators. Lanes 4r to 4r + 3 of
-// the result are the four columns of row FIRST + r.
-template <int FIRST, int R> static INLINE inline f32x16 sums(const f32x16 (&acc)[R][COLS]) {
-    constexpr int LEFT = R - FIRST;
-    f32x16 quarter[COLS];
-    each<COLS>([&](auto c) INLINE {
-        constexpr int C = c.value;
-        f32x16 upper = add_halves(acc[FIRST][C], acc[FIRST + (LEFT > 1 ? 1 : 0)][C]);
-        f32x16 lower = upper;
-        if constexpr (LEFT > 2)
-            lower = add_halves(acc[FIRST + 2][C], acc[FIRST + (LEFT > 3 ? 3 : 2)][C]);
-        quarter[C] = add_quarters(upper, lower);
-    });
-    return add_neighbours(add_pairs(quarter[0], quarter[1]), add_pairs(quarter[2], quarter[3]));
+// Few rows: those of one tile. Weights in few bits become numbers in registers only where that is
+// faster than a strip that was unpacked.
+template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
+#if defined(__AVX512BF16__)
+    if (sizeof(T) == 2) return rows <= 8;
+#endif
+    return !is_packed(m) && rows <= PANEL_ROWS;
 }
 
-template <typename T, typename O>
-static inline void finish(const Product<T, O> &p, f32x16 v, int64_t row, int rows, int64_t col,
-                          int cols) {
-    if (p.bias) {
-        float b[COLS] = {};
-        for (int c = 0; c < cols; c++) b[c] = to_float(p.bias[col + c]);
-        v += f32x16{b[0], b[1], b[2], b[3], b[0], b[1], b[2], b[3],
-                    b[0], b[1], b[2], b[3], b[0], b[1], b[2], b[3]};
+template <typename T, typename O> struct Work {
+    const T *x;
+    int64_t rows, x_stride;
+    const Matrix *matrices;
+    int count;
+    O *out;
+    int64_t out_stride, share;  // share: columns, a thread's half
+
+    int64_t width(const Matrix &m) const {
+        const bool streams = in_streams<T>(m, rows);
+        const int64_t fit = STRIP_BYTES / std::max<int64_t>(1, m.depth * (int64_t)sizeof(T));
+        const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, fit);
+        return std::max(GROUP_COLS, std::min(share, most) / GROUP_COLS * GROUP_COLS);
     }
-    O lanes[16];
-    store_all(lanes, v);
-    O *out = p.out + row * p.out_stride + col;
-    for (int r = 0; r < rows; r++, out += p.out_stride) {
-        if (cols == COLS) std::memcpy(out, lanes + COLS * r, COLS * sizeof(O));
-        else std::memcpy(out, lanes + COLS * r, cols * sizeof(O));
-    }
-}
-
-// ---- a tile: R rows by up to four columns, over part of K ----
-
-// What a tile has to know beside its place.
-template <typename T> struct Part {
-    int64_t begin, end;  // along K; all but the last part are whole steps
-    f32x16 *kept;        // the accumulators between parts
-    const T *ahead;      // weights that are wanted later
+    int64_t strips(const Matrix &m) const { return (m.cols + width(m) - 1) / width(m); }
 };
 
-// Columns past the end repeat the last one and are not stored. Meanwhile FETCH columns of weights
-// from `ahead` on are brought into the cache.
-template <int R, int FETCH, typename T, typename O>
-static NOINLINE void tile(const Product<T, O> &p, int64_t row, int64_t col, int cols,
-                          const Part<T> &part) {
-    const T *x = p.x + row * p.x_stride, *ahead = part.ahead;
-    const int64_t x_stride = p.x_stride, w_stride = p.w_stride, end = part.end;
-    const T *w0 = p.w + col * w_stride;
-    const T *w1 = w0 + (cols > 1 ? w_stride : 0), *w2 = w1 + (cols > 2 ? w_stride : 0);
-    const T *w3 = w2 + (cols > 3 ? w_stride : 0);
-    int64_t k = part.begin;
-    f32x16 acc[R][COLS];
-    if (k == 0) each<R * COLS>([&](auto i) INLINE { acc[i / COLS][i % COLS] = f32x16{}; });
-    else each<R * COLS>([&](auto i) INLINE { acc[i / COLS][i % COLS] = part.kept[i]; });
-    auto step = [&](auto load) INLINE {
-        auto b0 = load(w0 + k), b1 = load(w1 + k), b2 = load(w2 + k), b3 = load(w3 + k);
-        each<FETCH>([&](auto c) INLINE { __builtin_prefetch(ahead + c * w_stride + k); });
-        each<R>([&](auto r) INLINE {
-            auto a = load(x + r * x_stride + k);
-            acc[r][0] = mac(acc[r][0], a, b0);
-            acc[r][1] = mac(acc[r][1], a, b1);
-            acc[r][2] = mac(acc[r][2], a, b2);
-            acc[r][3] = mac(acc[r][3], a, b3);
-        });
-    };
-    for (; k + STEP<T> <= end; k += STEP<T>) step([](const T *at) INLINE { return load_step(at); });
-    if (int rest = (int)(end - k))  // zeros fill the step up: this depends on K alone
-        step([rest](const T *at) INLINE { return load_step_first(at, rest); });
-    if (end < p.depth) {
-        each<R * COLS>([&](auto i) INLINE { part.kept[i] = acc[i / COLS][i % COLS]; });
-        return;
+// A strip: columns `col` to `col + width` of a matrix.
+struct Strip {
+    const Matrix *matrix;
+    int64_t col, width, out;  // out: the column of the output
+
+    RowLayout layout() const { return {matrix->depth, matrix->format, matrix->group}; }
+    template <typename T> int64_t stride_bytes() const {
+        return is_packed(*matrix) ? layout().bytes : matrix->stride * (int64_t)sizeof(T);
     }
-    finish(p, sums<0>(acc), row, std::min(R, 4), col, cols);
-    if constexpr (R > 4) finish(p, sums<4>(acc), row + 4, R - 4, col, cols);
+    template <typename T> const char *begin() const {
+        return (const char *)matrix->data + col * stride_bytes<T>();
+    }
+};
+
+template <typename T, typename O> static Strip strip_at(const Work<T, O> &work, int64_t n) {
+    int64_t out = 0;
+    for (const Matrix *m = work.matrices;; out += m->cols, m++) {
+        const int64_t width = work.width(*m), strips = work.strips(*m);
+        if (n < strips)
+            return {m, n * width, std::min(width, m->cols - n * width), out + n * width};
+        n -= strips;
+    }
 }
 
-template <int FETCH, typename T, typename O>
-static void tile_of(int64_t rows, const Product<T, O> &p, int64_t row, int64_t col, int cols,
-                    const Part<T> &part) {
+// ---- few rows: one panel, at memory speed ----
+
+// f(R, C) for a tile of so many rows. Up to 24 accumulators, with the weights and a row, fit 32
+// registers.
+template <typename F> static inline void of_height(int64_t rows, F f) {
+    const auto with = [&](auto r, auto c) { f(r, c); };
     switch (rows) {
-    case 1: return tile<1, FETCH>(p, row, col, cols, part);
+#define HEIGHT(R, C)                                                                               \
+    case R: return with(std::integral_constant<int, R>(), std::integral_constant<int, C>());
+        HEIGHT(1, 4)
 #if defined(__AVX512F__)
-    case 2: return tile<2, FETCH>(p, row, col, cols, part);
-    case 3: return tile<3, FETCH>(p, row, col, cols, part);
-    case 4: return tile<4, FETCH>(p, row, col, cols, part);
-    case 5: return tile<5, FETCH>(p, row, col, cols, part);
-    case 6: return tile<6, FETCH>(p, row, col, cols, part);
+        HEIGHT(2, 4)
+        HEIGHT(3, 4)
+        HEIGHT(4, 4)
+        HEIGHT(5, 4)
+        HEIGHT(6, 4)
+        HEIGHT(7, 3)
+        HEIGHT(8, 3)
 #endif
+#undef HEIGHT
     }
 }
 
-// ---- the product ----
-
-// How the work is cut, for time alone. A strip of columns stays in the second cache while the
-// panels of a block of rows pass over it. Long rows are cut along K (the accumulators are kept
-// meanwhile), so that a panel's part stays in the first cache for a whole group of columns.
-constexpr int64_t GROUP = 32, STRIP_BYTES = 128 << 10, PART_BYTES = 2048, BLOCK_ROWS = 132;
-
-template <typename T> static inline int64_t strip_width(int64_t depth) {
-    const int64_t fit = STRIP_BYTES / std::max<int64_t>(1, depth * sizeof(T)) / GROUP * GROUP;
-    return std::max(GROUP, std::min<int64_t>(64, fit));
+template <typename T, typename O>
+static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t col,
+                         int64_t apart, int64_t cols) {
+    const T *bias = (const T *)strip.matrix->bias;
+    return {work.x + row * work.x_stride, work.x_stride, strip.matrix->depth,
+            bias ? bias + strip.col + col : nullptr,
+            work.out + row * work.out_stride + strip.out + col, work.out_stride, apart, (int)cols};
 }
 
-// One strip of columns against some of the rows, in panels of nearly equal height.
+// Room for weights that were unpacked. It stays with its thread.
+static void *room(int64_t bytes) {
+    static thread_local std::unique_ptr<void, decltype(&std::free)> held(nullptr, std::free);
+    static thread_local int64_t size = 0;
+    if (size < bytes) {
+        size = (bytes + 4095) / 4096 * 4096;
+        held.reset(std::aligned_alloc(4096, size));
+    }
+    return held.get();
+}
+
+// C columns at a time that lie a C-th of the strip from one another: as many streams. f is handed
+// the place, the first column, and how far it is from there to the next one of the stream.
+template <int C, typename T, typename O, typename F>
+static void each_place(const Work<T, O> &work, const Strip &strip, const char *after, F f) {
+    const int64_t apart = (strip.width + C - 1) / C, stride = strip.stride_bytes<T>();
+    const char *at = strip.begin<T>();
+    for (int64_t c = 0; c < apart; c++, at += stride) {
+        const int64_t cols = (strip.width - c + apart - 1) / apart;
+        f(place(work, strip, 0, c, apart, cols), at, apart * stride,
+          c + 1 < apart || !after ? stride : after - at);
+    }
+}
+
 template <typename T, typename O>
-static void strip(const Product<T, O> &p, int64_t row, int64_t row_end, int64_t col,
-                  int64_t width) {
-    const int64_t rows = row_end - row, panels = (rows + ROWS - 1) / ROWS;
-    const int64_t strip_end = std::min(col + width, p.cols);
-    // The panels share the work of fetching the next strip. A single panel reads every weight
-    // once, at memory speed: it runs along K in one part and fetches just the next tile.
-    const bool alone = panels == 1;
-    const int fetch = alone ? 4 : panels < 4 ? 2 : 1;
-    const int64_t distance = alone ? COLS : width;
-    const int64_t length = alone ? p.depth : PART_BYTES / (int64_t)sizeof(T);
-    f32x16 kept[GROUP / COLS][ROWS * COLS];
-    for (int64_t i = 0; i < panels; i++) {
-        const int64_t height = rows * (i + 1) / panels - rows * i / panels;
-        for (int64_t group = col; group < strip_end; group += GROUP) {
-            const int64_t group_end = std::min(group + GROUP, strip_end);
-            for (int64_t begin = 0, end = -1; end < p.depth; begin = end) {
-                end = std::min(begin + length, p.depth);
-                for (int64_t c = group; c < group_end; c += COLS) {
-                    const int n = (int)std::min<int64_t>(COLS, group_end - c);
-                    const int64_t next = c + distance + i * fetch;
-                    const Part<T> part{begin, end, kept[(c - group) / COLS],
-                                       p.w + next * p.w_stride};
-                    if (i * fetch >= COLS || next + fetch > p.cols)
-                        tile_of<0>(height, p, row, c, n, part);
-                    else if (fetch == 1) tile_of<1>(height, p, row, c, n, part);
-                    else if (fetch == 2) tile_of<2>(height, p, row, c, n, part);
-                    else tile_of<4>(height, p, row, c, n, part);
-                }
+static void few_rows(const Work<T, O> &work, const Strip &strip, const char *after) {
+    of_height(work.rows, [&](auto r, auto cols) {
+        constexpr int R = r.value, C = cols.value;
+        each_place<C>(work, strip, after, [&](auto p, auto at, int64_t stride, int64_t next) {
+            lone_tile<R, C>(p, (const T *)at, stride / (int64_t)sizeof(T), next);
+        });
+    });
+}
+
+// ---- more rows: panels over a strip that stays in the second cache ----
+
+// The panels share the work of fetching the strip that comes `after`, a line for each step of a
+// tile in each pass; a pass of a tile is `after_pass` bytes.
+template <typename T, typename O>
+static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t row_end,
+                   const T *weights, int64_t stride, bool cold, const char *after,
+                   int64_t after_stride, int64_t after_pass) {
+    const int64_t rows = row_end - row, count = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    const int64_t depth = strip.matrix->depth;
+    const int64_t length = count == 1 ? depth : PART_BYTES / (int64_t)sizeof(T);
+    const int passes = (int)((4 * after_stride + after_pass - 1) / after_pass);
+    const int64_t fetching = std::max<int64_t>(1, count - cold);
+    const int share = (int)((passes + fetching - 1) / fetching);
+    alignas(64) f32x16 kept[GROUP_COLS * PANEL_ROWS];
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t height = rows * (i + 1) / count - rows * i / count;
+        const bool ahead = cold && i == 0;
+        const int pass = (int)(i - cold) * share;
+        for (int64_t group = 0; group < strip.width; group += GROUP_COLS) {
+            const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
+            for (int64_t begin = 0, end = -1; end < depth; begin = end) {
+                end = std::min(begin + length, depth);
+                of_height(height, [&](auto r, auto columns) {
+                    // a panel has no more rows, so there is no need of such tiles
+                    constexpr int R = std::min<int>(r.value, PANEL_ROWS), C = places(columns.value);
+                    f32x16 *keep = kept;
+                    for (int64_t c = group; c < group_end; c += C, keep += R * C) {
+                        const int64_t cols = std::min<int64_t>(C, group_end - c);
+                        const Place<T, O> p = place(work, strip, row, c, 1, cols);
+                        const T *first = weights + c * stride;
+                        const char *later = after + c * after_stride + pass * after_pass;
+                        const auto go = [&](auto fetch) {
+                            tile<R, C>(p, first, stride, begin, end, keep, fetch);
+                        };
+                        if (ahead) go(Ahead{AHEAD_BYTES});
+                        else if (!after || pass >= passes) go(Ahead{NEAR_BYTES});
+                        else if (share == 1) go(Later<1>{later, after_pass});
+                        else if (share == 2) go(Later<2>{later, after_pass});
+                        else go(Later<4>{later, after_pass});
+                    }
+                });
             }
         }
         row += height;
     }
 }
 
-template <typename T, typename O> static void by_rows(const Product<T, O> &p, int threads) {
-    const int64_t width = strip_width<T>(p.depth), strips = (p.cols + width - 1) / width;
-    const int64_t blocks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads)
-    for (int64_t b = 0; b < blocks; b++)
-        for (int64_t s = 0; s < strips; s++)
-            strip(p, p.rows * b / blocks, p.rows * (b + 1) / blocks, s * width, width);
+// ---- a strip in few bits ----
+
+template <typename T>
+static const T *unpacked(const char *packed, int64_t count, int64_t stride, const Matrix &m,
+                         const RowLayout &row) {
+    T *out = (T *)room(count * m.depth * sizeof(T));
+    of_kind(m.format, m.group, [&](auto bits, auto group) {
+        for (int64_t c = 0; c < count; c++)
+            unpack_row<bits.value, group.value>(out + c * m.depth,
+                                                (const uint8_t *)packed + c * stride, row,
+                                                [](int64_t) {});
+    });
+    return out;
+}
+
+#if defined(__AVX512BF16__)
+template <typename O>
+static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const char *after) {
+    const Matrix &m = *strip.matrix;
+    const RowLayout row = strip.layout();
+    of_kind(m.format, m.group, [&](auto bits, auto group) {
+        of_height(work.rows, [&](auto r, auto cols) {
+            // codes of 8 bits take more registers on their way
+            constexpr int R = r.value, C = bits.value == 8 && R > 6 ? 2 : cols.value;
+            each_place<C>(work, strip, after, [&](auto p, auto at, int64_t stride, int64_t next) {
+                const uint8_t *first = (const uint8_t *)at;
+                if (packed_tile<R, C, bits.value, group.value>(p, first, stride, row, next)) return;
+                const bf16 *weights = unpacked<bf16>(at, p.cols, stride, m, row);
+                tile<R, C>(p, weights, m.depth, 0, m.depth, nullptr, Later<0>{});
+            });
+        });
+    });
+}
+#else
+template <typename O>
+static void few_rows_packed(const Work<bf16, O> &, const Strip &, const char *) {}
+#endif
+template <typename O>
+static void few_rows_packed(const Work<float, O> &, const Strip &, const char *) {}
+
+// ---- all of it ----
+
+// One strip against rows `row` to `row_end`. `after` is the strip that the thread comes to next, or
+// null; `cold`: nobody has fetched this one.
+template <typename T, typename O>
+static void run(const Work<T, O> &work, const Strip &strip, const Strip *after, int64_t row,
+                int64_t row_end, bool cold) {
+    const char *ahead = after ? after->begin<T>() : nullptr;
+    if (in_streams<T>(*strip.matrix, work.rows))
+        return is_packed(*strip.matrix) ? few_rows_packed(work, strip, ahead)
+                                        : few_rows(work, strip, ahead);
+    const int64_t stride = strip.stride_bytes<T>(), depth = strip.matrix->depth;
+    if (!is_packed(*strip.matrix))
+        return panels(work, strip, row, row_end, (const T *)strip.begin<T>(), strip.matrix->stride,
+                      cold, ahead, stride, stride);
+    const T *weights =
+        unpacked<T>(strip.begin<T>(), strip.width, stride, *strip.matrix, strip.layout());
+    const int64_t pass = std::max<int64_t>(1, depth / STEP<T>) * 64;
+    panels(work, strip, row, row_end, weights, depth, false, ahead, stride, pass);
+}
+
+// Each thread goes through a range of its own, so that what it fetches ahead is what it wants next,
+// and then helps the others.
+template <typename T, typename O> static void multiply_in(const Work<T, O> &work, int threads) {
+    constexpr int MOST_THREADS = 256;
+    struct alignas(64) Range {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    int64_t strips = 0;
+    for (int i = 0; i < work.count; i++) strips += work.strips(work.matrices[i]);
+    const int64_t blocks = (work.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pieces = strips * blocks;
+    threads = (int)std::min<int64_t>(threads, std::min<int64_t>(pieces, MOST_THREADS));
+    if (!pieces) return;
+    Range ranges[MOST_THREADS];
+    for (int t = 0; t < threads; t++) {
+        ranges[t].next = pieces * t / threads;
+        ranges[t].end = pieces * (t + 1) / threads;
+    }
+    auto help = [&](int me) {
+        int64_t last = -2;
+        for (int t = 0; t < threads; t++) {
+            Range &range = ranges[(me + t) % threads];
+            for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+                const int64_t block = n / strips;
+                const Strip strip = strip_at(work, n % strips);
+                Strip after;
+                const bool more = n + 1 < range.end;
+                if (more) after = strip_at(work, (n + 1) % strips);
+                run(work, strip, more ? &after : nullptr, work.rows * block / blocks,
+                    work.rows * (block + 1) / blocks, n != last + 1);
+                last = n;
+            }
+        }
+    };
+    if (threads == 1) return help(0);
+#pragma omp parallel num_threads(threads)
+    help(omp_get_thread_num());
 }
 
 // Waking the other threads costs some microseconds, and many more where other programs want the
 // processor too; a product of that length runs where it is.
-static int threads_for(int64_t rows, int64_t cols, int64_t depth, int threads) {
-    if (cols * depth < (1 << 19) && rows * cols * depth < (1 << 22)) return 1;
+static int threads_for(int64_t rows, int64_t numbers, int threads) {
+    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) return 1;
     return threads > 0 ? threads : omp_get_max_threads();
 }
 
+template <typename T, typename O>
+static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
+                         int count, O *out, int64_t out_stride, int threads) {
+    int64_t cols = 0, numbers = 0;
+    for (int i = 0; i < count; i++)
+        cols += matrices[i].cols, numbers += matrices[i].cols * matrices[i].depth;
+    threads = threads_for(rows, numbers, threads);
+    const int64_t share = cols / (2 * threads);
+    multiply_in(Work<T, O>{x, rows, x_stride, matrices, count, out, out_stride, share}, threads);
+}
+
+template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
+
+template <typename T, typename O> static void by_rows(const Product<T, O> &p, int threads) {
+    const Matrix m{p.w, p.bias, p.cols, p.depth, p.w_stride, PLAIN<T>, 0};
+    multiply_all(p.x, p.rows, p.x_stride, &m, 1, p.out, p.out_stride, threads);
+}
+
 }  // namespace
+
+template <typename T>
+void vb::multiply(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices, int count,
+                  T *out, int64_t out_stride, int threads) {
+    multiply_all(x, rows, x_stride, matrices, count, out, out_stride, threads);
+}
+template void vb::multiply(const float *, int64_t, int64_t, const Matrix *, int, float *, int64_t,
+                           int);
+template void vb::multiply(const bf16 *, int64_t, int64_t, const Matrix *, int, bf16 *, int64_t,
+                           int);
+
+// The same for others than C++. `out_f32` keeps the result of bf16 operands in float32.
+#define EXPORT_MANY(name, T)                                                                       \
+    extern "C" void name(void *out, const T *x, int64_t rows, int64_t x_stride,                    \
+                         const Matrix *matrices, int count, int64_t out_stride, int out_f32,       \
+                         int threads) {                                                            \
+        if (out_f32)                                                                               \
+            multiply_all(x, rows, x_stride, matrices, count, (float *)out, out_stride, threads);   \
+        else multiply_all(x, rows, x_stride, matrices, count, (T *)out, out_stride, threads);      \
+    }
+
+EXPORT_MANY(vb_multiply_f32, float)
+EXPORT_MANY(vb_multiply_bf16, bf16)
 
 // out[rows, cols] = x[rows, depth] @ w + bias, with w[cols, depth] (vb_linear) or w[depth, cols]
 // (vb_linear_t). Strides are of rows, in elements. `bias` may be null. `out_f32` keeps the
@@ -203,7 +357,7 @@ static int threads_for(int64_t rows, int64_t cols, int64_t depth, int threads) {
     extern "C" void name(void *out, const T *x, const T *w, const T *bias, int64_t rows,           \
                          int64_t cols, int64_t depth, int64_t x_stride, int64_t w_stride,          \
                          int64_t out_stride, int out_f32, int threads) {                           \
-        threads = threads_for(rows, cols, depth, threads);                                         \
+        threads = threads_for(rows, cols * depth, threads);                                        \
         if (out_f32)                                                                               \
             method(Product<T, float>{(float *)out, x, w, bias, rows, cols, depth, x_stride,        \
                                      w_stride, out_stride}, threads);                              \

@@ -194,9 +194,10 @@ def packed_attention(
 ) -> Tensor:
     """`paged_attention` over stores `[blocks, Hkv, block_size, row_bytes]` uint8.
 
-    The kernel unpacks a tile of rows at a time; the reference unpacks all blocks of the batch and
-    hands them on. Both then compute as for float32 stores, so the kernel's bits are those that it
-    gives for the unpacked values.
+    An element is read back in the dtype of the queries: in bf16, `unpack`'s float32 is rounded once
+    more, which is far less than its own step. The kernel unpacks a tile of rows at a time; the
+    reference unpacks all blocks of the batch and hands them on. Both then compute as for stores of
+    that dtype, so the kernel's bits are those that it gives for the unpacked values.
 
     Args:
         value_size: Dv, which the bytes of a row do not tell.
@@ -215,8 +216,8 @@ def packed_attention(
     used, renamed = torch.unique(block_tables, return_inverse=True)
     return paged_attention(
         q,
-        unpack(k_store[used.long()], q.shape[2], packing),
-        unpack(v_store[used.long()], value_size, packing),
+        unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype),
+        unpack(v_store[used.long()], value_size, packing).to(q.dtype),
         query_starts,
         context_lens,
         renamed.to(torch.int32),

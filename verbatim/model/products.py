@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.model.quantize import WeightPacking, unpack
 
 _Function = Callable[..., None]
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -117,6 +118,147 @@ def linear(
             rows.stride(0),
             column_stride if transposed else row_stride,
             num_out,
+            float32,
+            torch.get_num_threads(),
+        )
+    return out
+
+
+class _Matrix(ctypes.Structure):
+    """`vb::Matrix` of kernels/matrix.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("cols", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def _multiply(backend: str, dtype: torch.dtype) -> _Function | None:
+    """The kernel that takes several matrices, packed or not; None where torch serves."""
+    if not _functions(backend) or dtype not in _SUFFIX:
+        return None
+    name = kernels.instruction_set() if backend in ("auto", "kernel") else backend
+    assert name is not None
+    function: _Function = getattr(kernels.load(name), f"vb_multiply_{_SUFFIX[dtype]}")
+    function.restype = None  # type: ignore[attr-defined]
+    function.argtypes = [  # type: ignore[attr-defined]
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [N, K] in few bits, as `quantize.pack` makes it: rows, one matrix."""
+
+    data: Tensor
+    packing: WeightPacking
+
+
+def packed_linear(
+    x: Tensor,
+    packed: Tensor,
+    packing: WeightPacking,
+    bias: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    float32: bool = False,
+) -> Tensor:
+    """`linear(x, unpack(packed, packing), bias)`, bit for bit, without that matrix in memory.
+
+    packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
+    `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
+    as in `linear`.
+    """
+    return linear_many(x, [Packed(packed, packing)], [bias], backend=backend, float32=float32)
+
+
+def linear_many(
+    x: Tensor,
+    weights: Sequence[Tensor | Packed],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    backend: str = "auto",
+    float32: bool = False,
+) -> Tensor:
+    """`linear` of x with each weight, side by side: [..., N1 + N2 + ...], in one pass of the threads.
+
+    A weight is a matrix [N, K] or one in few bits; `biases` has one or None for each. Every number has
+    the bits that it has alone.
+    """
+    if biases is None:
+        biases = [None] * len(weights)
+    depth = x.shape[-1]
+    width, held = 0, []
+    function = _multiply(backend, x.dtype) if x.is_cpu else None
+    matrices = (_Matrix * len(weights))()
+    for matrix, weight, bias in zip(matrices, weights, biases, strict=True):
+        if isinstance(weight, Packed):
+            packing = weight.packing
+            shape = packing.shape[::-1] if packing.columns else packing.shape
+            served = not packing.columns and weight.data.is_cpu and packing.dtype is x.dtype
+        else:
+            shape, served = tuple(weight.shape), weight.is_cpu and weight.dtype is x.dtype
+            served = served and weight.dim() == 2 and weight.stride(1) == 1
+        if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
+            raise ValueError(
+                f"linear: shapes {tuple(x.shape)}, {shape} and "
+                f"{None if bias is None else tuple(bias.shape)} do not fit [..., K], [N, K], [N]"
+            )
+        if not served or not (bias is None or (bias.dtype is x.dtype and bias.is_cpu)):
+            function = None
+        width += shape[0]
+        if function is None:
+            continue
+        if bias is not None:
+            bias = bias.contiguous()
+            held.append(bias)
+            matrix.bias = bias.data_ptr()
+        matrix.cols, matrix.depth = shape
+        if isinstance(weight, Packed):
+            assert weight.data.is_contiguous() and weight.data.shape == (weight.packing.nbytes,)
+            matrix.data = weight.data.data_ptr()
+            matrix.format = weight.packing.quantization.bits
+            matrix.group = weight.packing.quantization.group_size
+        else:
+            matrix.data, matrix.stride = weight.data_ptr(), weight.stride(0)
+            matrix.format = 1 if x.dtype is torch.bfloat16 else 0
+    if function is None:
+        outs = []
+        for weight, bias in zip(weights, biases, strict=True):
+            if isinstance(weight, Packed):
+                columns = weight.packing.columns
+                weight = unpack(weight.data, weight.packing)
+                weight = weight.t() if columns else weight
+            outs.append(linear(x, weight, bias, backend=backend, float32=float32))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+    rows = x.reshape(x.shape[:-1].numel(), depth)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty((*x.shape[:-1], width), dtype=torch.float32 if float32 else x.dtype)
+    if out.numel():
+        function(
+            out.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[0],
+            rows.stride(0),
+            ctypes.addressof(matrices),
+            len(weights),
+            width,
             float32,
             torch.get_num_threads(),
         )

@@ -1,0 +1,181 @@
+// What stands between a layer's matrix products, one row at a time.
+//
+// T is what values are held in, float or bf16. Arithmetic is in float, and rounded to T wherever
+// transformers' own layers round, so that a fused layer has the bits of one that runs module by module.
+// A row's bits depend on that row alone: sums run in sixteen lanes, k ascending, and the tail is
+// filled up with zeros. In place of its input an output may be given.
+#pragma once
+
+#include <cmath>
+#include <cstdlib>
+#include <omp.h>
+
+#include "simd.h"
+
+namespace vb {
+
+// How an RMS norm rounds x * inv * weight.
+enum NormKind : int32_t {
+    NONE = 0,      // no norm at all
+    BARE = 1,      // no weight: round(x * inv)
+    ROUNDED = 2,   // Llama, Qwen: round(weight * round(x * inv))
+    WIDE = 3,      // Olmo 2, GPT-OSS: round(weight * (x * inv))
+    ONE_PLUS = 4,  // Gemma: round((x * inv) * (1 + weight))
+};
+
+struct Norm {
+    const void *weight;  // [width] in T, or null
+    int64_t width;
+    float eps;
+    int32_t kind;
+};
+
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+
+enum Rotation : int32_t {
+    UNTURNED = 0,
+    HALVES = 1,      // dimension i with i + half
+    NEIGHBOURS = 2,  // dimension 2i with 2i + 1, by angle i
+    ONCE = 3,        // as HALVES, with one angle for both halves and not two
+};
+
+static inline void keep(float *p, f32x16 v) { store(p, v); }
+static inline void keep(bf16 *p, f32x16 v) {
+    u16x16 bits = narrow(v);
+    std::memcpy(p, &bits, sizeof bits);
+}
+
+template <typename T> static inline void keep_first(T *p, f32x16 v, int n) {
+    T lanes[16];
+    keep(lanes, v);
+    std::memcpy(p, lanes, n * sizeof(T));
+}
+
+// The nearest values that T can hold.
+template <typename T> static inline f32x16 rounded(f32x16 v) { return v; }
+template <> inline f32x16 rounded<bf16>(f32x16 v) { return widen(narrow(v)); }
+
+// out[k] = f(load, k) for all k of a row; `load(p)` gives sixteen values from p[k] on.
+template <typename T, typename F> static inline void each_lane(T *out, int64_t width, F f) {
+    int64_t k = 0;
+    for (; k + 16 <= width; k += 16)
+        keep(out + k, f([k](const auto *p) { return load(p + k); }));
+    if (const int rest = (int)(width - k))
+        keep_first(out + k, f([k, rest](const auto *p) { return load_first(p + k, rest); }), rest);
+}
+
+// 1 / sqrt(mean of squares + eps).
+template <typename T> static inline float inverse_rms(const T *x, int64_t width, float eps) {
+    f32x16 squares = {};
+    int64_t k = 0;
+    for (; k + 16 <= width; k += 16) {
+        f32x16 v = load(x + k);
+        squares = fma(v, v, squares);
+    }
+    if (const int rest = (int)(width - k)) {
+        f32x16 v = load_first(x + k, rest);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / sqrtf(sum(squares) / (float)width + eps);
+}
+
+template <typename T> static inline void norm_row(T *out, const T *x, const Norm &norm) {
+    const f32x16 inv = splat(inverse_rms(x, norm.width, norm.eps));
+    const T *w = (const T *)norm.weight;
+    switch (norm.kind) {
+    case BARE: return each_lane(out, norm.width, [=](auto at) { return at(x) * inv; });
+    case ROUNDED:
+        return each_lane(out, norm.width, [=](auto at) { return at(w) * rounded<T>(at(x) * inv); });
+    case WIDE: return each_lane(out, norm.width, [=](auto at) { return at(w) * (at(x) * inv); });
+    case ONE_PLUS:
+        return each_lane(out, norm.width,
+                         [=](auto at) { return (at(x) * inv) * (1.0f + at(w)); });
+    }
+}
+
+// x / (1 + exp(-x)), by an exponential that never overflows.
+static inline f32x16 silu(f32x16 x) {
+    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
+    return (x > 0.0f ? x : x * e) / (1.0f + e);
+}
+
+static inline f32x16 gelu_tanh(f32x16 x) {
+    f32x16 inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+    return 0.5f * x * (1.0f + tanh(inner));
+}
+
+// The activation of `gate`, and times `up` unless that is null.
+template <typename T>
+static inline void activate_row(T *out, const T *gate, const T *up, int64_t width, int activation) {
+    auto row = [=](auto function) {
+        if (!up) each_lane(out, width, [=](auto at) { return function(at(gate)); });
+        else
+            each_lane(out, width,
+                      [=](auto at) { return rounded<T>(function(at(gate))) * at(up); });
+    };
+    if (activation == SILU) row([](f32x16 x) { return silu(x); });
+    else row([](f32x16 x) { return gelu_tanh(x); });
+}
+
+// out = residual + x, or residual + round(x * scale).
+template <typename T>
+static inline void add_row(T *out, const T *residual, const T *x, int64_t width, float scale) {
+    if (scale == 1.0f)
+        return each_lane(out, width, [=](auto at) { return at(residual) + at(x); });
+    each_lane(out, width, [=](auto at) { return at(residual) + rounded<T>(at(x) * scale); });
+}
+
+// x * cos + turned * sin. Angles in bf16 round after each operation, angles in float at the end,
+// as torch does.
+template <typename A>
+static inline f32x16 turn(f32x16 x, f32x16 cos, f32x16 turned, f32x16 sin) {
+    return rounded<A>(x * cos) + rounded<A>(turned * sin);
+}
+
+// Turn the first dimensions of one head in place, by `angles` of them.
+template <typename T, typename A>
+static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles, int rotation) {
+    const int64_t half = rotation == ONCE ? angles : angles / 2;
+    const int64_t second = rotation == HALVES ? half : 0;  // where the other half's angles are
+    auto pairs = [&](auto get, auto set, int64_t p, int64_t q, int64_t i) {
+        const f32x16 a = get(x + p), b = get(x + q);
+        set(x + p, turn<A>(a, get(cos + i), -b, get(sin + i)));
+        set(x + q, turn<A>(b, get(cos + second + i), a, get(sin + second + i)));
+    };
+    auto get_one = [](const auto *p) { return splat(to_float(*p)); };
+    auto set_one = [](T *p, f32x16 v) { put(p, v[0]); };
+    int64_t i = 0;
+    if (rotation == NEIGHBOURS) {
+        for (; i < half; i++) pairs(get_one, set_one, 2 * i, 2 * i + 1, i);
+        return;
+    }
+    for (; i + 16 <= half; i += 16)
+        pairs([](const auto *p) { return load(p); }, [](T *p, f32x16 v) { keep(p, v); }, i,
+              i + half, i);
+    for (; i < half; i++) pairs(get_one, set_one, i, i + half, i);
+}
+
+// Memory without values, aligned to cache lines.
+template <typename T> struct Scratch {
+    T *data;
+    explicit Scratch(int64_t count)
+        : data((T *)std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64)) {}
+    ~Scratch() { std::free(data); }
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+};
+
+// f(row) for all rows. Few elements stay on this thread: waking the others takes longer.
+template <typename F>
+static inline void each_row(int64_t rows, int64_t width, int threads, F f) {
+    if (rows * width < (1 << 15)) threads = 1;
+    else if (threads <= 0) threads = omp_get_max_threads();
+    if (threads == 1 || rows == 1) {
+        for (int64_t r = 0; r < rows; r++) f(r);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) f(r);
+}
+
+}  // namespace vb

@@ -1,0 +1,176 @@
+// A decoder layer in two calls, of what comes before its attention and what comes after; or in one,
+// where K and V lie in plain blocks.
+//
+// The products, norms and activations are the ones that the same modules run with one by one, in
+// the same order and with the same roundings, so the bits are the same too.
+
+#include "elementwise.h"
+#include "matrix.h"
+
+using namespace vb;
+
+extern "C" {
+void vb_attention(const void *q, void *out, const void *k_store, const void *v_store,
+                  const int32_t *query_starts, const int32_t *context_lens,
+                  const int32_t *block_tables, int64_t sequences, int64_t max_blocks,
+                  int64_t q_token_stride, int64_t q_head_stride, int64_t heads, int64_t kv_heads,
+                  int64_t key_size, int64_t value_size, int64_t block_size, int64_t window,
+                  int q_is_bf16, int kv_format, float scale, float cap, const float *sinks,
+                  const float *slopes, int threads);
+void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, const int64_t *slots,
+                 int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t k_row, int64_t v_row,
+                 int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                 int64_t v_head_stride, int threads);
+}
+
+namespace {
+
+// As verbatim/model/layer.py declares it.
+struct Layer {
+    Matrix inputs[3];  // of q, k and v; or one of all three
+    Matrix output;     // of attention
+    Matrix gates[2];   // gate and up; or one of both
+    Matrix down;
+    Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp;
+    int64_t hidden, heads, kv_heads, head_dim, value_dim, inner;
+    int32_t num_inputs, num_gates;  // num_gates 0: the MLP is not in here
+    int32_t activation, rotation;
+    float residual_scale;  // of what is added to the residual
+    int32_t is_bf16;
+    float scale, softcap;  // of attention
+    int64_t window;
+};
+
+// The rows of one forward, and where their K and V go and are read, as verbatim/model/direct.py
+// declares it.
+struct Rows {
+    const int64_t *slots;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    int64_t count, sequences, max_blocks, block_size;
+};
+
+// A norm of the width of one head is one for each head, else it is one for all of them.
+template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
+    if (norm.kind == NONE) return;
+    for (int64_t at = 0; at < width; at += norm.width) norm_row(x + at, x + at, norm);
+}
+
+template <typename T, typename A>
+void before(const Layer &l, const T *hidden, int64_t rows, const A *cos, const A *sin,
+            int64_t angles, T *qkv, int threads) {
+    const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
+    const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
+    const T *x = hidden;
+    Scratch<T> normed(l.before_attention.kind == NONE ? 0 : rows * l.hidden);
+    if (l.before_attention.kind != NONE) {
+        each_row(rows, l.hidden, threads, [&](int64_t r) {
+            norm_row(normed.data + r * l.hidden, hidden + r * l.hidden, l.before_attention);
+        });
+        x = normed.data;
+    }
+    multiply(x, rows, l.hidden, l.inputs, l.num_inputs, qkv, width, threads);
+    if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.rotation == UNTURNED) return;
+    each_row(rows, q_width + k_width, threads, [&](int64_t r) {
+        T *row = qkv + r * width;
+        norm_heads(row, q_width, l.of_queries);
+        norm_heads(row + q_width, k_width, l.of_keys);
+        if (l.rotation == UNTURNED) return;
+        for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
+            rotate_head(row + h * l.head_dim, cos + r * angles, sin + r * angles, angles,
+                        l.rotation);
+    });
+}
+
+// hidden + (norm of) the product: the residual after attention, and after the MLP.
+template <typename T>
+void add_back(const Layer &l, T *out, const T *residual, T *x, int64_t rows, const Norm &norm,
+              int threads) {
+    each_row(rows, l.hidden, threads, [&](int64_t r) {
+        T *row = x + r * l.hidden;
+        if (norm.kind != NONE) norm_row(row, row, norm);
+        add_row(out + r * l.hidden, residual + r * l.hidden, row, l.hidden, l.residual_scale);
+    });
+}
+
+// out = what the layer returns; or, where the MLP is not in here, the residual after attention,
+// with what the MLP must be given in `normed`.
+template <typename T>
+void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, T *out, T *normed,
+           int threads) {
+    Scratch<T> scratch(rows * l.hidden * (normed ? 1 : 2));
+    T *made = scratch.data, *x = normed ? normed : made + rows * l.hidden;
+    multiply(attended, rows, l.output.depth, &l.output, 1, made, l.hidden, threads);
+    add_back(l, out, hidden, made, rows, l.after_attention, threads);
+    if (l.before_mlp.kind == NONE) x = out;
+    else
+        each_row(rows, l.hidden, threads, [&](int64_t r) {
+            norm_row(x + r * l.hidden, out + r * l.hidden, l.before_mlp);
+        });
+    if (!l.num_gates) {
+        if (x != normed) std::memcpy(normed, x, rows * l.hidden * sizeof(T));
+        return;
+    }
+    const int64_t pair = 2 * l.inner;
+    Scratch<T> gates(rows * pair);
+    multiply(x, rows, l.hidden, l.gates, l.num_gates, gates.data, pair, threads);
+    each_row(rows, pair, threads, [&](int64_t r) {
+        T *gate = gates.data + r * pair;
+        activate_row(gate, gate, gate + l.inner, l.inner, l.activation);
+    });
+    multiply(gates.data, rows, pair, &l.down, 1, made, l.hidden, threads);
+    add_back(l, out, out, made, rows, l.after_mlp, threads);
+}
+
+}  // namespace
+
+// qkv[rows, all heads of q, k and v] of hidden[rows, hidden]; cos and sin [rows, angles] are in the
+// layer's dtype, or in float where `angles_f32` says so. `threads` 0 takes OpenMP's number.
+extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows, const void *cos,
+                                const void *sin, int64_t angles, int angles_f32, void *qkv,
+                                int threads) {
+    if (!l->is_bf16)
+        before(*l, (const float *)hidden, rows, (const float *)cos, (const float *)sin, angles,
+               (float *)qkv, threads);
+    else if (angles_f32)
+        before(*l, (const bf16 *)hidden, rows, (const float *)cos, (const float *)sin, angles,
+               (bf16 *)qkv, threads);
+    else
+        before(*l, (const bf16 *)hidden, rows, (const bf16 *)cos, (const bf16 *)sin, angles,
+               (bf16 *)qkv, threads);
+}
+
+// out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim].
+// `normed` [rows, hidden] is what the MLP must be given, where it is not in the layer; else null.
+extern "C" void vb_layer_after(const Layer *l, const void *hidden, const void *attended,
+                               int64_t rows, void *out, void *normed, int threads) {
+    if (l->is_bf16)
+        after(*l, (const bf16 *)hidden, (const bf16 *)attended, rows, (bf16 *)out, (bf16 *)normed,
+              threads);
+    else
+        after(*l, (const float *)hidden, (const float *)attended, rows, (float *)out,
+              (float *)normed, threads);
+}
+
+// The whole layer: both of the above, and between them the rows' K and V are written to the stores
+// and attended to. `sinks` is null or as vb_attention takes it.
+extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *v_store,
+                         const float *sinks, const void *hidden, const void *cos, const void *sin,
+                         int64_t angles, int angles_f32, void *out, void *normed, int threads) {
+    const int64_t q_width = l->heads * l->head_dim, k_width = l->kv_heads * l->head_dim;
+    const int64_t width = q_width + k_width + l->kv_heads * l->value_dim;
+    const int64_t size = l->is_bf16 ? 2 : 4, out_width = l->heads * l->value_dim;
+    Scratch<char> qkv(rows->count * width * size), attended(rows->count * out_width * size);
+    vb_layer_before(l, hidden, rows->count, cos, sin, angles, angles_f32, qkv.data, threads);
+    const char *k = qkv.data + q_width * size, *v = k + k_width * size;
+    vb_write_kv(k, v, (char *)k_store, (char *)v_store, rows->slots, rows->count, l->kv_heads,
+                rows->block_size, l->head_dim * size, l->value_dim * size, width * size,
+                l->head_dim * size, width * size, l->value_dim * size, threads);
+    vb_attention(qkv.data, attended.data, k_store, v_store, rows->query_starts,
+                 rows->context_lens, rows->block_tables, rows->sequences, rows->max_blocks, width,
+                 l->head_dim, l->heads, l->kv_heads, l->head_dim, l->value_dim, rows->block_size,
+                 l->window, l->is_bf16, l->is_bf16, l->scale, l->softcap, sinks, nullptr, threads);
+    vb_layer_after(l, hidden, attended.data, rows->count, out, normed, threads);
+}
+
+// Bytes of a Layer, for the one who declares it elsewhere.
+extern "C" int64_t vb_layer_size() { return sizeof(Layer); }

@@ -1,0 +1,59 @@
+// A tile whose weights are made numbers in registers, for rows so few that memory is the limit.
+#pragma once
+
+#include "packed.h"
+#include "tile.h"
+
+#if defined(__AVX512BF16__)
+
+namespace {
+
+// As lone_tile: all of K, C streams, each fetched ahead. False, and nothing stored, where the
+// numbers need the slow rounding.
+template <int R, int C, int BITS, int GROUP, typename O>
+static NOINLINE bool packed_tile(const Place<bf16, O> &p, const uint8_t *first, int64_t stride,
+                                 const RowLayout &row, int64_t next) {
+    constexpr int BYTES = GROUP * BITS / 8;
+    const uint8_t *w[C];
+    begins(w, p, first, stride);
+    Accumulators<R, C> acc;
+    acc.clear();
+    const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
+    const bf16 *x = p.x;
+    for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP) {
+        const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
+        each<C>([&](auto c) INLINE {
+            const Group<BITS, GROUP> group(w[c] + at, w[c] + row.code_bytes + g * 4);
+            for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
+            each<GROUP / 32>([&](auto i) INLINE {
+                const __m512bh weights = group.step(i);
+                each<R>([&](auto r) INLINE {
+                    f32x16 &sum = acc.of(r, c);
+                    sum = mac(sum, load_step(x + r * p.x_stride + 32 * i), weights);
+                });
+            });
+        });
+    }
+    for (int c = 0; c < p.cols; c++) {
+        const uint8_t *heads = w[c] + row.code_bytes;
+        if (!rounds_quickly(heads, row.whole)) return false;
+        for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
+            __builtin_prefetch(w[c] + b + over);
+    }
+    if (row.rest) {
+        bf16 numbers[C][GROUP];
+        const bf16 *rest[C];
+        for (int c = 0; c < C; c++) {
+            const uint8_t *codes = w[c] + row.whole * BYTES;
+            short_group<BITS>(numbers[c], codes, row.rest, w[c] + row.code_bytes + row.whole * 4);
+            rest[c] = numbers[c];
+        }
+        steps(acc, x, p.x_stride, rest, 0, row.rest, Later<0>{});
+    }
+    finish_all(p, acc);
+    return true;
+}
+
+}  // namespace
+
+#endif

@@ -1,0 +1,101 @@
+"""Norms and activations by the compiled kernels: the same roundings in a layer that runs module by module
+as in a fused one (`layer.py`), because both are made of the same functions."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verbatim import kernels
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class NormKind(enum.IntEnum):
+    """How an RMS norm rounds x / rms(x) * weight to its dtype; as in `kernels/elementwise.h`."""
+
+    NONE = 0  # no norm at all
+    BARE = 1  # no weight: round(x * inv)
+    ROUNDED = 2  # Llama, Qwen: round(weight * round(x * inv))
+    WIDE = 3  # Olmo 2, GPT-OSS: round(weight * (x * inv))
+    ONE_PLUS = 4  # Gemma: round((x * inv) * (1 + weight))
+
+
+class Activation(enum.IntEnum):
+    """Of a gated MLP; as in `kernels/elementwise.h`."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+@functools.cache
+def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
+    assert library is not None
+    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
+    function.restype = None
+    function.argtypes = {
+        "vb_rms_norm": [*[_POINTER] * 3, _LONG, _LONG, ctypes.c_float, _INT, _INT],
+        "vb_activate": [*[_POINTER] * 3, _LONG, _INT, _INT],
+    }[name]
+    return function  # type: ignore[no-any-return]
+
+
+def served(x: Tensor) -> bool:
+    """Can the kernels take `x`? float32 and bfloat16 on the CPU, without gradients."""
+    return (
+        x.dtype in _SUFFIX
+        and x.is_cpu
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and kernels.library() is not None
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Tensor:
+    """The norm over the last dimension of `x` `[..., N]`; `weight` `[N]` has its dtype, or is None.
+
+    `served(x)` must hold. 1 / sqrt(mean + eps) is computed in float32, the sum of squares in sixteen lanes.
+    """
+    function = _function(kernels.library(), "vb_rms_norm", x.dtype)
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        pointer = None if weight is None else weight.data_ptr()
+        function(
+            out.data_ptr(),
+            x.data_ptr(),
+            pointer,
+            x.numel() // width,
+            width,
+            eps,
+            kind,
+            torch.get_num_threads(),
+        )
+    return out
+
+
+def activate(gate: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
+    """The activation of `gate`, rounded to its dtype; with `up`, of the same shape, that times `up`.
+
+    `served(gate)` must hold.
+    """
+    function = _function(kernels.library(), "vb_activate", gate.dtype)
+    assert up is None or up.shape == gate.shape
+    gate = gate.contiguous()
+    up = None if up is None else up.contiguous()
+    out = torch.empty_like(gate)
+    if gate.numel():
+        function(
+            out.data_ptr(),
+            gate.data_ptr(),
+            None if up is None else up.data_ptr(),
+            gate.numel(),
+            activation,
+            torch.get_num_threads(),
+        )
+    return out
