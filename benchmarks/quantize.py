@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim import LLM, Offload, SamplingParams, kernels, storyteller
+from verbatim import LLM, SamplingParams, kernels, storyteller
 from verbatim.model.quantize import GROUP_SIZES, Quantization, WeightPacking, pack, unpack
 
 _LENGTH = 512
@@ -47,7 +47,7 @@ def look(
         return logits
 
     middles = [row[: 2 + 7 * i % (len(row) - 2)] for i, row in enumerate(ids)]
-    with LLM(dtype=dtype, quantization=quantization, placement=Offload(weights=(0, 100))) as llm:
+    with LLM(dtype=dtype, quantization=quantization) as llm:
         results = llm.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=0))
         llm.generate(middles, SamplingParams(max_tokens=1, logits_processors=[note]))
         info = llm.info()
@@ -62,28 +62,32 @@ def errors(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(storyteller.path())
     ids = [tokenizer(text)["input_ids"][:_LENGTH] for text in texts(args.texts)]
     print(f"{len(ids)} texts, {sum(map(len, ids)):,} ids, {kernels.instruction_set()}\n")
-    head = ["bits", "bytes of matrices", "weight error", "perplexity", "logit error, rms", "max"]
+    head = ["bits", "bytes", "weight error", "perplexity", "logit error, rms", "max"]
     print(f"| weights | {' | '.join(head)} | top id |")
     print("| --- " * 8 + "|")
-    packed = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
+    packed = [
+        Quantization(bits, size, head)
+        for bits, heads in ((8, (None, 8)), (4, (None, 8, 4)))
+        for head in heads
+        for size in GROUP_SIZES
+    ]
     kinds: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None)]
-    kinds += [("float32", q) for q in packed] + [("bfloat16", q) for q in packed[1::3]]
-    exact, want, total = 0.0, torch.empty(0), 0
+    kinds += [("float32", q) for q in packed]
+    kinds += [("bfloat16", q) for q in packed if q.group_size == 64 and q.head_bits == 8]
+    exact, want = 0.0, torch.empty(0)
     for dtype, quantization in kinds:
         mean, logits, info = look(ids, dtype, quantization)
         if not len(want):
             exact, want = mean, logits
-        told = info["quantization"] or {}
-        total = total or look(ids[:1], "float32", packed[0])[2]["quantization"]["bytes_before"] // 4
-        bits = told.get("bits_per_weight", 8 * getattr(torch, dtype).itemsize)
+        told = info.get("quantization") or {}
         wrong, around = logits - want, want - want.mean(-1, keepdim=True)
         rms = (wrong.square().mean() / around.square().mean()).sqrt()
         same = (logits.argmax(-1) == want.argmax(-1)).float().mean()
         growth = math.exp(exact - mean) - 1
         cells = [dtype if quantization is None else f"{quantization.name}, {dtype}"]
         cells += [
-            f"{bits:.2f}",
-            f"{int(total * bits / 8):,}",
+            f"{info['weight_bytes'] * 8 / info['parameters']:.2f}",
+            f"{info['weight_bytes']:,}",
             f"{told.get('relative_error', 0):.2%}",
         ]
         cells += [

@@ -91,7 +91,7 @@ def _open_draft_model(
         raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
-    decoder = Decoder(small.module)
+    decoder = Decoder(small.module, fused=options.fused)
     inner, anatomy = inner_model(small.module), decoder.anatomy
     check_same_ids(
         small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, anatomy.vocab_size

@@ -16,18 +16,19 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
-from verbatim.model.loader import ModelSource
+from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantize import Quantization
 from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_runner
-from verbatim.options import check_device, positive, refuse_unbuilt, switch
+from verbatim.options import check_device, positive, switch
 from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions, engine_options
-from verbatim.placement.parallel.choice import Ranked
+from verbatim.placement.packing import open_packed, refuse_unpacked
+from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
 from verbatim.session import Session
@@ -74,10 +75,12 @@ class LLM:
         num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
         placement: where the model lives. None: in this process's memory; or an `Offload`, a
             `Cluster`, a `TensorParallel`, a `PipelineParallel` or an `ExpertParallel`.
-        quantization: of weights with `placement=Offload(...)`, packed once when the model is opened: "int8",
-            "int4", or a `Quantization` with another size of its groups. None leaves them as they are. Of
-            what is packed and how far off it is, `info` tells.
-        fused: not built yet; refused by name.
+        quantization: of the weights of a folder or hub id, in memory or with `placement=Offload(...)`:
+            "int8", "int4", or a `Quantization` with another size of its groups. Packed once and kept in the
+            user's cache. None leaves them as they are. Of what is packed and how far off it is, `info` tells.
+        fused: run layers of the common shape by a call of the compiled kernels each, which changes no bit of
+            what comes out; `info` tells which layers are. False runs them module by module; a `Cluster` and
+            a `PipelineParallel` don't take it, and an `Offload` never fuses.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -105,7 +108,7 @@ class LLM:
         max_unread: int = 65_536,
         max_length: int | None = None,
         prefix_cache: bool = True,
-        fused: bool = False,
+        fused: bool = True,
         deterministic: bool | str = "auto",
         num_threads: int | None = None,
         revision: str | None = None,
@@ -113,7 +116,6 @@ class LLM:
         config: Any = None,
         _weak: bool = False,
     ) -> None:
-        refuse_unbuilt(fused=fused)
         check_device(device, deterministic)
         if placement is not None and not isinstance(placement, Offload | Cluster | Ranked):
             raise NotSupported(
@@ -133,23 +135,36 @@ class LLM:
             max_length=max_length,
             prefix_cache=prefix_cache,
             num_threads=num_threads,
+            fused=fused,
         )
-        if options.quantization is not None and offload is None:
-            raise NotSupported(f"quantization={quantization!r} needs placement=Offload(...) so far")
+        if not options.fused and isinstance(placement, Cluster | PipelineParallel):
+            raise NotSupported(
+                f"fused=False: with placement={placement!r} each stage decides itself"
+            )
+        in_few_bits = options.quantization if offload is None else None
+        if in_few_bits is not None:
+            refuse_unpacked(model, placement, in_few_bits)
         drafts = DraftOptions(
             settle_draft(draft),
             num_tokens=settle_draft_tokens(num_draft_tokens, draft),
         )
         max_unread = positive("max_unread", max_unread)
-        loaded = open_model(
-            model,
-            tokenizer,
-            dtype,
-            revision,
-            trust_remote_code,
-            config,
-            skeleton=None if placement is None else open_skeleton,
-        )
+
+        def open_(skeleton: Skeleton | None) -> LoadedModel:
+            return open_model(
+                model,
+                tokenizer,
+                dtype,
+                revision,
+                trust_remote_code,
+                config,
+                skeleton=skeleton,
+            )
+
+        if in_few_bits is None:
+            loaded = open_(None if placement is None else open_skeleton)
+        else:
+            loaded = open_packed(open_, in_few_bits)
         opened = open_engine(
             loaded,
             options,

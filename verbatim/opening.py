@@ -130,7 +130,12 @@ def open_engine(
         )
         runner, make_driver = placed.runner, placed.driver
     else:
-        decoder = Decoder(module, weak=weak)
+        if loaded.packed is not None and isinstance(drafts.draft, Mtp):
+            raise NotSupported(
+                f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
+                "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
+            )
+        decoder = Decoder(module, weak=weak, fused=options.fused)
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None

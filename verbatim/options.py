@@ -16,19 +16,6 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
 
-# Options of the public face whose work is not built yet, with the value that leaves them alone.
-_NOT_BUILT: dict[str, Any] = {
-    "fused": False,
-}
-
-
-def refuse_unbuilt(**options: Any) -> None:
-    """Raise NotSupported for the first option that is set and not built."""
-    for name, value in options.items():
-        off = _NOT_BUILT[name]
-        if value is not off and value != off:
-            raise NotSupported(f"{name}={value!r} is not built yet; leave it at {off!r}")
-
 
 def check_device(device: str, deterministic: bool | str) -> None:
     """Only the CPU is built, and there sameness is the only mode."""

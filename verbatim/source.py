@@ -12,6 +12,7 @@ from verbatim import storyteller
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.anatomy import inner_model
 from verbatim.model.dcp.folder import find_dcp
+from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import DTYPES, LoadedModel, Skeleton, load
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
@@ -40,8 +41,12 @@ def open_model(
         tokenizer = Tokenizer.open(
             os.fspath(tokenizer), revision=revision, trust_remote_code=trust_remote_code
         ).hf
-    if skeleton is not None and (dcp is not None or isinstance(model, nn.Module)):
-        what = f"{model} is a torch.distributed.checkpoint" if dcp else "a live module is in memory"
+    gguf = None
+    if dcp is None and isinstance(model, str | os.PathLike):
+        gguf = find_gguf(model)
+    if skeleton is not None and (dcp or gguf or isinstance(model, nn.Module)):
+        kind = "a torch.distributed.checkpoint" if dcp else "a GGUF file"
+        what = f"{model} is {kind}" if dcp or gguf else "a live module is in memory"
         raise NotSupported(
             f"placement: {what}; all placements but None take a folder with safetensors, such as "
             "save_pretrained writes"
@@ -57,6 +62,10 @@ def open_model(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+    if gguf is not None:
+        loaded = load_gguf(gguf, dtype=dtype, with_tokenizer=tokenizer is None)
+        loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
+        return loaded
     if isinstance(model, nn.Module):
         check_runnable(model)
         model = unwrap(model)

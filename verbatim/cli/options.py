@@ -33,7 +33,8 @@ DEFAULT_MAX_TOKENS = 256
 class Option:
     """One option: its Python name, the type typer parses, the panel of the help it stands in.
 
-    `read` makes the Python value of what typer parsed, where that is not the value itself.
+    `read` makes the Python value of what typer parsed, where that is not the value itself. A switch that
+    is `on` unless it is turned off has a flag for that.
     """
 
     name: str
@@ -42,11 +43,12 @@ class Option:
     help: str
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None
+    on: bool = False
 
     @property
     def flags(self) -> str:
         dashed = "--" + self.name.replace("_", "-")
-        default_true = self.type is bool and getattr(_defaults(), self.name, False) is True
+        default_true = self.type is bool and getattr(_defaults(), self.name, self.on) is True
         return f"{dashed}/--no-{dashed[2:]}" if default_true else dashed
 
     def parameter(self, defaults: SamplingParams | None) -> inspect.Parameter:
@@ -198,7 +200,8 @@ MODEL = (
     Option(
         "kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32, bfloat16, int8, int4."
     ),
-    Option("quantization", str, _ENGINE, "Of the weights of an offloaded model: int8 or int4."),
+    Option("quantization", str, _ENGINE, "Of the weights, in memory or offloaded: int8 or int4."),
+    Option("fused", bool, _ENGINE, "Run layers by fused kernels; no word depends on it.", on=True),
     Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
     Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
     Option("max_sequences", int, _ENGINE, "Sequences per forward."),

@@ -24,7 +24,9 @@ from verbatim.model.borrow import (
     replaced_forwards,
 )
 from verbatim.model.context import IMPLEMENTATION, Pass, activate, active_pass, flat_attention
+from verbatim.model.direct import direct_rows
 from verbatim.model.experts import flat_experts
+from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
@@ -85,15 +87,26 @@ class Decoder:
         module: a transformers causal language model, possibly wrapped; used in place.
         weak: hold it only weakly, so that this decoder does not keep it alive.
         order: of the work of one forward.
+        fused: run the layers that allow it by two calls of the kernels each, which changes no bits.
+
+    Attributes:
+        fused: how many layers are, and why others are not (`FusedLayers.report`); None: not asked for.
 
     Raises:
         UnsupportedModel: it can't be run on flat batches; the message names the reason.
     """
 
     def __init__(
-        self, module: nn.Module, *, weak: bool = False, order: Order | None = None
+        self,
+        module: nn.Module,
+        *,
+        weak: bool = False,
+        order: Order | None = None,
+        fused: bool = True,
     ) -> None:
         register()
+        self._fuse = fused
+        self.fused: dict[str, Any] | None = None
         self._order: Order = InOnePiece() if order is None else order
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
@@ -106,6 +119,11 @@ class Decoder:
         self._tree = Tree(module)
         self._forwards = replaced_forwards(module)
         self._configs = configs_of(module)
+        self._layers: FusedLayers | None = None
+        if self._fuse:
+            self._layers = FusedLayers(module, self.anatomy, self._forwards, self._configs)
+            self._forwards += self._layers.forwards
+            self.fused = self._layers.report
         self._body: nn.Module | None = None
         self._replay_tried = False
         self._replay_reason: str | None = None
@@ -146,8 +164,8 @@ class Decoder:
         """Let go of the module."""
         self._module = lambda: None
         self._body = None
-        del self._tree
-        self._forwards, self._configs = [], []
+        self.__dict__.pop("_tree", None)  # it holds the layers
+        self._forwards, self._configs, self._layers = [], [], None
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""
@@ -278,6 +296,8 @@ class Decoder:
     ) -> Output:
         """The forwards of all micro-batches, as one."""
         anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
+        if self._layers is not None:
+            self._layers.look(hooks=hooks and self._tree.has_hooks())
         with (
             borrow(self._tree, self._forwards, self._configs, hooks=hooks),
             _mode(self._tree, anatomy, walks),
@@ -337,6 +357,7 @@ class FlatPass:
     Attributes:
         batch, routing: as given.
         rows: the batch's slots.
+        direct: where kernels find them and their K and V; None: only `attend` reaches those.
     """
 
     def __init__(
@@ -351,18 +372,23 @@ class FlatPass:
         self._store = store
         self.routing = routing
         self.rows = batch.slots(store.block_size)
+        self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
 
     def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
         if self.routing is not None:
             self.routing.note(experts, index, weights)
 
+    def layer_of(self, module: nn.Module) -> int:
+        """The layer of the store for this call of `module`; the next one may have another."""
+        call = self._calls.get(id(module), 0)
+        self._calls[id(module)] = call + 1
+        return self._slots[id(module), call]
+
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
-        call = self._calls.get(id(module), 0)
-        self._calls[id(module)] = call + 1
-        layer = self._slots[id(module), call]
+        layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
         batch = self.batch
         return self._store.attend(

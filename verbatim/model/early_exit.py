@@ -61,7 +61,8 @@ class EarlyExit:
             first = _twin(layers)
             kept = list(layers._modules.items())[: self.num_layers]
             first.__dict__["_modules"] = dict(kept)
-            self._short = Decoder(_with(module, layers, first))
+            fused = self._whole.fused is not None
+            self._short = Decoder(_with(module, layers, first), fused=fused)
             _check_prefix(self._short.anatomy, anatomy, self.num_layers)
         except UnsupportedModel as reason:
             raise UnsupportedModel(f"{name} can't exit early: {reason}") from reason.__cause__

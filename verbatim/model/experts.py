@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.context import route
-from verbatim.model.products import linear, matmul
+from verbatim.model.packed import one_matrix
+from verbatim.model.products import linear, matmul, packed_linear
+from verbatim.model.quantize import unpack
 
 
 def flat_experts(
@@ -77,8 +79,11 @@ def _one_expert(experts: Any, expert: int, rows: Tensor) -> Tensor:
 
 
 def _project(experts: Any, name: str, expert: int, rows: Tensor) -> Tensor:
-    weight = getattr(experts, name)[expert]
     bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    packed = one_matrix(experts, name, expert)
+    if packed is not None and not packed[1].columns:
+        return packed_linear(rows, *packed, bias)
+    weight = getattr(experts, name)[expert] if packed is None else unpack(*packed)
     if experts.is_transposed:  # stored [in, out]
         return matmul(rows, weight) if bias is None else matmul(rows, weight) + bias
     return linear(rows, weight, bias)

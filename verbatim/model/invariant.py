@@ -20,7 +20,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model import products
+from verbatim.model import elementwise, products
+from verbatim.model.elementwise import Activation
+from verbatim.model.norms import norm_forward
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -33,12 +35,16 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """x / (1 + exp(-x)), in float32 inside."""
+    if elementwise.served(x):
+        return elementwise.activate(x, Activation.SILU)
     wide = x.float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact by erf or with the tanh approximation (Hendrycks and Gimpel 2016)."""
+    if approximate == "tanh" and elementwise.served(x):
+        return elementwise.activate(x, Activation.GELU_TANH)
     wide = x.float()
     if approximate == "tanh":
         inner = _SQRT_2_OVER_PI * (wide + 0.044715 * (wide * wide * wide))
@@ -280,6 +286,6 @@ def forward_for(module: nn.Module) -> Callable[..., Any] | None:
     if _makers is None:
         _makers = _activations()
     maker = _makers.get(type(module))
-    if maker is None or "forward" in module.__dict__:
+    if "forward" in module.__dict__:
         return None
-    return maker(module)  # type: ignore[no-any-return]
+    return norm_forward(module) if maker is None else maker(module)

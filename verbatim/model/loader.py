@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,12 +27,21 @@ from verbatim.errors import (
     UnsupportedModel,
     first_line,
 )
+from verbatim.model.packed import nothing_of, packed_buffers
+
+if TYPE_CHECKING:
+    from verbatim.model.packing import PackingReport
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _BIG = 500_000_000  # bytes of weights from which a progress bar is shown
 Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# transformers puts functions of its own and of torch away while it builds a model. Two threads at once
+# would put them back in the wrong order, and every model after that is built wrong. Where `exclusive` is
+# wanted too, that one is taken first.
+building = threading.RLock()
 
 
 @dataclass(slots=True)
@@ -46,6 +56,7 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # None for a live one
     recipes: Mapping[nn.Parameter, Any] | None = None  # of weights that were left where they are
     folder: Path | None = None  # where those are
+    packed: PackingReport | None = None  # what is in few bits; None: nothing is
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +87,9 @@ class ModelSource:
 class Checkpoint:
     """The files a module's weights were read from, so that they can be dropped and read again.
 
-    Only parameters are dropped; buffers are small, and some are in no file. The module, its parameters
-    and whoever looks at them stay valid, only their memory goes and comes back elsewhere.
+    Only weights are dropped, also those in few bits; other buffers are small, and some are in no file. The
+    module, its parameters and whoever looks at them stay valid, only their memory goes and comes back
+    elsewhere.
     """
 
     def __init__(
@@ -96,7 +108,7 @@ class Checkpoint:
         self.folder = folder
         self.dropped = False
         self._read = read
-        self._fingerprints = fingerprints
+        self.fingerprints = fingerprints
         self._files = fingerprints(folder)
         self._state = _state(module)
 
@@ -123,6 +135,8 @@ class Checkpoint:
             with torch.inference_mode(False):
                 nothing = torch.full((), torch.nan, dtype=parameter.dtype)
             parameter.data = nothing.expand(parameter.shape)
+        for _, packed, _ in packed_buffers(module):
+            packed.data = nothing_of(packed)
 
     def restore(self, module: nn.Module) -> None:
         """Read the weights again as they were read before, bit for bit; nothing if they are there.
@@ -139,16 +153,19 @@ class Checkpoint:
         weights = dict(again.named_parameters())
         for name, parameter in module.named_parameters():  # tied ones come once
             parameter.data = weights[name].data
+        in_few_bits = {name: packed for name, packed, _ in packed_buffers(again)}
+        for name, packed, _ in packed_buffers(module):
+            packed.data = in_few_bits[name]
         self.dropped = False
 
     def _check_files(self) -> None:
-        now = self._fingerprints(self.folder)
+        now = self.fingerprints(self.folder)
         changed = sorted(n for n in now | self._files if now.get(n) != self._files.get(n))
         if changed:
             raise ModelChanged(f"{self.folder / changed[0]} changed since the model was opened")
 
 
-def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
+def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the files that decide what the weights are."""
     found = {}
     for path in folder.glob("*"):
@@ -160,7 +177,8 @@ def _fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Which parameters there are, held weakly, and how often each was written to."""
-    return {n: (weakref.ref(p), p.shape, p.dtype, p._version) for n, p in module.named_parameters()}
+    weights = [*module.named_parameters(), *((n, p) for n, p, _ in packed_buffers(module))]
+    return {n: (weakref.ref(p), p.shape, p.dtype, p._version) for n, p in weights}
 
 
 def load(
@@ -204,15 +222,15 @@ def load(
         module, recipes = skeleton(folder, config, settled, trust_remote_code)
         generation = _generation_config(folder, config)
         return LoadedModel(module, tokenizer, generation, source, recipes=recipes, folder=folder)
-    module = _module(source, config, settled, where)
+    module = built_module(source, config, settled, where)
     folder = _folder(source, where)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        again: nn.Module = _module(str(folder), read_config(str(folder), here), settled, here)
+        again: nn.Module = built_module(str(folder), read_config(str(folder), here), settled, here)
         return again
 
-    checkpoint = Checkpoint(folder, module, read=read, fingerprints=_fingerprints)
+    checkpoint = Checkpoint(folder, module, read=read, fingerprints=fingerprints)
     return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
 
 
@@ -306,11 +324,16 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     return config
 
 
-def _module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
+def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
+    """The module with its weights, by transformers; arguments as of `read_config`.
+
+    Raises:
+        ModelError: it can't be loaded, or weights are missing.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        with quiet(progress=_weight_bytes(source) > _BIG):
+        with building, quiet(progress=_weight_bytes(source) > _BIG):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )

@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.borrow import exclusive
 from verbatim.model.hidden import head_of
-from verbatim.model.loader import quiet
+from verbatim.model.loader import building, quiet
 
 
 def given_mtp(mtp: Any, inner: Any) -> Any:
@@ -62,7 +62,7 @@ def load_mtp(inner: Any, folder: Path) -> Any:
             f"draft='mtp': {folder} does not say what {name}'s MTP layers are: {first_line(error)}"
         ) from error
     try:
-        with exclusive, _findable(inner, folder, config, number), quiet(progress=False):
+        with exclusive, building, _findable(inner, folder, config, number), quiet(progress=False):
             mtp: Any = MtpModel.from_pretrained(inner).eval()
     except Exception as error:  # reading and building raise whatever a damaged file leads to
         raise ModelError(

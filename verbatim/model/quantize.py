@@ -44,6 +44,8 @@ class Quantization:
     Args:
         bits: of a code, 8 or 4.
         group_size: weights that share a scale and a lower end: 32, 64 or 128.
+        head_bits: of a code of the embedding of tokens and of the head, 8 or 4; None leaves both as they
+            are.
 
     Raises:
         InvalidRequest: another number.
@@ -51,17 +53,28 @@ class Quantization:
 
     bits: int = 4
     group_size: int = 64
+    head_bits: int | None = 8
 
     def __post_init__(self) -> None:
-        for name, allowed in (("bits", (8, 4)), ("group_size", GROUP_SIZES)):
+        for name, allowed in (
+            ("bits", (8, 4)),
+            ("group_size", GROUP_SIZES),
+            ("head_bits", (8, 4, None)),
+        ):
             value = getattr(self, name)
-            if type(value) is not int or value not in allowed:
+            if type(value) not in (int, type(None)) or value not in allowed:
                 raise InvalidRequest(f"Quantization({name}={value!r}): must be one of {allowed}")
 
     @property
     def name(self) -> str:
-        """ "int4-g64": part of the numerics key."""
-        return f"int{self.bits}-g{self.group_size}"
+        """ "int4-g64-head8": part of the numerics key. Without the last part where it says nothing new."""
+        head = {self.bits: "", None: "-head-exact"}.get(self.head_bits, f"-head{self.head_bits}")
+        return f"int{self.bits}-g{self.group_size}{head}"
+
+    @property
+    def of_head(self) -> Quantization | None:
+        """How the embedding and the head are packed; None: they are not."""
+        return None if self.head_bits is None else replace(self, bits=self.head_bits)
 
 
 def settle_quantization(value: Any) -> Quantization | None:
@@ -77,7 +90,8 @@ def settle_quantization(value: Any) -> Quantization | None:
     )
     if found is None:
         raise NotSupported(
-            f"quantization={value!r}: must be None, 'int8', 'int4' or a Quantization(bits, group_size)"
+            f"quantization={value!r}: must be None, 'int8', 'int4' or a Quantization(bits, group_size, "
+            "head_bits)"
         )
     return found
 
@@ -126,25 +140,59 @@ class WeightPacking:
         return self.vectors * self.vector_bytes
 
 
-def pack(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
+def pack(
+    weight: Tensor, packing: WeightPacking, name: str = "a weight", *, backend: str = "auto"
+) -> Tensor:
     """`weight` to `[packing.nbytes]` uint8.
 
     Args:
         name: of the weight, for the message.
+        backend: as of `unpack`; columns are packed by torch. All give the same bits.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
     """
+    return _pack(weight, packing, name, backend)[0]
+
+
+def pack_and_measure(
+    weight: Tensor, packing: WeightPacking, name: str = "a weight"
+) -> tuple[Tensor, tuple[float, float]]:
+    """`pack` and `squared_error` of what it gives, in one pass where the kernel serves."""
+    packed, squares = _pack(weight, packing, name, "auto")
+    return packed, squares or squared_error(weight, packed, packing)
+
+
+def _pack(
+    weight: Tensor, packing: WeightPacking, name: str, backend: str
+) -> tuple[Tensor, tuple[float, float] | None]:
     assert tuple(weight.shape) == packing.shape
     out = torch.empty(packing.nbytes, dtype=torch.uint8)
     if not weight.numel():
-        return out
+        return out, (0.0, 0.0)
+    function = None if packing.columns else _pack_function(backend)
     with torch.no_grad():
+        if function is not None and weight.is_cpu and weight.dtype in _SUFFIX:
+            squares = (ctypes.c_double * 2)()
+            rows = weight.contiguous()
+            if not function(
+                out.data_ptr(),
+                rows.data_ptr(),
+                packing.vectors,
+                packing.depth,
+                packing.quantization.bits,
+                packing.quantization.group_size,
+                _SUFFIX[weight.dtype],
+                squares,
+                torch.get_num_threads(),
+            ):
+                raise _unfit(name)
+            return out, (squares[0], squares[1])
         if packing.columns:
             _pack_columns(weight, packing, name, out)
         else:
             _pack_rows(weight, packing, name, out)
-    return out
+    return out, None
 
 
 def unpack(
@@ -185,6 +233,19 @@ def unpack(
     return out
 
 
+def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
+    """Some rows, `rows` `[n]` by number, of a matrix in few bits: `[n, K]`."""
+    assert not packing.columns and len(packing.shape) == 2
+    some = packed.view(packing.vectors, packing.vector_bytes)[rows]
+    return unpack(some.flatten(), replace(packing, shape=(len(some), packing.depth)))
+
+
+def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
+    """What packing and unpacking leave of `weight`: a parameter, or some rows of one."""
+    packing = replace(packing, shape=tuple(weight.shape))
+    return unpack(pack(weight, packing, name), packing)
+
+
 def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tuple[float, float]:
     """The sums of (unpacked - weight)^2 and of weight^2, without unpacking all of it at once."""
     group, width = packing.quantization.group_size, packing.shape[-1]
@@ -207,8 +268,20 @@ def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tup
 
 
 @functools.cache
-def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
-    """The kernels for rows and columns, by `WeightPacking.columns`; None is torch."""
+def _pack_function(backend: str) -> Callable[..., int] | None:
+    """The kernel that packs rows; None is torch."""
+    library = _library(backend)
+    if library is None:
+        return None
+    function: Any = library.vb_pack_rows
+    function.restype = ctypes.c_int
+    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 3
+    function.argtypes += [ctypes.c_void_p, ctypes.c_int]
+    return function  # type: ignore[no-any-return]
+
+
+def _library(backend: str) -> ctypes.CDLL | None:
+    """The library that `backend` means; None is torch."""
     if backend == "torch":
         return None
     name: str | None = backend
@@ -219,7 +292,15 @@ def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
     if name is None or name not in kernels.available():
         known = ["auto", "kernel", "torch", *kernels.available()]
         raise ValueError(f"backend={backend!r}: must be one of {known} that was built")
-    library = kernels.load(name)
+    return kernels.load(name)
+
+
+@functools.cache
+def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
+    """The kernels that unpack rows and columns, by `WeightPacking.columns`; None is torch."""
+    library = _library(backend)
+    if library is None:
+        return None
     found: dict[bool, Callable[..., None]] = {}
     for columns, lengths in ((False, 2), (True, 3)):
         function = getattr(library, "vb_unpack_columns" if columns else "vb_unpack_rows")
@@ -232,17 +313,21 @@ def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
 # ---- Groups, along dimension -1 or -2 ----
 
 
+def _unfit(name: str) -> ModelError:
+    return ModelError(
+        f"quantization: {name} holds NaN, an infinity or a number beyond {LARGEST:.3g}, which no group of "
+        "few bits can hold"
+    )
+
+
 def _encode(x: Tensor, dim: int, bits: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Groups as bytes (two codes to a byte in 4 bits), with scale and low as bf16, `dim` kept."""
     levels = 2**bits - 1
     low, high = x.aminmax(dim=dim, keepdim=True)
     if not bool((torch.maximum(high, -low) <= LARGEST).all()):  # a NaN is not, either
-        raise ModelError(
-            f"quantization: {name} holds NaN, an infinity or a number beyond {LARGEST:.3g}, which no "
-            "group of few bits can hold"
-        )
+        raise _unfit(name)
     low = _round_down(low + 0.0)  # -0 becomes 0
-    scale = _round_up((high - low) / levels)
+    scale = _round_up((high - low) / levels + 0.0)
     code = (x - low).div_(scale).round_().clamp_(0, levels)
     code = code.masked_fill_(scale == 0, 0).to(torch.uint8)
     if bits == 4:

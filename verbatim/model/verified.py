@@ -125,7 +125,13 @@ VERIFIED = frozenset(
 
 
 # Whose layers leave a verified model a verified model.
-_KNOWN_SOURCES = ("torch.nn.modules.", "torch.nn.parallel.", "transformers.", "peft.")
+_KNOWN_SOURCES = (
+    "torch.nn.modules.",
+    "torch.nn.parallel.",
+    "transformers.",
+    "peft.",
+    "verbatim.model.packed",
+)
 
 
 def is_verified(module: Any, inner: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model.borrow import exclusive
+from verbatim.model.packed import packed_buffers
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
@@ -234,9 +236,10 @@ def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) ->
 
 
 def weight_info(module: nn.Module) -> dict[str, int]:
-    """What a module's parameters come to, tied ones counted once."""
-    parameters = list(module.parameters())
+    """What a module's parameters come to, tied ones counted once, and those in few bits as they lie."""
+    parameters, packed = list(module.parameters()), list(packed_buffers(module))
     return {
-        "parameters": sum(p.numel() for p in parameters),
-        "weight_bytes": sum(p.nbytes for p in parameters),
+        "parameters": sum(p.numel() for p in parameters)
+        + sum(math.prod(packing.shape) for _, _, packing in packed),
+        "weight_bytes": sum(p.nbytes for p in parameters) + sum(len(data) for _, data, _ in packed),
     }

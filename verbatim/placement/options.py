@@ -36,6 +36,7 @@ class EngineOptions:
     num_threads: int | None
     quantization: Quantization | None = None  # of the weights
     default_batch_tokens: bool = False  # nobody asked for max_batch_tokens, so a plan may choose it
+    fused: bool = True
     prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None) -> int:
@@ -69,6 +70,7 @@ def engine_options(
     max_length: int | None = None,
     prefix_cache: bool = True,
     num_threads: int | None = None,
+    fused: bool = True,
 ) -> EngineOptions:
     """`LLM`'s options of these names, checked.
 
@@ -91,4 +93,5 @@ def engine_options(
         num_threads=thread_count(num_threads),
         quantization=settle_quantization(quantization),
         default_batch_tokens=max_batch_tokens is None,
+        fused=switch("fused", fused),
     )

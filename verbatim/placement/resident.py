@@ -19,6 +19,7 @@ from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.mtp import MtpLayers
+from verbatim.model.packing import PackingReport
 from verbatim.model.routing import RoutingStore
 from verbatim.model.weights import NewWeights, weight_info, writes_to
 from verbatim.options import dtype_name
@@ -38,6 +39,7 @@ class Resident:
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
+    packed: PackingReport | None = None  # of a model whose weights are in few bits
     placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
 
     def __init__(
@@ -108,6 +110,7 @@ class Resident:
             **weight_info(module),
             **self.placement,
             "dtype": dtype_name(anatomy.dtype),
+            **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
             "kv_bytes": self.store.nbytes + (0 if mtp is None else mtp.nbytes),
@@ -115,6 +118,7 @@ class Resident:
             "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype) + drafting,
             **({} if mtp is None else mtp.info()),
             "safety_net": sorted(anatomy.needs_safety_net),
+            "fused": self.decoder.fused,
         }
 
     def stats(self) -> dict[str, Any]:
@@ -125,6 +129,11 @@ class Resident:
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
+        if self.packed is not None:
+            raise NotSupported(
+                f"update_weights: the weights are packed as {self.packed.quantization.name}; open the new "
+                "ones from their folder, or train with weights that are not packed"
+            )
         return NewWeights(self.module, tensors, check_finite=check_finite).write
 
     def stamp(self) -> object:
@@ -176,6 +185,7 @@ def open_resident(
     store = _make_store(decoder, options, limit, mtp)
     runner = Resident(decoder, store, options.num_threads, mtp)
     runner.checkpoint = loaded.checkpoint
+    runner.packed = loaded.packed
     return runner
 
 

@@ -38,9 +38,9 @@ _REFUSED = {
     "force_download": "the hub's own: empty its cache",
     "local_files_only": "the hub's own: set HF_HUB_OFFLINE=1, or give the folder",
     "device_map": "use placement=, such as Offload() or Cluster()",
-    "load_in_8bit": "use placement=Offload() with quantization='int8'",
-    "load_in_4bit": "use placement=Offload() with quantization='int4'",
-    "quantization_config": "use placement=Offload() with quantization=",
+    "load_in_8bit": "use quantization='int8', without a placement or with Offload()",
+    "load_in_4bit": "use quantization='int4', without a placement or with Offload()",
+    "quantization_config": "use quantization=, without a placement or with Offload()",
     "attn_implementation": "attention is the engine's own",
 }
 _ALWAYS = {

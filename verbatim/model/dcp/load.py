@@ -19,7 +19,14 @@ from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
 from verbatim.model.kempner.config import KempnerConfig
-from verbatim.model.loader import HUB_ID, Checkpoint, LoadedModel, read_config, settle_dtype
+from verbatim.model.loader import (
+    HUB_ID,
+    Checkpoint,
+    LoadedModel,
+    building,
+    read_config,
+    settle_dtype,
+)
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -144,7 +151,7 @@ class _Plan:
             raise NotSupported("a config with a quantization_config: quantized DCP is not read")
         try:
             # Each weight is read anyway; only the memory is wanted.
-            with no_init_weights():
+            with building, no_init_weights():
                 module: Any = AutoModelForCausalLM.from_config(
                     config, dtype=dtype, trust_remote_code=self._trust
                 )

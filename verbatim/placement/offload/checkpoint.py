@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, first_line
-from verbatim.model.loader import quiet
+from verbatim.model.loader import building, quiet
 from verbatim.placement.offload.recipe import Recipe, Stored, Traced, stamp_of, traced
 
 _DTYPES = {
@@ -49,7 +49,7 @@ def open_skeleton(
         NotSupported: weights in another format than safetensors.
     """
     stored = tensors_of(folder, config)
-    with quiet(progress=False):
+    with building, quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, stored)
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
@@ -153,12 +153,16 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
         )
     found: dict[str, Stored] = {}
     for path in files:
-        found.update(_header(path))
+        found.update(stored_in(path))
     return found
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file: 8 bytes with the length of a JSON header, then that."""
+def stored_in(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file: 8 bytes with the length of a JSON header, then that.
+
+    Raises:
+        ModelError: it is damaged or cut short.
+    """
     try:
         with path.open("rb") as file:
             stamp = stamp_of(file.fileno())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.model.quantize import WeightPacking
 from verbatim.placement.offload.recipe import Made, Recipe, Stored, rows_can_be_read
 from verbatim.placement.offload.units import Slot, Unit, Units
 
@@ -17,13 +19,18 @@ _SMALLEST = 64 << 20  # bytes of a head that is worth it
 _LEAST = 16 << 20  # bytes of a piece, but for the last
 
 
-def split_head(units: Units, head: nn.Module | None) -> None:
+def split_head(
+    units: Units, head: nn.Module | None, packings: dict[nn.Parameter, WeightPacking]
+) -> None:
     """Put pieces no larger than the largest layer in place of the unit of `head`, where that can be done.
 
     Each piece gives its own columns of the logits, with the bits that the whole matrix gives: an element
     of the kernels' products is one fixed sequence of arithmetic. One of torch's isn't, so without kernels
     the head stays whole.
     An embedding that is tied to it is then only ever looked up in its file, row by row.
+
+    Args:
+        packings: of weights that will be in few bits; pieces of the head's come to it.
     """
     unit = next((unit for unit in units.order if unit.module is head), None)
     if type(head) is not nn.Linear or head.bias is not None or unit is None:
@@ -43,6 +50,8 @@ def split_head(units: Units, head: nn.Module | None) -> None:
         piece = nn.Linear(depth, end - begin, bias=False, device="meta")
         piece.weight = nn.Parameter(head.weight.data[begin:end], requires_grad=False)
         name = f"{unit.name}[{begin}:{end}]"
+        if head.weight in packings:
+            packings[piece.weight] = replace(packings[head.weight], shape=tuple(piece.weight.shape))
         cut = Slot(f"{name}.weight", piece.weight, rows_of(slot.recipe, begin, end))
         pieces.append(Unit(name, piece.eval(), [cut]))
     at = units.order.index(unit)

@@ -14,6 +14,7 @@ from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
+from verbatim.model.packing import choose_packings
 from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression, choose
@@ -56,7 +57,7 @@ def open_offloaded(
             slot.tier = "disk" if slot.rows_only else tier
             slot.in_place = slot.tier != "disk"
         if compression is not None:
-            compression.pack(scratch)
+            compression.pack(units, scratch)
             heap.tidy()
         readers = _READERS if offload.overlap else 0
         weights = Weights(units, plan.ring_bytes, readers, trace, scratch, heap.tidy)
@@ -95,7 +96,7 @@ def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
     """The decoder, whose one look at the model tells in which order its units come."""
     install_gates(weights)
     with weights.learning():
-        decoder = Decoder(loaded.module, order=order)
+        decoder = Decoder(loaded.module, order=order, fused=False)  # weights move
     if not decoder.anatomy.finite:
         raise UnsupportedModel(
             f"placement=Offload: {type(loaded.module).__name__} gives logits that are not numbers: its "
@@ -142,10 +143,11 @@ def units_of(
         NotSupported: nothing can be in few bits.
     """
     assert loaded.recipes is not None
-    units = find_units(loaded.module, loaded.recipes)
+    units, kind = find_units(loaded.module, loaded.recipes), options.quantization
+    packings = {} if kind is None else choose_packings(loaded.module, kind)
     if offload.weights is None or offload.weights[2]:
-        split_head(units, head_of(inner_model(loaded.module)))
-    return units, None if options.quantization is None else choose(units, options.quantization)
+        split_head(units, head_of(inner_model(loaded.module)), packings)
+    return units, None if kind is None else choose(units, kind, packings)
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -28,6 +28,9 @@ class Slot:
         in_place: its numbers are there all the time, as the model needs them.
         rows_only: rows of it are looked up in its file, and that is all.
         packing: of what the recipe makes, where that is in few bits and is unpacked when it is lent.
+        rounding: as it would be packed, where what is read is as it was: it is rounded to what packing
+            and unpacking leave of it.
+        rows: how rows of it are read, where that is another recipe.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Slot:
     rows_only: bool = False
     stored_bytes: int = 0
     packing: WeightPacking | None = None
+    rounding: WeightPacking | None = None
+    rows: Recipe | None = None
 
     def __post_init__(self) -> None:
         self.stored_bytes = sum(stored.nbytes for stored in ingredients(self.recipe))

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
-from verbatim.model.quantize import unpack
+from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.checkpoint import placeholder
+from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
 from verbatim.placement.offload.recipe import Held, Stored, cook, ingredients
 from verbatim.placement.offload.scratch import Scratch
@@ -63,7 +64,7 @@ class Weights:
         try:
             for slot in units.slots:
                 if slot.in_place:
-                    slot.parameter.data = cook(slot.recipe, read_whole)
+                    slot.parameter.data = rounded_rows(slot, cook(slot.recipe, read_whole))
             for unit in units.order:
                 away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
                 tensors = [s for slot in away for s in ingredients(slot.recipe)]
@@ -173,8 +174,12 @@ class Weights:
         return found.view(stored.dtype).view(stored.shape)
 
     def _rows(self, slot: Slot, ids: Tensor) -> Tensor:
-        """Rows of an embedding `[V, H]`, straight from its file: `[len(ids), H]`."""
-        (stored,) = ingredients(slot.recipe)
+        """Rows of an embedding `[V, H]`, straight from its file or unpacked: `[len(ids), H]`."""
+        recipe = slot.rows or slot.recipe
+        if isinstance(recipe, Held):
+            assert slot.packing is not None
+            return unpack_rows(recipe.tensor, slot.packing, ids)
+        (stored,) = ingredients(recipe)
         width = stored.nbytes // stored.shape[0]
         file = self._row_files.get(stored.path)
         if file is None:
@@ -189,7 +194,7 @@ class Weights:
             rows[i] = buffer[skip : skip + width]
         self._row_bytes += rows.nbytes
         found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
-        return cook(slot.recipe, lambda _: found)
+        return rounded_rows(slot, cook(recipe, lambda _: found))
 
     def check_files(self) -> None:
         """Are they still what they were when the model was opened?
@@ -219,6 +224,8 @@ class Weights:
 
 def unpacked_bytes(unit: Unit) -> int:
     """Memory that a unit's parameters in few bits take while they are lent."""
+    if unit.gathers:
+        return 0
     return sum(_aligned(slot.nbytes) for slot in unit.slots if slot.packing is not None)
 
 

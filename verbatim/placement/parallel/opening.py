@@ -264,7 +264,7 @@ def _open_experts(
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
     group.check_equal(numerics_key(dtype, kv_dtype))
     cut = take_share(module, recipes, group, head=None, linears=False, share=ExchangedExperts)
-    decoder = Decoder(module)
+    decoder = Decoder(module, fused=options.fused)
     mtp = open_mtp(draft, decoder, loaded) if isinstance(draft, Mtp) else None
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)

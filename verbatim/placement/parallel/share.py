@@ -190,7 +190,7 @@ def open_share(loaded: LoadedModel, ranks: Gloo, num_threads: int) -> Shared:
     head = head_of(inner_model(loaded.module))
     cut = take_share(loaded.module, loaded.recipes, ranks, head=head)
     with threads(num_threads), ranks.everywhere():
-        decoder = Decoder(loaded.module)
+        decoder = Decoder(loaded.module, fused=False)  # its products are shared
     anatomy = decoder.anatomy
     own_layers(anatomy.layers, anatomy.query_heads, ranks.rank, ranks.size)
     return Shared(ranks, decoder, cut)

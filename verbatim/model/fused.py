@@ -1,0 +1,285 @@
+"""Fused layers: the decoder layers of a model that are run by two calls of the kernels each.
+
+A layer is taken for one of the common shape by the names of its parts, generously. Whether it really is
+one is tried: with random rows, what it hands to its attention and what it returns must be, bit for bit,
+what its own forward makes of them. A layer that fails stays plain, and `report` tells why.
+"""
+
+from __future__ import annotations
+
+import collections
+from contextlib import nullcontext
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.errors import first_line
+from verbatim.model.anatomy import Anatomy, inner_model
+from verbatim.model.borrow import Forwards, borrow
+from verbatim.model.context import activate
+from verbatim.model.elementwise import Activation
+from verbatim.model.invariant import InvariantMode
+from verbatim.model.layer import (
+    FusedLayer,
+    LayerParts,
+    Norm,
+    NotFusable,
+    Trust,
+)
+from verbatim.model.layer_trial import LayerTrial, Watch
+from verbatim.model.norms import norm_parts
+
+_ROWS = 5  # of a trial
+
+_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+# What norms stand where, by the names that tell: the first line that fits whole is taken.
+_NORM_NAMES: tuple[dict[str, str], ...] = (
+    dict(  # Gemma
+        before_attention="input_layernorm",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    dict(  # GLM 4
+        before_attention="input_layernorm",
+        after_attention="post_self_attn_layernorm",
+        before_mlp="post_attention_layernorm",
+        after_mlp="post_mlp_layernorm",
+    ),
+    dict(  # Olmo 2
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    dict(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
+    dict(before_attention="input_layernorm", before_mlp="pre_mlp_layernorm"),
+)
+
+
+class FusedLayers:
+    """The fused forwards of one model.
+
+    Args:
+        module: as `Decoder` has it, not borrowed at the moment.
+        anatomy: of it.
+        forwards, configs: of it, as for `borrow`.
+
+    Attributes:
+        forwards: as for `borrow`, to be put in after the plain ones, which they fall back to.
+        report: how many layers are fused, how many are not, and for what reasons (the number of each).
+    """
+
+    def __init__(
+        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+    ) -> None:
+        self.forwards: Forwards = []
+        self._plain: collections.Counter[str] = collections.Counter()
+        self._trust = Trust()
+        self._layers: list[FusedLayer] = []
+        self._look: _Look | None = None
+        if kernels.library() is None:
+            self._plain["there are no compiled kernels"] = len({i for i, _ in anatomy.slots})
+            return
+        trials = []
+        for layer, attention in _layers_of(module, anatomy):
+            try:
+                if layer is None:
+                    raise NotFusable("its attention is not in a layer with an MLP")
+                slot = anatomy.layers[anatomy.slots[id(attention), 0]]
+                trials.append(LayerTrial(take_apart(layer, attention), slot, self._trust))
+            except NotFusable as reason:
+                self._plain[str(reason)] += 1
+        if not trials:
+            return
+        try:
+            _run(
+                module,
+                anatomy,
+                [*forwards, *((t.parts.layer.__dict__, t) for t in trials)],
+                configs,
+            )
+        except Exception as error:  # whatever somebody else's model makes of it
+            failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
+            for trial in trials:
+                trial.reason = trial.reason or failure
+                trial.fused = None
+        for trial in trials:
+            if trial.fused is None:
+                self._plain[trial.reason or "it was not called in the trial"] += 1
+            else:
+                self._layers.append(trial.fused)
+                self.forwards.append((trial.parts.layer.__dict__, trial.fused.forward()))
+
+    def look(self, *, hooks: bool) -> None:
+        """To be called before each forward: are the layers as they were?
+
+        Args:
+            hooks: somebody's code will run in the middle of this forward, so each layer has to look itself.
+        """
+        self._trust.given = False
+        if hooks or not self._layers:
+            return
+        if self._look is None or not self._look.unchanged():
+            fit = [layer.fits() for layer in self._layers]  # each of them, so that all are prepared
+            if not all(fit):
+                return
+            self._look = _Look(self._layers)
+        self._trust.given = True
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return {
+            "layers": len(self._layers),
+            "plain": sum(self._plain.values()),
+            "reasons": dict(self._plain),
+        }
+
+
+class _Look:
+    """All that fused layers depend on, noted once and looked at in one go: a fifth of the time."""
+
+    def __init__(self, layers: list[FusedLayer]) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._missing: list[tuple[dict[str, Any], str]] = []
+        found = []
+        for layer in layers:
+            assert layer.found is not None
+            for place, lying in zip(layer.places, layer.found, strict=True):
+                if lying is None:
+                    self._missing.append(place)
+                else:
+                    self._dicts.append(place[0])
+                    self._names.append(place[1])
+                    found.append(lying)
+        self._pointers, self._numels, self._strides = map(list, zip(*found, strict=True))
+        numbers = [n for layer in layers for n in layer.numbers]
+        self._fields, self._keys = [d for d, _ in numbers], [n for _, n in numbers]
+        self._values = [v for layer in layers for v in layer.values]
+        codes = dict(c for layer in layers for c in zip(layer.classes, layer.codes, strict=True))
+        self._classes, self._codes = list(codes), list(codes.values())
+
+    def unchanged(self) -> bool:
+        try:
+            tensors = [*map(getitem, self._dicts, self._names)]
+            return (
+                [*map(Tensor.data_ptr, tensors)] == self._pointers
+                and [*map(Tensor.numel, tensors)] == self._numels
+                and [*map(Tensor.stride, tensors)] == self._strides
+                and [*map(dict.get, self._fields, self._keys)] == self._values
+                and all(fields.get(name) is None for fields, name in self._missing)
+                and [cls.forward for cls in self._classes] == self._codes
+            )
+        except (KeyError, TypeError):  # a parameter is gone
+            return False
+
+
+def _layers_of(module: nn.Module, anatomy: Anatomy) -> list[tuple[nn.Module | None, nn.Module]]:
+    """Each module that attends, with the layer that it is a direct part of."""
+    attending = {owner for owner, _ in anatomy.slots}
+    parents: dict[int, tuple[nn.Module | None, nn.Module]] = {}
+    for parent in module.modules():
+        if id(parent) in attending:
+            parents.setdefault(id(parent), (None, parent))
+        for child in parent._modules.values():
+            if child is not None and id(child) in attending:
+                has_mlp = any(isinstance(parent._modules.get(n), nn.Module) for n in _MLP_NAMES)
+                parents[id(child)] = (parent if has_mlp else None, child)
+    return list(parents.values())
+
+
+def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
+    """The parts of a layer, by their names.
+
+    Raises:
+        NotFusable: it is of another shape.
+    """
+    for part in (layer, *layer.modules()):
+        if "forward" in part.__dict__:
+            raise NotFusable("the forward of a part of it was replaced by its owner")
+    inputs = _named(attention, ("q_proj", "k_proj", "v_proj")) or _named(attention, ("qkv_proj",))
+    output = _named(attention, ("o_proj",))
+    if not inputs or not output:
+        raise NotFusable(f"{type(attention).__name__} has no q_proj, k_proj, v_proj and o_proj")
+    norms = _norms_of(layer, attention)
+    mlp = next(m for n in _MLP_NAMES if (m := layer._modules.get(n)) is not None)
+    gates = _named(mlp, ("gate_proj", "up_proj")) or _named(mlp, ("gate_up_proj",))
+    down = _named(mlp, ("down_proj",))
+    activation = next(
+        (_activation_of(m) for m in _named(mlp, _ACTIVATION_NAMES, any_of=True)), None
+    )
+    if len(mlp._modules) != len(gates) + 2 or not down or activation is None:
+        gates, down = [], []  # experts, or a gate more: it runs as it is
+    scale = layer.__dict__.get("residual_multiplier", 1.0)
+    return LayerParts(
+        layer=layer,
+        attention=attention,
+        mlp=mlp,
+        inputs=inputs,
+        output=output[0],
+        gates=gates,
+        down=down[0] if down else None,
+        activation=activation or Activation.SILU,
+        norms=norms,
+        residual_scale=float(scale) if isinstance(scale, int | float) else 1.0,
+    )
+
+
+def _named(module: nn.Module, names: tuple[str, ...], *, any_of: bool = False) -> list[nn.Module]:
+    """The children of these names if all are there, or those that are."""
+    found = [child for name in names if (child := module._modules.get(name)) is not None]
+    return found if any_of or len(found) == len(names) else []
+
+
+def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
+    for names in _NORM_NAMES:
+        modules = {role: m for role, n in names.items() if (m := layer._modules.get(n)) is not None}
+        if len(modules) == len(names):
+            break
+    else:
+        raise NotFusable("its norms have other names")
+    for role, name in (("of_queries", "q_norm"), ("of_keys", "k_norm")):
+        if (module := attention._modules.get(name)) is not None:
+            modules[role] = module
+    norms = {}
+    for role, module in modules.items():
+        parts = norm_parts(module)
+        if parts is None and not isinstance(module, nn.Identity):
+            raise NotFusable(f"{type(module).__name__} is no RMS norm of a known family")
+        if parts is not None:
+            norms[role] = Norm(module, parts)
+    return norms
+
+
+def _activation_of(module: nn.Module) -> Activation | None:
+    name = type(module).__name__
+    if type(module) is nn.SiLU or name == "SiLUActivation":
+        return Activation.SILU
+    tanh = type(module) is nn.GELU and module.approximate == "tanh"
+    if tanh or name in ("GELUTanh", "PytorchGELUTanh"):
+        return Activation.GELU_TANH
+    return None
+
+
+def _run(module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]) -> None:
+    """A forward of a few tokens at places all over the context, with trials in the layers' place."""
+    config: Any = getattr(inner_model(module), "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    last = max(_ROWS, limit if isinstance(limit, int) else 4096) - 1
+    device = next(module.parameters()).device
+    ids = torch.arange(_ROWS, device=device) * 7 % max(1, anatomy.vocab_size - 3) + 1
+    inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+    if anatomy.takes_positions:
+        places = [0, 1, last // 3, 2 * last // 3, last]
+        inputs["position_ids"] = torch.tensor([places], device=device)
+    if anatomy.takes_logit_rows:
+        inputs["logits_to_keep"] = torch.tensor([0], device=device)
+    with (
+        borrow(module, forwards, configs, hooks=False),
+        activate(Watch()),
+        InvariantMode() if anatomy.needs_safety_net else nullcontext(),
+    ):
+        module(**inputs)

@@ -1,0 +1,113 @@
+"""GGUF files, llama.cpp's format, read by transformers into a model as any other.
+
+What lies in few bits there (Q8_0, Q4_0 and others) is unpacked into the model's dtype; `quantization` packs
+it again in groups of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbatim.errors import ModelError, NotSupported, first_line
+from verbatim.model.loader import (
+    Checkpoint,
+    LoadedModel,
+    built_module,
+    read_config,
+    settle_dtype,
+)
+
+_NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+def find_gguf(model: str | os.PathLike[str]) -> Path | None:
+    """The GGUF file that `model` names: itself, or the one in a folder that has no other weights.
+
+    Raises:
+        ModelError: a folder holds several.
+    """
+    path = Path(os.path.expanduser(os.fspath(model)))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"no file {path}")
+        return path.resolve()
+    if not os.path.isdir(path) or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4])
+        raise ModelError(f"{path} holds {len(found)} GGUF files ({names}); name one of them")
+    return found[0].resolve() if found else None
+
+
+def load_gguf(
+    path: Path, *, dtype: str | torch.dtype = "auto", with_tokenizer: bool = True
+) -> LoadedModel:
+    """Load the model of a GGUF file, and the tokenizer that it holds, if any.
+
+    Args:
+        dtype: "auto" is bfloat16, or float32 where every tensor of the file is.
+
+    Raises:
+        NotSupported: the packages that read it are missing, or it is one of several parts.
+        ModelError, UnsupportedModel: it can't be read, or holds what transformers doesn't know.
+    """
+    missing = [package for name, package in _NEEDS.items() if find_spec(name) is None]
+    if missing:
+        raise NotSupported(
+            f"{path}: reading a GGUF file needs {' and '.join(missing)}: pip install 'verbatim[gguf]'"
+        )
+    parts = _PART.search(path.name)
+    if parts is not None:
+        raise NotSupported(
+            f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
+        )
+    all_float32, has_tokenizer = _look_into(path)
+    if dtype == "auto":
+        dtype = "float32" if all_float32 else "bfloat16"
+    where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
+    source = str(path.parent)
+    config = read_config(source, where)
+    settled = settle_dtype(dtype, config)
+
+    def read() -> Any:
+        return built_module(source, config, settled, where)
+
+    def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
+        stat = path.stat() if path.exists() else None
+        return {} if stat is None else {path.name: (stat.st_size, stat.st_mtime_ns)}
+
+    module = read()
+    checkpoint = Checkpoint(path.parent, module, read=read, fingerprints=fingerprints)
+    tokenizer = _tokenizer(path) if with_tokenizer and has_tokenizer else None
+    return LoadedModel(
+        module, tokenizer, module.generation_config, str(path), checkpoint=checkpoint
+    )
+
+
+def _look_into(path: Path) -> tuple[bool, bool]:
+    """Is every tensor float32? Is there a tokenizer?"""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # whatever a damaged file leads to
+        raise ModelError(f"{path} is damaged or cut short: {first_line(error)}") from None
+    types = {tensor.tensor_type for tensor in reader.tensors}
+    return types <= {GGMLQuantizationType.F32}, "tokenizer.ggml.model" in reader.fields
+
+
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # of any of its many readers
+        raise ModelError(f"{path}: its tokenizer can't be read: {first_line(error)}") from error

@@ -1,0 +1,460 @@
+"""A decoder layer in one or two calls of the kernels.
+
+One call where K and V lie in plain blocks; else one for what comes before attention and one for what comes
+after, with the active pass's attention between them.
+
+The kernels read the module's own parameters where they are, and compute with the functions that the same
+modules are run with one by one. So the bits are the same, and an update in place is seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.kv.attention import AttentionOptions
+from verbatim.model.context import active_pass
+from verbatim.model.elementwise import Activation, NormKind
+from verbatim.model.norms import NormParts
+from verbatim.model.packed import PackedLinear
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format; packed ones are called by their bits
+# Where a tensor's numbers are: address, number, strides. None: there is no tensor.
+Lying = tuple[int, int, tuple[int, ...]] | None
+_everywhere = torch.nn.modules.module  # hooks that every module has
+_hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+
+
+class Rotation(enum.IntEnum):
+    """Which dimensions of a head are turned together; as in `kernels/elementwise.h`."""
+
+    UNTURNED = 0
+    HALVES = 1  # i with i + half
+    NEIGHBOURS = 2  # 2i with 2i + 1
+    ONCE = 3  # as HALVES, with one angle for both halves and not two
+
+
+class NotFusable(Exception):
+    """A layer has to run module by module; the message tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the layer and how it is computed."""
+
+    module: nn.Module
+    parts: NormParts
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A layer of the common shape, taken apart.
+
+    Attributes:
+        inputs: of attention: q, k and v, or one for all three.
+        gates: gate and up, or one for both; empty where `mlp` runs as it is.
+        norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
+        residual_scale: factor of what is added to the residual.
+    """
+
+    layer: nn.Module
+    attention: nn.Module
+    mlp: nn.Module
+    inputs: list[nn.Module]
+    output: nn.Module
+    gates: list[nn.Module]
+    down: nn.Module | None
+    activation: Activation
+    norms: dict[str, Norm]
+    residual_scale: float
+
+    def modules(self) -> list[nn.Module]:
+        """Everything that does not run by its own forward any more, the layer itself not included."""
+        mlp = [*self.mlp.modules()] if self.gates else []
+        return [*self.attention.modules(), *mlp, *(n.module for n in self.norms.values())]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a layer hands to its attention: numbers of heads, widths, options, and how heads are turned."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    rotation: Rotation
+    options: AttentionOptions  # without sinks: those are read anew each time
+    sinks: bool
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("data", "bias")),
+        *((name, _LONG) for name in ("cols", "depth", "stride")),
+        *((name, _INT) for name in ("format", "group")),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("width", _LONG), ("eps", _FLOAT), ("kind", _INT)]
+
+
+_ROLES = (
+    "before_attention",
+    "of_queries",
+    "of_keys",
+    "after_attention",
+    "before_mlp",
+    "after_mlp",
+)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("inputs", _Matrix * 3),
+        ("output", _Matrix),
+        ("gates", _Matrix * 2),
+        ("down", _Matrix),
+        *((role, _Norm) for role in _ROLES),
+        *(
+            (name, _LONG)
+            for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim", "inner")
+        ),
+        *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
+        ("residual_scale", _FLOAT),
+        ("is_bf16", _INT),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("window", _LONG),
+    ]
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., None], ...]:
+    library = kernels.library()
+    assert library is not None
+    library.vb_layer_size.restype = _LONG
+    assert library.vb_layer_size() == ctypes.sizeof(_Layer)
+    angles = [*[_POINTER] * 2, _LONG, _INT]
+    arguments = {
+        "before": [*[_POINTER] * 2, _LONG, *angles, _POINTER, _INT],
+        "after": [*[_POINTER] * 3, _LONG, *[_POINTER] * 2, _INT],
+        "": [*[_POINTER] * 6, *angles, *[_POINTER] * 2, _INT],
+    }
+    found = []
+    for name, types in arguments.items():
+        function = getattr(library, f"vb_layer_{name}".rstrip("_"))
+        function.restype, function.argtypes = None, types
+        found.append(function)
+    return tuple(found)
+
+
+class Trust:
+    """Whether fused layers were looked at before this forward, so that they need not look themselves."""
+
+    given = False
+
+
+class FusedLayer:
+    """The forward of one layer.
+
+    Args:
+        parts: of it.
+        shape: what its own forward was seen to hand to attention.
+        arguments: names of the keyword arguments it was called with.
+        trust: of the forward in progress.
+
+    Raises:
+        NotFusable: its weights are of a kind that the kernels don't read where they are.
+    """
+
+    def __init__(
+        self, parts: LayerParts, shape: Shape, arguments: frozenset[str], trust: Trust
+    ) -> None:
+        self._parts, self._shape, self._arguments = parts, shape, arguments
+        self._trust = trust
+        linears = [*parts.inputs, parts.output, *parts.gates]
+        if parts.down is not None:
+            linears.append(parts.down)
+        self.dtype = _dtype_of(parts.output)
+        # Each place where a tensor hangs that the kernels get a pointer to.
+        self.places: list[tuple[dict[str, Any], str]] = [p for m in linears for p in _places(m)]
+        self.places += [
+            (n.module._parameters, n.parts.weight)
+            for n in parts.norms.values()
+            if n.parts.weight is not None
+        ]
+        modules = parts.modules()
+        self._fields = [m.__dict__ for m in modules]
+        owners = [parts.layer, parts.attention, parts.mlp]
+        owners += [n.module for n in parts.norms.values()]
+        self.numbers = [
+            (m.__dict__, name)
+            for m in dict.fromkeys(owners)
+            for name, value in m.__dict__.items()
+            if name != "training" and type(value) in (int, float, bool, str)
+        ]
+        self.values = self._values_now()
+        self.classes = list({type(m) for m in (*owners, *modules)})
+        self.codes = [cls.forward for cls in self.classes]
+        self.found: list[Lying] | None = None
+        self._struct = _Layer()
+        self._prepare()
+
+    def _values_now(self) -> list[Any]:
+        return [fields.get(name) for fields, name in self.numbers]
+
+    def ready(self) -> bool:
+        """Is everything as it was found, but perhaps for the numbers in the weights?
+
+        Raises:
+            NotFusable: weights were replaced by others that the kernels don't read.
+        """
+        if any(map(_hooks, self._fields)) or any(map(_pre_hooks, self._fields)):
+            return False
+        if _everywhere._global_forward_hooks or _everywhere._global_forward_pre_hooks:
+            return False
+        if [cls.forward for cls in self.classes] != self.codes:
+            return False
+        if self._values_now() != self.values:
+            return False
+        if self.found != self._found_now():
+            self._prepare()
+        return True
+
+    def _found_now(self) -> list[Lying]:
+        return [
+            None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride())
+            for fields, name in self.places
+        ]
+
+    def _prepare(self) -> None:
+        """Fill in the struct."""
+        parts, shape, struct, dtype = self._parts, self._shape, self._struct, self.dtype
+        self.found = None  # until all of it is checked
+        struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
+        struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
+        struct.rotation, struct.activation = shape.rotation, parts.activation
+        struct.residual_scale, struct.is_bf16 = parts.residual_scale, dtype is torch.bfloat16
+        options = shape.options
+        struct.scale, struct.softcap, struct.window = options.scale, options.softcap, options.window
+        struct.num_inputs, struct.num_gates = len(parts.inputs), len(parts.gates)
+        for array, modules in ((struct.inputs, parts.inputs), (struct.gates, parts.gates)):
+            for i, module in enumerate(modules):
+                array[i] = _matrix(module, dtype)
+        struct.output = _matrix(parts.output, dtype)
+        struct.hidden = struct.output.cols
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        widths = [queries, keys, shape.kv_heads * shape.value_dim]
+        if len(parts.inputs) == 1:
+            widths = [sum(widths)]
+        fits = [m.cols for m in struct.inputs][: len(widths)] == widths
+        fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
+        fits &= struct.output.depth == shape.heads * shape.value_dim
+        if parts.down is not None:
+            struct.down = _matrix(parts.down, dtype)
+            struct.inner = struct.down.depth
+            wanted = [(2 * struct.inner) // len(parts.gates)] * len(parts.gates)
+            fits &= [m.cols for m in struct.gates][: len(wanted)] == wanted
+            fits &= all(struct.gates[i].depth == struct.hidden for i in range(len(wanted)))
+            fits &= struct.down.cols == struct.hidden
+        for role in _ROLES:
+            norm = parts.norms.get(role)
+            width = {"of_queries": queries, "of_keys": keys}.get(role)
+            found = _norm(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
+            setattr(struct, role, found)
+        if not fits:
+            raise NotFusable("its matrices do not fit together")
+        self.found = self._found_now()
+
+    def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """What to put in the place of the layer's forward while we run.
+
+        Args:
+            plain: what serves where the kernels don't: the layer's own forward.
+        """
+        parts, shape, struct = self._parts, self._shape, self._struct
+        layer, attention, options = parts.layer, parts.attention, shape.options
+        mlp = None if parts.gates else parts.mlp
+        plain = plain or functools.partial(_own_forward, layer)
+        before, after, whole = _functions()
+        trust, fits = self._trust, self.fits
+        address, dtype, arguments = ctypes.addressof(struct), self.dtype, self._arguments
+        heads, kv_heads, head_dim, value_dim = (
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.value_dim,
+        )
+        widths = [heads * head_dim, kv_heads * head_dim, kv_heads * value_dim]
+        width = sum(widths)
+        turns, hidden_size = shape.rotation is not Rotation.UNTURNED, struct.hidden
+        get_num_threads, empty, empty_like = torch.get_num_threads, torch.empty, torch.empty_like
+        with_sinks = attention if shape.sinks else None
+        after_mlp = parts.norms.get("after_mlp")
+        finish = None if mlp is None else _finish(after_mlp, parts.residual_scale)
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            walk = active_pass()
+            if (
+                walk is None
+                or args
+                or kwargs.keys() != arguments
+                or hidden_states.dtype is not dtype
+                or not (trust.given or fits())
+            ):
+                return plain(hidden_states, *args, **kwargs)
+            x = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
+            rows, threads = x.numel() // hidden_size, get_num_threads()
+            cos_at = sin_at = None
+            angles = wide = 0
+            if turns:
+                cos, sin = kwargs["position_embeddings"]
+                angles, wide = cos.shape[-1], cos.dtype is torch.float32
+                if not (cos.is_contiguous() and sin.is_contiguous()):
+                    cos, sin = cos.contiguous(), sin.contiguous()
+                if cos.numel() != rows * angles or not (wide or cos.dtype is dtype):
+                    return plain(hidden_states, **kwargs)
+                cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
+            x_at, out = x.data_ptr(), empty_like(x)
+            normed = normed_at = sinks = None
+            if finish is not None:
+                normed = empty_like(x)
+                normed_at = normed.data_ptr()
+            own = options
+            if with_sinks is not None:
+                own = add_sinks(options, with_sinks)
+                assert own.sinks is not None
+                sinks = own.sinks.data_ptr()
+            direct = getattr(walk, "direct", None)
+            if direct is not None and direct.dtype is dtype and direct.count == rows:
+                k_at, v_at = direct.stores(walk.layer_of(attention))  # type: ignore[attr-defined]
+                whole(
+                    address,
+                    direct.address,
+                    k_at,
+                    v_at,
+                    sinks,
+                    x_at,
+                    cos_at,
+                    sin_at,
+                    angles,
+                    wide,
+                    out.data_ptr(),
+                    normed_at,
+                    threads,
+                )
+            else:
+                qkv = empty((rows, width), dtype=dtype)
+                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv.data_ptr(), threads)
+                q, k, v = qkv.split(widths, dim=1)
+                attended = walk.attend(
+                    attention,
+                    q.unflatten(1, (heads, head_dim)),
+                    k.unflatten(1, (kv_heads, head_dim)),
+                    v.unflatten(1, (kv_heads, value_dim)),
+                    own,
+                ).contiguous()
+                attended_at = attended.data_ptr()
+                after(address, x_at, attended_at, rows, out.data_ptr(), normed_at, threads)
+            if finish is None:
+                return out
+            assert mlp is not None
+            made = mlp(normed)
+            return finish(out, made[0] if isinstance(made, tuple) else made)
+
+        return forward
+
+    def fits(self) -> bool:
+        """`ready()`, and no where it raises."""
+        try:
+            return self.ready()
+        except NotFusable:
+            return False
+
+
+def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def add_sinks(options: AttentionOptions, attention: Any) -> AttentionOptions:
+    """`options` with the sinks of `attention` as they are now."""
+    return replace(options, sinks=attention.sinks.detach().float())
+
+
+def _finish(norm: Norm | None, scale: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The residual after an MLP that is not in the kernels."""
+
+    def finish(residual: Tensor, made: Tensor) -> Tensor:
+        if norm is not None:
+            made = norm.module(made)
+        return residual + (made if scale == 1.0 else made * scale)
+
+    return finish
+
+
+def _dtype_of(linear: Any) -> torch.dtype:
+    if type(linear) is PackedLinear:
+        return linear.packing.dtype
+    return linear.weight.dtype  # type: ignore[no-any-return]
+
+
+def _places(linear: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    if type(linear) is PackedLinear:
+        return [(linear._buffers, "packed"), (linear._parameters, "bias")]
+    return [(linear._parameters, "weight"), (linear._parameters, "bias")]
+
+
+def _checked(tensor: Any, dtype: torch.dtype) -> int:
+    """The address of a tensor that lies as it should; None has none."""
+    if tensor is None:
+        return 0
+    if type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not dtype:
+        raise NotFusable(f"a weight of it is a {type(tensor).__name__} of {tensor.dtype}")
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise NotFusable("a weight of it is not contiguous in memory")
+    address: int = tensor.data_ptr()
+    return address
+
+
+def _matrix(linear: Any, dtype: torch.dtype) -> _Matrix:
+    if dtype not in _FORMATS:
+        raise NotFusable(f"its weights are {dtype}")
+    bias = _checked(linear._parameters.get("bias"), dtype)
+    if type(linear) is PackedLinear:
+        packing = linear.packing
+        if packing.dtype is not dtype:
+            raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
+        data = _checked(linear._buffers["packed"], torch.uint8)
+        (cols, depth), kind = packing.shape, packing.quantization
+        return _Matrix(data, bias, cols, depth, depth, kind.bits, kind.group_size)
+    if type(linear) is not nn.Linear:
+        raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
+    weight: Any = linear._parameters["weight"]
+    data = _checked(weight, dtype)
+    cols, depth = weight.shape
+    if weight.stride() != (depth, 1):
+        raise NotFusable("a weight of it is not contiguous in memory")
+    return _Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
+
+
+def _norm(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> _Norm:
+    """A norm of `width`, or of `head_dim` for each head."""
+    if norm is None:
+        return _Norm(None, width, 0.0, NormKind.NONE)
+    kind, name, eps = norm.parts
+    weight = None if name is None else norm.module._parameters[name]
+    own = (head_dim or width) if weight is None else weight.shape[0]
+    if own not in (width, head_dim):
+        raise NotFusable(f"a norm of it is {own} wide")
+    return _Norm(_checked(weight, dtype), own, norm.module.__dict__[eps], kind)

@@ -1,0 +1,226 @@
+"""Whether a layer can be fused, found out in one forward of the model.
+
+The trial runs on a twin of the layer, in which norms and biases are random, and matrices where they are
+zero: weights that make no difference today may make one after the next training step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import first_line
+from verbatim.kv.attention import AttentionOptions
+from verbatim.kv.store import LayerShape
+from verbatim.model.borrow import replaced_forwards
+from verbatim.model.context import activate
+from verbatim.model.layer import (
+    FusedLayer,
+    LayerParts,
+    Norm,
+    NotFusable,
+    Rotation,
+    Shape,
+    Trust,
+    add_sinks,
+)
+
+_MODEST = 64  # rows of a matrix that are looked at
+_ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)
+
+
+class Watch:
+    """A pass that notes what a layer hands to its attention, and answers with noise."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        self.seen.append((q, k, v, options))
+        return _noise((*q.shape[:2], v.shape[2]), q.dtype)
+
+
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class LayerTrial:
+    """Stands in a layer's place for one forward, and finds out whether it can be fused.
+
+    Attributes:
+        parts: of the layer.
+        fused: it, if it can.
+        reason: why it can't.
+
+    Args:
+        slot: what the layer stores for a token.
+        trust: for `FusedLayer`.
+    """
+
+    def __init__(self, parts: LayerParts, slot: LayerShape, trust: Trust) -> None:
+        self.parts = parts
+        self._slot, self._trust = slot, trust
+        self.fused: FusedLayer | None = None
+        self.reason: str | None = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.parts.layer
+        if self.fused is None and self.reason is None:
+            try:
+                if args:
+                    raise NotFusable("it is handed more than hidden states by position")
+                self.fused = self._fuse(hidden_states, kwargs)
+            except NotFusable as reason:
+                self.reason = str(reason)
+            except Exception as error:  # of its own forward on random rows, say
+                self.reason = f"in the trial: {type(error).__name__}: {first_line(error)}"
+        if self.fused is not None:
+            return hidden_states  # the next layer's trial has rows of its own
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+
+    def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
+        parts, arguments = self.parts, frozenset(kwargs)
+        twin, twins = _twin_of(parts.layer)
+        forwards = replaced_forwards(twin)
+        for fields, forward in forwards:
+            fields["forward"] = forward
+        x = _noise(tuple(hidden_states.shape), hidden_states.dtype)
+        rows = x.flatten(0, -2)
+        rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
+        expected, (seen,) = _watched(partial(type(twin).forward, twin, x, **kwargs))
+        if not isinstance(expected, Tensor):
+            raise NotFusable("it returns more than hidden states")
+        q, k, v, options = seen
+        shape = Shape(
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            value_dim=v.shape[2],
+            rotation=Rotation.UNTURNED,
+            options=replace(options, sinks=None),
+            sinks=options.sinks is not None,
+        )
+        own = _in_twin(parts, twins)
+        if self._slot != LayerShape(shape.kv_heads, shape.head_dim, shape.value_dim):
+            raise NotFusable("it does not always store the same")
+        if options.alibi is not None or (shape.sinks and not _has_sinks(own.attention, options)):
+            raise NotFusable("its attention has a bias of its own")
+        for rotation in _ROTATIONS:
+            if not _angles_fit(kwargs.get("position_embeddings"), rotation, shape.head_dim):
+                continue
+            shape = replace(shape, rotation=rotation)
+            forward = FusedLayer(own, shape, arguments, Trust()).forward(_refuse)
+            made, (ours,) = _watched(partial(forward, x, **kwargs))
+            if all(_same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
+                if not _same_bits(made, expected):
+                    raise NotFusable("what it makes of its attention is not what the kernels make")
+                return FusedLayer(parts, shape, arguments, self._trust)
+        raise NotFusable("its queries, keys and values are not what the kernels make")
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise NotFusable("it is called in ways, or in a dtype, that the kernels don't know")
+
+
+def _angles_fit(embeddings: Any, rotation: Rotation, head_dim: int) -> bool:
+    if rotation is Rotation.UNTURNED:
+        return True
+    if not isinstance(embeddings, tuple) or len(embeddings) != 2:
+        return False
+    width: int = embeddings[0].shape[-1]
+    if rotation is Rotation.ONCE:
+        return 2 * width <= head_dim
+    return width <= head_dim and width % 2 == 0
+
+
+def _has_sinks(attention: nn.Module, options: AttentionOptions) -> bool:
+    if attention._parameters.get("sinks") is None:
+        return False
+    now = add_sinks(options, attention).sinks
+    return now is not None and options.sinks is not None and torch.equal(now, options.sinks)
+
+
+def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """What `call` returns, and the one time that it attended."""
+    watch = Watch()
+    with activate(watch):
+        returned = call()
+    if len(watch.seen) != 1:
+        raise NotFusable(f"it attends {len(watch.seen)} times")
+    return returned, watch.seen
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(whole), b.contiguous().view(whole))
+
+
+def _twin_of(layer: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """A layer like this one but for its weights where they tell little, and the twin of each of its parts.
+
+    Nothing of the layer itself is changed, and its large matrices are shared.
+    """
+    twins: dict[int, nn.Module] = {}
+    parameters: dict[int, nn.Parameter | None] = {id(None): None}
+
+    def of(module: nn.Module) -> nn.Module:
+        if id(module) in twins:
+            return twins[id(module)]
+        twin = twins[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__.pop("forward", None)  # ours, which would run the layer's own
+        twin.__dict__["_parameters"] = own = dict(module._parameters)
+        for name, parameter in own.items():
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = _telling(parameter, len(parameters))
+            own[name] = parameters[id(parameter)]
+        twin.__dict__["_modules"] = {
+            name: None if child is None else of(child) for name, child in module._modules.items()
+        }
+        return twin
+
+    return of(layer), twins
+
+
+def _telling(parameter: Any, seed: int) -> Any:
+    """`parameter`, or a random one in its place."""
+    if not parameter.is_floating_point() or not parameter.is_cpu:
+        return parameter
+    if parameter.ndim == 1:
+        return nn.Parameter(_noise(tuple(parameter.shape), parameter.dtype, seed), False)
+    if parameter.ndim != 2:
+        return parameter
+    some = parameter[:_MODEST]
+    if some.isfinite().all() and int(some.count_nonzero()) * 2 > some.numel():
+        return parameter
+    noise = _noise(tuple(parameter.shape), parameter.dtype, seed)
+    return nn.Parameter(noise / math.sqrt(max(1, parameter.shape[1])), False)
+
+
+def _in_twin(parts: LayerParts, twins: dict[int, nn.Module]) -> LayerParts:
+    """The same parts of the twin."""
+
+    def of(module: Any) -> Any:
+        return None if module is None else twins[id(module)]
+
+    return replace(
+        parts,
+        layer=of(parts.layer),
+        attention=of(parts.attention),
+        mlp=of(parts.mlp),
+        inputs=[*map(of, parts.inputs)],
+        output=of(parts.output),
+        gates=[*map(of, parts.gates)],
+        down=of(parts.down),
+        norms={role: Norm(of(n.module), n.parts) for role, n in parts.norms.items()},
+    )

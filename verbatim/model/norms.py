@@ -1,0 +1,152 @@
+"""RMS norms by the compiled kernels.
+
+transformers has a class of its own for nearly every model, of a few families that differ in where they
+round. Which one a class belongs to is tried and not read: its own forward on random rows against each
+family's formula in torch. A class that is of none keeps its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.model import elementwise
+from verbatim.model.elementwise import NormKind
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_WEIGHT_NAMES = ("weight", "scale", "gamma")
+_TRIED = (torch.float32, torch.bfloat16)
+_WIDTH = 96  # of a trial, for a norm without a weight
+
+
+class NormParts(NamedTuple):
+    """Where a norm keeps what it needs, and its family."""
+
+    kind: NormKind
+    weight: str | None  # a parameter's name
+    eps: str  # an attribute's name
+
+
+def norm_parts(module: nn.Module) -> NormParts | None:
+    """How to compute what `module` computes, if it is an RMS norm of a known family; else None."""
+    fields = module.__dict__
+    if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
+        return None
+    if kernels.library() is None or type(module) is nn.LayerNorm:
+        return None
+    eps = next((n for n in _EPS_NAMES if isinstance(fields.get(n), float)), None)
+    names = [name for name, p in module._parameters.items() if p is not None]
+    if eps is None or module._buffers or not set(names) <= set(_WEIGHT_NAMES) or len(names) > 1:
+        return None
+    weight = names[0] if names else None
+    if weight is not None and module._parameters[weight].ndim != 1:  # type: ignore[union-attr]
+        return None
+    # What else a class may look at: a flag that turns its weight off, a number of groups.
+    width = None if weight is None else len(module._parameters[weight])  # type: ignore[arg-type]
+    flags = tuple(
+        sorted(
+            (n, v)
+            for n, v in fields.items()
+            if n != "training" and type(v) in (bool, str, int) and v != width
+        )
+    )
+    kind = _family(_Case(type(module), type(module).forward, weight, eps, flags), module)
+    return None if kind is None else NormParts(kind, weight, eps)
+
+
+def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward by the kernels for a norm of a known family, else None."""
+    parts = norm_parts(module)
+    if parts is None:
+        return None
+    original, fields, parameters = type(module).forward, module.__dict__, module._parameters
+    kind, name, eps = parts
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = None if name is None else parameters[name]
+        fits = weight is None or (
+            weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape
+        )
+        if args or kwargs or not fits or not elementwise.served(x):
+            return original(module, x, *args, **kwargs)
+        return elementwise.rms_norm(x, weight, fields[eps], kind)
+
+    return forward
+
+
+class _Case(NamedTuple):
+    """What decides about a norm's family."""
+
+    cls: type[nn.Module]
+    forward: Any  # of the class: somebody may put another one there
+    weight: str | None
+    eps: str
+    flags: tuple[tuple[str, Any], ...]
+
+
+_families: dict[_Case, NormKind | None] = {}
+
+
+def _family(case: _Case, module: nn.Module) -> NormKind | None:
+    """The family of a norm, tried once for each case."""
+    if case not in _families:
+        # A mode that watches torch functions must not see the trial.
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+            _families[case] = _tried(case, module)
+    return _families[case]
+
+
+def _tried(case: _Case, module: nn.Module) -> NormKind | None:
+    kinds = [NormKind.BARE] if case.weight is None else list(NormKind)[2:]
+    for dtype in _TRIED:
+        kinds = [kind for kind in kinds if _agrees(kind, case, module, dtype)]
+    # In float32 two families round alike; in bfloat16 they don't.
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _agrees(kind: NormKind, case: _Case, module: nn.Module, dtype: torch.dtype) -> bool:
+    """Does a twin of `module` with a random weight do on random rows what `kind` does?"""
+    noise = torch.Generator().manual_seed(0)
+    parameter = None if case.weight is None else module._parameters[case.weight]
+    width = _WIDTH if parameter is None else parameter.shape[0]
+    rows = max(8, 4096 // max(1, width))
+    x = torch.randn(rows, width, generator=noise)
+    x *= torch.logspace(-3, 1, rows)[:, None]  # the small ones show where eps stands
+    x = x.to(dtype)
+    weight = torch.randn(width, generator=noise).to(dtype) if parameter is not None else None
+    twin = object.__new__(case.cls)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = {}
+    if case.weight is not None:
+        assert weight is not None
+        twin._parameters[case.weight] = nn.Parameter(weight, requires_grad=False)
+    try:
+        theirs = case.forward(twin, x)
+    except Exception:  # it is whatever bears such a name
+        return False
+    ours = formula(kind, x, weight, module.__dict__[case.eps])
+    if not isinstance(theirs, Tensor) or theirs.dtype != dtype or theirs.shape != x.shape:
+        return False
+    if dtype is torch.float32:
+        return torch.allclose(theirs, ours, rtol=1e-5, atol=1e-7)
+    # An implementation may add in another order, which turns a rounding now and then. Another
+    # family turns every tenth.
+    close = torch.allclose(theirs.float(), ours.float(), rtol=2.0**-7, atol=1e-7)
+    return close and float((theirs != ours).float().mean()) < 0.01
+
+
+def formula(kind: NormKind, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """A family's norm over the last dimension of `x`, in torch."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if kind is NormKind.BARE:
+        return normed.to(x.dtype)
+    assert weight is not None
+    if kind is NormKind.ROUNDED:
+        return weight * normed.to(x.dtype)
+    factor = weight.float() if kind is NormKind.WIDE else 1.0 + weight.float()
+    return (normed * factor).to(x.dtype)

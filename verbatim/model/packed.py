@@ -1,0 +1,186 @@
+"""Layers whose weights are in memory in few bits.
+
+A packed weight is a weight of the model's dtype that happens to be stored in fewer bits (`quantize.py`):
+whatever is computed with it has, bit for bit, what the unpacked matrix gives. A linear layer becomes a
+`PackedLinear` or `PackedConv1D`, an embedding looks up and unpacks the rows that are asked for, and any other
+layer (experts above all) keeps its class and its attributes: reading the parameter unpacks it.
+
+Such a layer has `packings`: the names of its parameters in few bits, and how each lies in the buffer
+`<name>_packed`. Linear layers and embeddings have one weight: `packed`, and how it lies: `packing`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.model import products
+from verbatim.model.quantize import WeightPacking, unpack, unpack_rows
+
+_POISON = 255  # of bytes: scales that are NaN
+
+
+class _OneWeight:
+    """`packed` and `packing` of a layer, and its `weight` made of them."""
+
+    packed: Tensor
+    packing: WeightPacking
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, unpacked anew each time: for who asks for its dtype, say, and not to multiply with."""
+        return unpack(self.packed.contiguous(), self.packing)
+
+
+class PackedLinear(_OneWeight, nn.Module):
+    """A linear layer with its matrix `[N, K]` in few bits.
+
+    Args:
+        packed: uint8 `[packing.nbytes]`.
+        packing: of the matrix, by rows.
+        bias: `[N]`, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, packed: Tensor, packing: WeightPacking, bias: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        assert not packing.columns and len(packing.shape) == 2
+        self.packing = packing
+        self.out_features, self.in_features = packing.shape
+        self.register_buffer("packed", packed)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return products.packed_linear(x, self.packed, self.packing, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.packing.quantization.name}"
+
+
+class PackedConv1D(_OneWeight, nn.Module):
+    """transformers' Conv1D, a linear layer that stores its matrix as `[K, N]`, with it in few bits.
+
+    Args:
+        packed: uint8 `[packing.nbytes]`.
+        packing: of the matrix, by columns.
+        bias: `[N]`.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, packed: Tensor, packing: WeightPacking, bias: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        assert packing.columns and len(packing.shape) == 2
+        self.packing = packing
+        self.nx, self.nf = packing.shape
+        self.register_buffer("packed", packed)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return products.linear(x, self.weight.t(), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}, {self.packing.quantization.name}"
+
+
+class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
+    """An embedding with its table in few bits; of a class of its own, that class's forward goes on top.
+
+    None is ever built: `hold_packed` makes one of the embedding that is there.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = unpack_rows(self.packed, self.packing, input.reshape(-1))
+        return rows.view(*input.shape, -1)
+
+
+def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPacking) -> nn.Module:
+    """Put `packed` in place of the parameter `name` of `layer`.
+
+    Returns:
+        What must stand where `layer` stood: itself with another class, or a new layer.
+    """
+    kind: Any = type(layer)
+    bias: Any = layer._parameters.get("bias")
+    if name == "weight" and kind is nn.Linear:
+        return PackedLinear(packed, packing, bias).train(layer.training)
+    if name == "weight" and kind is _conv1d():
+        return PackedConv1D(packed, packing, bias).train(layer.training)
+    del layer._parameters[name]
+    if isinstance(layer, nn.Embedding) and name == "weight":
+        layer.register_buffer("packed", packed)
+        layer.packing = packing  # type: ignore[assignment]
+        layer.__class__ = _packed_embedding(kind)
+        return layer
+    layer.register_buffer(f"{name}_packed", packed)
+    packings = {**layer.__dict__.get("packings", {}), name: packing}
+    layer.__dict__["packings"] = packings
+    layer.__class__ = _with_unpacked(kind, name)
+    return layer
+
+
+@functools.cache
+def _conv1d() -> type:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D
+
+
+@functools.cache
+def _packed_embedding(kind: type) -> type:
+    if kind is nn.Embedding:
+        return PackedEmbedding
+    # Its own forward runs first, and what it calls by `super()` is the look-up in few bits.
+    return type(kind.__name__, (kind, PackedEmbedding), {"__module__": kind.__module__})
+
+
+@functools.cache
+def _with_unpacked(kind: type, name: str) -> type:
+    """`kind`, with an attribute `name` that is unpacked whenever it is read."""
+
+    def read(self: Any) -> Tensor:
+        packed: Tensor = self._buffers[f"{name}_packed"]
+        return unpack(packed.contiguous(), self.packings[name])
+
+    return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+
+
+def one_matrix(layer: Any, name: str, index: int) -> tuple[Tensor, WeightPacking] | None:
+    """One of the stacked matrices of `layer` where they are in few bits, as bytes; else None."""
+    packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
+    if packing is None:
+        return None
+    one = replace(packing, shape=packing.shape[1:])
+    packed: Tensor = layer._buffers[f"{name}_packed"]
+    return packed[index * one.nbytes : (index + 1) * one.nbytes], one
+
+
+def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:
+    """What `module` holds in few bits, tied ones once: the name of a weight, its bytes, how it lies."""
+    seen: set[int] = set()
+    for path, layer in module.named_modules():
+        kept = [("weight", "packed", layer.__dict__.get("packing"))]
+        kept += [(n, f"{n}_packed", p) for n, p in layer.__dict__.get("packings", {}).items()]
+        for name, buffer, packing in kept:
+            if packing is None:
+                continue
+            packed = layer._buffers.get(buffer)
+            if packed is not None and id(packed) not in seen:
+                seen.add(id(packed))
+                yield f"{path}.{name}" if path else name, packed, packing
+
+
+def nothing_of(packed: Tensor) -> Tensor:
+    """Bytes in no memory, of which every number reads as NaN."""
+    with torch.inference_mode(False):
+        return torch.full((), _POISON, dtype=torch.uint8).expand(packed.shape)

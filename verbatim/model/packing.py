@@ -1,0 +1,145 @@
+"""Which weights are held in few bits: one rule, wherever the model lives."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from verbatim.errors import NotSupported
+from verbatim.model.anatomy import inner_model
+from verbatim.model.hidden import head_of
+from verbatim.model.quantize import Quantization, WeightPacking
+
+_ROUTER = re.compile(
+    r"(^|\.)(gate|\w+_gate|\w*router\w*)(\.|$)"
+)  # chooses experts: small, and kept exact
+_WIDTH = 16  # a stack of narrower ones is no stack of matrices: a convolution, say
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def choose_packings(
+    module: nn.Module, quantization: Quantization
+) -> dict[nn.Parameter, WeightPacking]:
+    """How each weight lies that is held in few bits; no number is looked at.
+
+    These are the matrices that multiply hidden states, of linear layers (GPT-2's kind, too) and of stacked
+    experts, and, in `head_bits`, the embedding of tokens and the head. Other embeddings, norms, biases and
+    what routes tokens to experts stay exact, and so does a matrix that would not become smaller.
+
+    Args:
+        module: a transformers model, whose parameters need not have any memory.
+
+    Raises:
+        NotSupported: there are none.
+    """
+    found: dict[nn.Parameter, WeightPacking] = {}
+
+    def add(parameter: Any, kind: Quantization, columns: bool) -> None:
+        packing = WeightPacking(tuple(parameter.shape), parameter.dtype, kind, columns)
+        if packing.nbytes < parameter.numel() * parameter.element_size():
+            found[parameter] = packing
+
+    tables = dict.fromkeys(_tables(inner_model(module)))  # `in` a list would compare numbers
+    exact = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    for path, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            columns = _columns(path, layer, name, parameter)
+            if columns is not None and parameter not in tables and parameter not in exact:
+                add(parameter, quantization, columns)
+    if quantization.of_head is not None:
+        for table in tables:
+            add(table, quantization.of_head, False)
+    if not found:
+        raise NotSupported(
+            f"quantization={quantization.name!r}: the model has no linear layers or stacked experts that "
+            "would be smaller for it"
+        )
+    return found
+
+
+def _tables(inner: Any) -> list[nn.Parameter]:
+    """The embedding of tokens and the head, once where they are tied, if they are of the usual kinds."""
+    try:
+        embedding = inner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    found: list[Any] = []
+    if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
+        found.append(embedding.weight)
+    head = head_of(inner)
+    if isinstance(head, nn.Linear):
+        found.append(head.weight)
+    return [w for w in dict.fromkeys(found) if w.is_floating_point() and w.ndim == 2]
+
+
+def _columns(path: str, layer: nn.Module, name: str, parameter: nn.Parameter) -> bool | None:
+    """Does it multiply by columns (`[K, N]`) or by rows (`[N, K]`)? None: by neither, or it stays exact."""
+    if not parameter.is_floating_point() or _ROUTER.search(path):
+        return None
+    if isinstance(layer, nn.Linear):
+        return False if name == "weight" else None
+    if type(layer).__name__ == "Conv1D":  # transformers', which GPT-2 has
+        return True if name == "weight" else None
+    stacked = parameter.ndim == 3 and min(parameter.shape[1:]) >= _WIDTH
+    return bool(getattr(layer, "is_transposed", False)) if stacked else None
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Each place where a parameter hangs: path and layer, its name there, the parameter; tied ones often."""
+    for path, layer in module.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None:
+                yield path, layer, name, parameter
+
+
+@dataclass(slots=True)
+class PackingReport:
+    """What of a model is in few bits, and how far off it is.
+
+    Attributes:
+        packed: names, and how each lies.
+        exact: names of matrices that stayed as they are.
+        squares: of each packed one: the sums of its squared errors and of its squares.
+        rounded: names of those that lie as they are, and are read as if they were packed.
+    """
+
+    quantization: Quantization
+    packed: dict[str, WeightPacking]
+    exact: list[str]
+    squares: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+
+    def info(self) -> dict[str, Any]:
+        """As plain values, for `LLM.info`."""
+        kept = self.packed.values()
+        numbers = [math.prod(packing.shape) for packing in kept]
+        after = sum(packing.nbytes for packing in kept)
+        error = {name: _ratio(*pair) for name, pair in self.squares.items()}
+        worst = max(error, key=lambda name: error[name])
+        every = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
+        return {
+            "format": self.quantization.name,
+            "packed": _patterns(self.packed),
+            **({"rounded": _patterns(self.rounded)} if self.rounded else {}),
+            "exact": _patterns(self.exact),
+            "bytes_before": sum(n * p.dtype.itemsize for n, p in zip(numbers, kept, strict=True)),
+            "bytes_after": after,
+            "bits_per_weight": round(8 * after / sum(numbers), 3),
+            "relative_error": _ratio(*every),
+            "worst": f"{worst}: {error[worst]:.2g}",
+        }
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Names with a star for each number, once each."""
+    return list(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
+
+
+def _ratio(wrong: float, all_of_it: float) -> float:
+    """Root mean square error over root mean square, of two sums of squares."""
+    return float((wrong / all_of_it) ** 0.5) if all_of_it else 0.0

@@ -1,0 +1,186 @@
+"""Weights in few bits on the disk, so that a model is packed once and not each time it is opened.
+
+One file for each folder, format and dtype, in safetensors' format, in the user's cache
+(`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`). Its header tells which checkpoint it was made of and
+the check sum of each tensor: a file of another checkpoint, one cut short or damaged is as good as none, and
+is written anew. It appears under its name when it is whole, whoever else opens the same model meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.model.loader import LoadedModel
+from verbatim.model.quantize import Quantization
+from verbatim.options import dtype_name
+from verbatim.placement.cluster.identity import fingerprint
+from verbatim.placement.offload.checkpoint import stored_in
+from verbatim.placement.offload.files import bytes_of
+from verbatim.placement.offload.recipe import Stored, ingredients, stamp_of
+
+FORMAT = 1  # of the file and of what is packed how: raised with either
+THREADS = 2
+_WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
+_NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
+_AT_ONCE = 1 << 26  # bytes of one read: what lies in the processor's cache is not worth it here
+
+
+class PackedCache:
+    """Where the packed weights of one model lie.
+
+    Args:
+        loaded: a skeleton: its weights are in files of safetensors.
+        quantization: how they are packed.
+
+    Attributes:
+        path: of the file; None: none is kept, since the model is small or nobody has a home.
+    """
+
+    def __init__(self, loaded: LoadedModel, quantization: Quantization) -> None:
+        self.path: Path | None = None
+        assert loaded.recipes is not None and loaded.folder is not None
+        parts = [s for recipe in loaded.recipes.values() for s in ingredients(recipe)]
+        root = _root()
+        if root is None or sum(s.nbytes for s in parts) < _WORTH:
+            return
+        dtype = dtype_name(next(iter(loaded.recipes)).dtype)
+        where = f"{loaded.folder}\n{quantization.name}\n{dtype}"
+        digest = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
+        self.path = root / f"{loaded.folder.name}-{quantization.name}-{digest}.safetensors"
+        files = sorted({(s.path.name, *(s.stamp or ())[2:]) for s in parts})
+        made_of = [FORMAT, transformers.__version__, quantization.name, dtype, files]
+        self._key = hashlib.blake2b(
+            f"{fingerprint(loaded)} {made_of}".encode(), digest_size=16
+        ).hexdigest()
+
+    def read(
+        self, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> tuple[dict[str, Tensor], dict[str, list[float]]] | None:
+        """The tensors, and the two sums that tell how far off each packed one is; None: they must be made.
+
+        Args:
+            expected: the dtype and shape of every tensor.
+        """
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            with self.path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                meta = json.loads(file.read(length))["__metadata__"]
+            stored = stored_in(self.path)
+            if meta.get("key") != self._key or expected != {
+                name: (s.dtype, s.shape) for name, s in stored.items()
+            }:
+                return None
+            sums = json.loads(meta["crc32"])
+            with ThreadPoolExecutor(THREADS) as pool:
+                tensors = dict(zip(stored, pool.map(read_stored, stored.values()), strict=True))
+                found = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
+            return (tensors, json.loads(meta["error"])) if found == sums else None
+        except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            return None
+
+    def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Iterable[float]]) -> None:
+        """Keep them, or warn why that can't be done: everything works without."""
+        if self.path is None or any(t.dtype not in _NAMES for t in tensors.values()):
+            return
+        entries: dict[str, Any] = {}
+        at = 0
+        for name, tensor in tensors.items():
+            entries[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.nbytes],
+            }
+            at += tensor.nbytes
+        with ThreadPoolExecutor(THREADS) as pool:
+            sums = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
+        entries["__metadata__"] = {
+            "key": self._key,
+            "crc32": json.dumps(sums),
+            "error": json.dumps({name: list(pair) for name, pair in error.items()}),
+        }
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        unfinished: str | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, unfinished = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                for piece in (struct.pack("<Q", len(header)), header):
+                    _write(file, memoryview(piece))
+                for tensor in tensors.values():
+                    _write(file, bytes_of(tensor))
+            os.replace(unfinished, self.path)
+            unfinished = None
+        except OSError as problem:
+            warnings.warn(
+                f"the packed weights can't be kept in {self.path} ({problem.strerror}), so they are packed "
+                "again whenever the model is opened",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        finally:
+            if unfinished is not None:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+
+
+def _root() -> Path | None:
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # what the standard asks for
+        return Path(named) / "verbatim"
+    try:
+        return Path.home() / ".cache" / "verbatim"
+    except RuntimeError:
+        return None
+
+
+def _write(file: Any, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done : done + _AT_ONCE])
+
+
+def _sum(tensor: Tensor) -> int:
+    return zlib.crc32(bytes_of(tensor)) if tensor.nbytes else 0
+
+
+def read_stored(stored: Stored) -> Tensor:
+    """One tensor of a file, in memory of its own, through the page cache.
+
+    Raises:
+        ModelError: it can't be read, or the file is not what it was.
+    """
+    with torch.inference_mode(False):
+        out = torch.empty(stored.nbytes, dtype=torch.uint8)
+    view, done = bytes_of(out), 0
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            if stored.stamp is not None and stamp_of(file.fileno()) != stored.stamp:
+                raise ModelError(f"{stored.path} changed while the model was opened")
+            while done < stored.nbytes:
+                into = view[done : done + _AT_ONCE]
+                count = os.preadv(file.fileno(), [into], stored.offset + done)
+                if not count:
+                    raise ModelError(f"{stored.path} ends within {stored.name}: it was cut short")
+                done += count
+    except OSError as error:
+        raise ModelError(f"{stored.path} can't be read: {error.strerror or error}") from None
+    return out.view(stored.dtype).view(stored.shape)
