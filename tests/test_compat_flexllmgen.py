@@ -644,7 +644,7 @@ def test_compression_runs_and_gives_the_tokens_of_the_same_llm(folder, weights):
         assert model.generate(ROWS, 12)[:, WIDTH:].tolist() == wanted
         info = model.llm.info()
         assert info["kv_dtype"] == ("float32" if weights else "int4")
-        assert (info["quantization"] or {}).get("format") == ("int4-g64" if weights else None)
+        assert (info["quantization"] or {}).get("format") == ("int4-g64-head8" if weights else None)
 
 
 def test_the_way_to_fewer_keys_that_the_refusal_names(folder):

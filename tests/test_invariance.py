@@ -172,6 +172,22 @@ def test_on_two_stages_and_after_a_kill(name: str, dtype: str, tmp_path: Path) -
         assert llm.stats()["cluster"]["restarts"] == 2
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_weights_in_few_bits_are_as_invariant(name: str, tmp_path: Path) -> None:
+    prompts, params = mixed_requests(12)
+    make_toy(name, dtype=torch.bfloat16, **MODELS[name]).save_pretrained(tmp_path)
+    with LLM(tmp_path, quantization="int4") as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        alone = [facts(llm.generate(p, q)[0]) for p, q in zip(prompts, params, strict=True)]
+        assert alone == expected, "alone"
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert all_facts(llm.generate(prompts, params)) == expected, f"{threads} threads"
+        torch.set_num_threads(2)
+    with LLM(tmp_path, quantization="int4", max_batch_tokens=7, block_size=5) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
+
+
 def test_kv_in_another_dtype_is_as_invariant() -> None:
     prompts, params = mixed_requests(9)
     with open_toy("llama", "float32", kv_dtype="bfloat16") as llm:
