@@ -13,8 +13,6 @@ from verbatim.placement.cluster.layers import Layers
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
 
-_OPENING = threading.Lock()  # transformers sets torch's default dtype while it loads
-
 
 class ThreadHost:
     """A stage in threads of this process. `kill` hangs up at once, as the end of a process does.
@@ -31,7 +29,7 @@ class ThreadHost:
         self.killed = False
         self.before: Callable[[Any], object] = lambda batch: None
         layers: Layers = self.stage._layers
-        run, allocate, opened = layers.run, layers.allocate, layers.open
+        run, allocate = layers.run, layers.allocate
 
         def noted_run(batch: Any, hidden: Any, **kept: Any) -> Any:
             self.before(batch)
@@ -44,11 +42,6 @@ class ThreadHost:
                 layers.store.poison(list(range(layers.store.num_blocks)))
             return answer
 
-        def open_alone(message: Any) -> Any:
-            with _OPENING:
-                return opened(message)
-
-        layers.open = open_alone  # type: ignore[method-assign]
         layers.run, layers.allocate = noted_run, poisoned_allocate  # type: ignore[method-assign]
 
     def kill(self) -> None:

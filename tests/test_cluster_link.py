@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow
 from verbatim.engine.dummy import dummy_batch
 from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.connection import Connection
+from verbatim.placement.cluster.crew import Crew
 from verbatim.placement.cluster.frame import Expected
 from verbatim.placement.cluster.link import Door, Link, LinkLost, Refused, connect
 from verbatim.placement.cluster.messages import (
@@ -483,6 +485,25 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
     assert pong["step"] == 1
     assert ask(head, do="status")["result"]["layers"] is None
     head.close()
+
+
+def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
+    stopped, left = threading.Event(), threading.Event()
+
+    def stop(who: Any, link: Link) -> None:
+        stopped.wait(60.0)
+        link.close()
+        left.set()
+
+    door = Door(KEY, "127.0.0.1", stop)
+    host: Any = SimpleNamespace(address=("127.0.0.1", door.port), relay=None, machine="one")
+    try:
+        with pytest.raises(LinkLost):
+            Crew(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
+    finally:
+        stopped.set()
+        door.close()
+        assert left.wait(10.0)
 
 
 def test_a_stage_whose_head_is_gone_ends() -> None:

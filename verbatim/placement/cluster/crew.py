@@ -149,6 +149,9 @@ class Crew:
                 raise
             link = reach(host.relay, self._key, {"role": "head"})
             self.relay(host, error)
+        # A process may be stopped right after it has proved who it is.
+        patience = threading.Timer(self.patience_s, link.close)
+        patience.start()
         try:
             answer = link.receive()
             if "welcome" not in answer:
@@ -156,6 +159,8 @@ class Crew:
         except BaseException:
             link.close()
             raise
+        finally:
+            patience.cancel()
         return Member(host, link, self._inbox)
 
     def relay(self, host: Host, why: object = "") -> None:
