@@ -293,6 +293,33 @@ def test_edits_of_a_live_module_are_seen(edit: Callable[[Any], None]) -> None:
     assert outputs(fused) == after, "again"
 
 
+@pytest.mark.parametrize("before", [None, 6])
+def test_an_edited_config_is_seen(before: int | None) -> None:
+    model = make_toy("mistral", sliding_window=before)
+    fused, plain = fused_and_plain(model)
+    wide = outputs(fused)
+    model.config.sliding_window = 2
+    assert outputs(fused) == outputs(plain) != wide
+    model.config.sliding_window = before
+    assert outputs(fused) == wide
+
+
+def test_a_field_that_was_none_is_seen() -> None:
+    model = make_toy("gemma2", attn_logit_softcapping=None)
+    fused, plain = fused_and_plain(model)
+    uncapped = outputs(fused)
+    model.model.layers[1].self_attn.attn_logit_softcapping = 0.01
+    assert outputs(fused) == outputs(plain) != uncapped
+
+
+def test_a_weight_that_is_one_row_expanded_runs_plain() -> None:
+    model = make_toy("llama")
+    fused, plain = fused_and_plain(model)
+    gate = model.model.layers[0].mlp.gate_proj
+    gate.weight.data = gate.weight.data[:1].expand(gate.weight.shape)
+    assert outputs(fused) == outputs(plain)
+
+
 def test_hooks_anywhere_are_called_and_heeded() -> None:
     model = make_toy("llama")
     fused, plain = fused_and_plain(model)

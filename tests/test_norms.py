@@ -92,16 +92,12 @@ def test_every_instruction_set_is_near_the_formula(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_KERNELS", name)
-    elementwise._function.cache_clear()
-    try:
-        x, weight = noise(9, 77), noise(77, seed=1)
-        for kind in KINDS[1:]:
-            ours = elementwise.rms_norm(x, weight, 1e-6, kind)
-            torch.testing.assert_close(ours, formula(kind, x, weight, 1e-6), rtol=2e-6, atol=0.0)
-        silu = elementwise.activate(x, Activation.SILU)
-        torch.testing.assert_close(silu, nn.functional.silu(x), rtol=2e-6, atol=1e-7)
-    finally:
-        elementwise._function.cache_clear()
+    x, weight = noise(9, 77), noise(77, seed=1)
+    for kind in KINDS[1:]:
+        ours = elementwise.rms_norm(x, weight, 1e-6, kind)
+        torch.testing.assert_close(ours, formula(kind, x, weight, 1e-6), rtol=2e-6, atol=0.0)
+    silu = elementwise.activate(x, Activation.SILU)
+    torch.testing.assert_close(silu, nn.functional.silu(x), rtol=2e-6, atol=1e-7)
 
 
 FAMILIES = {
@@ -177,6 +173,16 @@ def test_a_norm_reads_its_weight_and_epsilon_anew_each_time() -> None:
     norm.weight = nn.Parameter(noise(64, seed=3))
     expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 0.5)
     with torch.no_grad():
+        torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
+
+
+def test_an_epsilon_may_be_a_whole_number() -> None:
+    norm = make_toy("llama").model.norm
+    norm.variance_epsilon = 1
+    forward, x = norm_forward(norm), noise(3, 64)
+    assert forward is not None
+    with torch.no_grad():
+        expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 1.0)
         torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
 
 

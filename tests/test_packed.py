@@ -336,7 +336,9 @@ def test_a_model_is_packed_once(
     assert len(packings) == 46 and len(list(cached.iterdir())) == 3
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "grow", "empty", "header", "zeros"])
+@pytest.mark.parametrize(
+    "harm", ["flip", "cut", "grow", "empty", "header", "zeros", "long", "longer"]
+)
 def test_a_damaged_cache_is_made_anew(
     harm: str, cached: Path, packings: list[str], folders: Callable[[str], Path]
 ) -> None:
@@ -351,6 +353,8 @@ def test_a_damaged_cache_is_made_anew(
         "empty": b"",
         "header": whole[:20] + b"}" + whole[21:],
         "zeros": whole[:half] + bytes(len(whole) - half),
+        "long": b"\xff" * 8 + whole[8:],  # the header's length
+        "longer": (2**62).to_bytes(8, "little") + whole[8:],
     }[harm]
     file.write_bytes(harmed)
     packings.clear()

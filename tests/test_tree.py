@@ -88,6 +88,16 @@ def test_a_scripted_module_is_a_leaf() -> None:
     assert tree.in_training() == [scripted]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_module_keeps_its_mode_elsewhere() -> None:
+    compiled = torch.compile(nn.Linear(4, 4))
+    module = nn.Sequential(nn.ReLU(), compiled).eval()
+    tree = Tree(module)
+    assert tree.unchanged() and tree.in_training() == []
+    compiled.train()
+    assert compiled in tree.in_training()
+
+
 def test_the_root_is_held_weakly() -> None:
     module = model()
     tree, gone = Tree(module), weakref.ref(module)

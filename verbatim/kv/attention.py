@@ -139,7 +139,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 def library_for(device: torch.device) -> ctypes.CDLL | None:
     """The compiled kernels for tensors on `device`, or None where the reference must serve."""
-    return _library() if device.type == "cpu" else None
+    return _bound(kernels.library()) if device.type == "cpu" else None
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -160,9 +160,8 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = kernels.library()
+@functools.cache  # by the library: a process may change VERBATIM_KERNELS
+def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
     return None if library is None else bind(library)
 
 

@@ -156,9 +156,14 @@ class _Look:
                     self._names.append(place[1])
                     found.append(lying)
         self._pointers, self._numels, self._strides = map(list, zip(*found, strict=True))
-        numbers = [n for layer in layers for n in layer.numbers]
-        self._fields, self._keys = [d for d, _ in numbers], [n for _, n in numbers]
-        self._values = [v for layer in layers for v in layer.values]
+        numbers = {  # once each: layers share a config
+            (id(fields), name): (fields, name, value)
+            for layer in layers
+            for (fields, name), value in zip(layer.numbers, layer.values, strict=True)
+        }
+        self._fields = [fields for fields, _, _ in numbers.values()]
+        self._keys = [name for _, name, _ in numbers.values()]
+        self._values = [value for _, _, value in numbers.values()]
         codes = dict(c for layer in layers for c in zip(layer.classes, layer.codes, strict=True))
         self._classes, self._codes = list(codes), list(codes.values())
 

@@ -140,8 +140,7 @@ class _Layer(ctypes.Structure):
 
 
 @functools.cache
-def _functions() -> tuple[Callable[..., None], ...]:
-    library = kernels.library()
+def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
     assert library is not None
     library.vb_layer_size.restype = _LONG
     assert library.vb_layer_size() == ctypes.sizeof(_Layer)
@@ -163,6 +162,12 @@ class Trust:
     """Whether fused layers were looked at before this forward, so that they need not look themselves."""
 
     given = False
+
+
+# What changes while a module is borrowed, or by who calls it.
+_NOT_OURS = frozenset(
+    {"training", "_attn_implementation_internal", "_experts_implementation_internal"}
+)
 
 
 class FusedLayer:
@@ -198,11 +203,14 @@ class FusedLayer:
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
         owners += [n.module for n in parts.norms.values()]
+        # Also those of configs, which some forwards read each time.
+        fields = [m.__dict__ for m in dict.fromkeys(owners)]
+        configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
         self.numbers = [
-            (m.__dict__, name)
-            for m in dict.fromkeys(owners)
-            for name, value in m.__dict__.items()
-            if name != "training" and type(value) in (int, float, bool, str)
+            (values, name)
+            for values in (*fields, *{id(c): c for c in configs}.values())
+            for name, value in values.items()
+            if name not in _NOT_OURS and (value is None or type(value) in (int, float, bool, str))
         ]
         self.values = self._values_now()
         self.classes = list({type(m) for m in (*owners, *modules)})
@@ -287,7 +295,7 @@ class FusedLayer:
         layer, attention, options = parts.layer, parts.attention, shape.options
         mlp = None if parts.gates else parts.mlp
         plain = plain or functools.partial(_own_forward, layer)
-        before, after, whole = _functions()
+        before, after, whole = _functions(kernels.library())
         trust, fits = self._trust, self.fits
         address, dtype, arguments = ctypes.addressof(struct), self.dtype, self._arguments
         heads, kv_heads, head_dim, value_dim = (
@@ -335,6 +343,8 @@ class FusedLayer:
             if with_sinks is not None:
                 own = add_sinks(options, with_sinks)
                 assert own.sinks is not None
+                if own.sinks.shape != (heads,) or not own.sinks.is_contiguous():
+                    return plain(hidden_states, **kwargs)
                 sinks = own.sinks.data_ptr()
             direct = getattr(walk, "direct", None)
             if direct is not None and direct.dtype is dtype and direct.count == rows:
@@ -430,22 +440,30 @@ def _checked(tensor: Any, dtype: torch.dtype) -> int:
 def _matrix(linear: Any, dtype: torch.dtype) -> _Matrix:
     if dtype not in _FORMATS:
         raise NotFusable(f"its weights are {dtype}")
-    bias = _checked(linear._parameters.get("bias"), dtype)
+    own_bias = linear._parameters.get("bias")
+    bias = _checked(own_bias, dtype)
     if type(linear) is PackedLinear:
         packing = linear.packing
         if packing.dtype is not dtype:
             raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
         data = _checked(linear._buffers["packed"], torch.uint8)
         (cols, depth), kind = packing.shape, packing.quantization
+        _check_bias(own_bias, cols)
         return _Matrix(data, bias, cols, depth, depth, kind.bits, kind.group_size)
     if type(linear) is not nn.Linear:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
     weight: Any = linear._parameters["weight"]
     data = _checked(weight, dtype)
     cols, depth = weight.shape
+    _check_bias(own_bias, cols)
     if weight.stride() != (depth, 1):
         raise NotFusable("a weight of it is not contiguous in memory")
     return _Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
+
+
+def _check_bias(bias: Tensor | None, cols: int) -> None:
+    if bias is not None and bias.shape != (cols,):
+        raise NotFusable("a bias of it has another length than its weight")
 
 
 def _norm(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> _Norm:

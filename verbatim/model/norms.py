@@ -38,7 +38,7 @@ def norm_parts(module: nn.Module) -> NormParts | None:
         return None
     if kernels.library() is None or type(module) is nn.LayerNorm:
         return None
-    eps = next((n for n in _EPS_NAMES if isinstance(fields.get(n), float)), None)
+    eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
     names = [name for name, p in module._parameters.items() if p is not None]
     if eps is None or module._buffers or not set(names) <= set(_WEIGHT_NAMES) or len(names) > 1:
         return None

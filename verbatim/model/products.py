@@ -28,22 +28,26 @@ _Function = Callable[..., None]
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
-@functools.cache
-def _functions(backend: str) -> Mapping[tuple[torch.dtype, bool], _Function]:
-    """The kernel for each dtype and each way the weight may lie (True: stored [K, N])."""
+def _name(backend: str) -> str | None:
+    """The instruction set that `backend` means at the moment; None is torch."""
     if backend == "torch":
-        return {}
-    name = backend
+        return None
     if backend in ("auto", "kernel"):
         chosen = kernels.instruction_set()
-        if chosen is None:
-            if backend == "auto":
-                return {}
+        if chosen is None and backend == "kernel":
             raise ValueError("backend='kernel': no kernels were built for this processor")
-        name = chosen
-    elif backend not in kernels.available():
+        return chosen
+    if backend not in kernels.available():
         known = ["auto", "kernel", "torch", *kernels.available()]
         raise ValueError(f"backend={backend!r}: must be one of {known}")
+    return backend
+
+
+@functools.cache
+def _functions(name: str | None) -> Mapping[tuple[torch.dtype, bool], _Function]:
+    """The kernel for each dtype and each way the weight may lie (True: stored [K, N])."""
+    if name is None:
+        return {}
     library = kernels.load(name)
     found: dict[tuple[torch.dtype, bool], _Function] = {}
     for dtype, suffix in _SUFFIX.items():
@@ -71,7 +75,7 @@ def linear(
     `kernels.available()`. The kernels take float32 and bfloat16 on the CPU; other dtypes, mixed
     ones and other devices go to torch under any backend. Shapes that do not fit raise ValueError.
     """
-    functions = _functions(backend)
+    functions = _functions(_name(backend))
     dtype = x.dtype
     num_out, depth = weight.shape
     if x.shape[-1] != depth or (bias is not None and bias.shape != (num_out,)):
@@ -81,7 +85,7 @@ def linear(
     # Decided by how the weight lies and not by its width: a product whose "weight" has a column for
     # each token must not change its method when there is one token.
     transposed = row_stride == 1 and depth > 1
-    if not transposed and column_stride != 1:
+    if not transposed and (column_stride != 1 or row_stride == 0):  # one row, expanded to many
         weight = weight.contiguous()
         row_stride = depth
     function = functions.get((dtype, transposed))
@@ -139,12 +143,10 @@ class _Matrix(ctypes.Structure):
 
 
 @functools.cache
-def _multiply(backend: str, dtype: torch.dtype) -> _Function | None:
+def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
     """The kernel that takes several matrices, packed or not; None where torch serves."""
-    if not _functions(backend) or dtype not in _SUFFIX:
+    if name is None or dtype not in _SUFFIX:
         return None
-    name = kernels.instruction_set() if backend in ("auto", "kernel") else backend
-    assert name is not None
     function: _Function = getattr(kernels.load(name), f"vb_multiply_{_SUFFIX[dtype]}")
     function.restype = None  # type: ignore[attr-defined]
     function.argtypes = [  # type: ignore[attr-defined]
@@ -204,7 +206,7 @@ def linear_many(
         biases = [None] * len(weights)
     depth = x.shape[-1]
     width, held = 0, []
-    function = _multiply(backend, x.dtype) if x.is_cpu else None
+    function = _multiply(_name(backend), x.dtype) if x.is_cpu else None
     matrices = (_Matrix * len(weights))()
     for matrix, weight, bias in zip(matrices, weights, biases, strict=True):
         if isinstance(weight, Packed):
@@ -213,7 +215,7 @@ def linear_many(
             served = not packing.columns and weight.data.is_cpu and packing.dtype is x.dtype
         else:
             shape, served = tuple(weight.shape), weight.is_cpu and weight.dtype is x.dtype
-            served = served and weight.dim() == 2 and weight.stride(1) == 1
+            served = served and weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) > 0
         if len(shape) != 2 or shape[1] != depth or (bias is not None and bias.shape != shape[:1]):
             raise ValueError(
                 f"linear: shapes {tuple(x.shape)}, {shape} and "

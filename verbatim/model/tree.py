@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-_children_of, _training = itemgetter("_modules"), itemgetter("training")
+_children_of, _training = itemgetter("_modules"), attrgetter("training")
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
 
@@ -67,9 +67,8 @@ class Tree:
 
     def in_training(self) -> list[nn.Module]:
         """The modules that are in training mode."""
-        if not any(map(_training, self._fields)):
-            return []
-        return [module for module in self.modules if module.training]
+        modules = self.modules
+        return [m for m in modules if m.training] if any(map(_training, modules)) else []
 
 
 def _fields_of(module: nn.Module) -> dict[str, Any]:
@@ -79,7 +78,6 @@ def _fields_of(module: nn.Module) -> dict[str, Any]:
     hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
     return {
         "_modules": {},
-        "training": True,  # may be, so that it is asked
         "_forward_hooks": hooks,
         "_forward_pre_hooks": pre_hooks,
     }

@@ -62,8 +62,8 @@ class PackedCache:
         dtype = dtype_name(next(iter(loaded.recipes)).dtype)
         where = f"{loaded.folder}\n{quantization.name}\n{dtype}"
         digest = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
-        self.path = root / f"{loaded.folder.name}-{quantization.name}-{digest}.safetensors"
-        files = sorted({(s.path.name, *(s.stamp or ())[2:]) for s in parts})
+        self.path = root / f"{loaded.folder.name[:80]}-{quantization.name}-{digest}.safetensors"
+        files = sorted({(s.path.name, *(s.stamp or ())[1:], _changed(s.path)) for s in parts})
         made_of = [FORMAT, transformers.__version__, quantization.name, dtype, files]
         self._key = hashlib.blake2b(
             f"{fingerprint(loaded)} {made_of}".encode(), digest_size=16
@@ -77,11 +77,13 @@ class PackedCache:
         Args:
             expected: the dtype and shape of every tensor.
         """
-        if self.path is None or not self.path.is_file():
+        if self.path is None or not os.path.isfile(self.path):
             return None
         try:
             with self.path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
+                if length > self.path.stat().st_size:
+                    return None
                 meta = json.loads(file.read(length))["__metadata__"]
             stored = stored_in(self.path)
             if meta.get("key") != self._key or expected != {
@@ -93,7 +95,9 @@ class PackedCache:
                 tensors = dict(zip(stored, pool.map(read_stored, stored.values()), strict=True))
                 found = dict(zip(tensors, pool.map(_sum, tensors.values()), strict=True))
             return (tensors, json.loads(meta["error"])) if found == sums else None
-        except (ModelError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+        except (struct.error, RecursionError, OverflowError):  # of a damaged header
             return None
 
     def write(self, tensors: Mapping[str, Tensor], error: Mapping[str, Iterable[float]]) -> None:
@@ -150,6 +154,11 @@ def _root() -> Path | None:
         return Path.home() / ".cache" / "verbatim"
     except RuntimeError:
         return None
+
+
+def _changed(path: Path) -> int:
+    """When a file was last changed in any way: a copy may keep size and time of the one it replaces."""
+    return path.stat().st_ctime_ns
 
 
 def _write(file: Any, data: memoryview) -> None:
