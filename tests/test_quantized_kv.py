@@ -355,7 +355,8 @@ def test_evicted_requests_finish_with_the_same_bits(dtype: str, kv_dtype: str) -
 
 @pytest.mark.parametrize("kv_dtype", PACKINGS)
 def test_the_reference_is_as_invariant(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_library", lambda: None)
+    for module in ("attention", "quantized"):
+        monkeypatch.setattr(f"verbatim.kv.{module}.library_for", lambda device: None)
     prompts, params = mixed_requests(9)
     with open_toy("llama", "float32", kv_dtype=kv_dtype) as llm:
         expected = all_facts(llm.generate(prompts, params))
