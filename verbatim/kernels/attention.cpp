@@ -6,6 +6,7 @@
 // the order of their positions, and segments merged in their order. What may change freely is how
 // rows share the work: the query heads of one KV head, and neighbouring rows of a prompt, go through
 // a tile together, which is laid out once for all of them; and threads share the segments of a row.
+#include "attention.h"
 #include "attention_groups.h"
 #include "attention_tile.h"
 #include "attention_work.h"

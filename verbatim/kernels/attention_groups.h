@@ -14,23 +14,12 @@
 
 namespace vb::attention {
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
 template <int BITS> constexpr int GROUP = BITS == 8 ? 64 : 32;
 
 template <int BITS> static inline int code_bytes(int width) { return (width * BITS + 7) / 8; }
 
 template <int BITS> static inline int row_bytes(int width) {
     return code_bytes<BITS>(width) + (width + GROUP<BITS> - 1) / GROUP<BITS> * 4;
-}
-
-static inline f32x16 to_floats(u8x16 codes) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
-#else  // in steps of twice the width: gcc takes a longer one apart, byte by byte
-    const u16x16 wide = __builtin_convertvector(codes, u16x16);
-    return __builtin_convertvector(__builtin_convertvector(wide, i32x16), f32x16);
-#endif
 }
 
 // Such rows as floats, or with HALF rounded to bf16.

@@ -14,21 +14,10 @@ namespace {
 
 using namespace vb;
 
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-
 static inline u8x16 load_codes(const uint8_t *p) {
     u8x16 codes;
     std::memcpy(&codes, p, sizeof codes);
     return codes;
-}
-
-static inline f32x16 to_floats(u8x16 codes) {
-#if defined(__AVX512F__)
-    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
-#else  // in steps of twice the width: gcc takes a longer one apart, byte by byte
-    const u16x16 wide = __builtin_convertvector(codes, u16x16);
-    return __builtin_convertvector(__builtin_convertvector(wide, i32x16), f32x16);
-#endif
 }
 
 // Numbers alone come here, so a NaN needs no care.

@@ -19,6 +19,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint16_t bf16;  // the upper half of a float's bits
 
 // Copies the bits, as an addition to a vector of zeros would not do for -0 and NaN.
@@ -56,6 +57,15 @@ static inline void store_first(float *p, f32x16 v, int n) {
     float lanes[16];
     store(lanes, v);
     std::memcpy(p, lanes, n * sizeof(float));
+}
+
+static inline f32x16 to_floats(u8x16 codes) {
+#if defined(__AVX512F__)
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
+#else  // in steps of twice the width: gcc takes a longer one apart, byte by byte
+    const u16x16 wide = __builtin_convertvector(codes, u16x16);
+    return __builtin_convertvector(__builtin_convertvector(wide, i32x16), f32x16);
+#endif
 }
 
 static inline float to_float(float x) { return x; }
