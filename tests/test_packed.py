@@ -425,6 +425,19 @@ def test_opened_at_once_by_several_it_is_whole_for_all(
     assert [file.suffix for file in cached.iterdir()] == [".safetensors"]
 
 
+def test_what_a_killed_process_left_unfinished_is_swept(
+    cached: Path, folders: Callable[[str], Path]
+) -> None:
+    cached.mkdir(parents=True)
+    forsaken, fresh = cached / "old.part", cached / "new.part"
+    for path in (forsaken, fresh):
+        path.write_bytes(b"half of it")
+    os.utime(forsaken, (0, 0))
+    facts_of(folders("llama"))
+    assert sorted(path.suffix for path in cached.iterdir()) == [".part", ".safetensors"]
+    assert fresh.exists()  # somebody may be writing it
+
+
 def test_small_models_leave_no_cache(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import struct
 import tempfile
+import time
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping
@@ -39,6 +40,7 @@ THREADS = 2
 _WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
 _AT_ONCE = 1 << 26  # bytes of one read: what lies in the processor's cache is not worth it here
+_FORSAKEN = 3600  # seconds without a byte after which an unfinished file has nobody who writes it
 
 
 class PackedCache:
@@ -125,6 +127,7 @@ class PackedCache:
         unfinished: str | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(self.path.parent)
             handle, unfinished = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
             with os.fdopen(handle, "wb", buffering=0) as file:
                 for piece in (struct.pack("<Q", len(header)), header):
@@ -144,6 +147,14 @@ class PackedCache:
             if unfinished is not None:
                 with suppress(OSError):
                     os.unlink(unfinished)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what processes that were killed left unfinished."""
+    for path in folder.glob("*.part"):
+        with suppress(OSError):  # somebody else was faster
+            if path.stat().st_mtime < time.time() - _FORSAKEN:
+                path.unlink()
 
 
 def _root() -> Path | None:
