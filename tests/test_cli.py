@@ -15,12 +15,13 @@ import typer
 from scripted_llm import ScriptedLLM, interrupted_after, run
 
 import verbatim
-from verbatim.cli.generate import generate, to_json
+from verbatim.cli.generate import generate
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
 from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.plain import to_json
 
 # What can't be said on a command line, or makes no sense where one request runs alone.
 LEFT_ALONE = {

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import chat, cluster, generate, info, plan
+from verbatim.cli import chat, cluster, generate, info, plan, serve
 
 app = typer.Typer(
     name="verbatim",
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(info.info)
 app.command()(plan.plan)
 app.add_typer(cluster.cluster)

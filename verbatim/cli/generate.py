@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import sys
 import time
 from contextlib import nullcontext
@@ -36,6 +33,7 @@ from verbatim.cli.terminal import (
     note,
 )
 from verbatim.params import SamplingParams
+from verbatim.plain import to_json
 
 if TYPE_CHECKING:
     from verbatim.core import Result
@@ -132,26 +130,6 @@ def _summary(result: Result | None, params: SamplingParams, num_new: int, second
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def to_json(value: Any) -> str:
-    """A result as one JSON line, its keys the names of its fields; infinities become null."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON knows it: objects, lists, numbers. A tensor is its nested lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list[int]:

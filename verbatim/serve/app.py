@@ -1,0 +1,243 @@
+"""`make_app`: the server as one ASGI application over one open `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from verbatim._version import __version__
+from verbatim.errors import NotSupported, VerbatimError
+from verbatim.llm import LLM
+from verbatim.plain import to_plain
+from verbatim.serve import chat, completions, native, responses
+from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
+from verbatim.serve.events import answered, streamed
+from verbatim.serve.fields import ChatCompletions, Completions
+from verbatim.serve.guard import Guard
+from verbatim.serve.metrics import Counted
+from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
+from verbatim.serve.responses_fields import Responses
+from verbatim.serve.service import Service
+from verbatim.serve.settings import ServeSettings
+
+log = logging.getLogger("verbatim.serve")
+PAGE = Path(__file__).with_name("page") / "index.html"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field that is unknown or wrong; the message names it."},
+    401: {"description": "No API key, or one of another server."},
+    404: {"description": "Another model than the one that is served."},
+    408: {"description": "The body took too long to arrive."},
+    413: {"description": "The body is too long."},
+    429: {"description": "As much is under way as may be; Retry-After says when to come again."},
+    503: {"description": "The server is shutting down, or has lost its model."},
+}
+
+
+def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
+    """The endpoints of one engine. `app.state.service` is its `Service`.
+
+    Raises:
+        NotSupported: an engine whose steps are made by several processes of the user's together.
+    """
+    if not llm._driver.alone:
+        raise NotSupported(
+            "a server for an engine that each rank drives: requests reach only one of them; use "
+            "Cluster(...), which has one head"
+        )
+    settings = settings or ServeSettings()
+    service = Service(llm, settings)
+    app = FastAPI(
+        title="Verbatim",
+        version=__version__,
+        description="Text generation: the same words everywhere.",
+        docs_url="/docs" if settings.docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs else None,
+    )
+    app.state.service = service
+    app.add_middleware(Guard, settings=settings)
+    if settings.cors_origins:  # around the guard: a browser asks before it shows a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    app.add_middleware(Counted, metrics=service.metrics)
+    _refusals(app)
+    _openai(app, service)
+    _ours(app, service)
+    _operations(app, service)
+    return app
+
+
+def _key(http: Request) -> str:
+    return str(getattr(http.state, "key", ""))
+
+
+def _openai(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=_ERRORS, tags=["OpenAI"])
+    async def create_completion(http: Request, body: Completions) -> Response:
+        asked = completions.Asked(service, body)
+        if body.stream:
+            return await streamed(http, asked.events(_key(http)))
+        return await answered(http, asked.answer(_key(http)))
+
+    @app.post("/v1/chat/completions", responses=_ERRORS, tags=["OpenAI"])
+    async def create_chat_completion(http: Request, body: ChatCompletions) -> Response:
+        asked = chat.Asked(service, body)
+        if body.stream:
+            return await streamed(http, asked.events(_key(http)))
+        return await answered(http, asked.answer(_key(http)))
+
+    @app.post("/v1/responses", responses=_ERRORS, tags=["OpenAI"])
+    async def create_response(http: Request, body: Responses) -> Response:
+        asked = responses.Asked(service, body)
+        if body.stream:
+            return await streamed(http, asked.events(_key(http)), done=False)
+        return await answered(http, asked.answer(_key(http)))
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def list_models() -> Response:
+        return Json({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]}, tags=["OpenAI"])
+    async def retrieve_model(model: str) -> Response:
+        service.check_model(model)
+        return Json(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "verbatim",
+        "max_model_len": service.llm.max_length,
+        "numerics_key": service.fingerprint,
+    }
+
+
+def _ours(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/generate", responses=_ERRORS, tags=["Verbatim"])
+    async def generate(http: Request, body: Generate) -> Response:
+        if body.stream:
+            return await streamed(
+                http, native.generate_events(service, body, _key(http)), done=False
+            )
+        return await answered(http, native.generate(service, body, _key(http)))
+
+    @app.post("/v1/logprobs", responses=_ERRORS, tags=["Verbatim"])
+    async def logprobs(http: Request, body: Score) -> Response:
+        return await answered(http, native.score(service, body, _key(http)))
+
+    @app.post("/tokenize", responses=_ERRORS, tags=["Verbatim"])
+    async def tokenize(http: Request, body: Tokenize) -> Response:
+        return await answered(http, native.tokenize(service, body))
+
+    @app.post("/detokenize", responses=_ERRORS, tags=["Verbatim"])
+    async def detokenize(http: Request, body: Detokenize) -> Response:
+        return await answered(http, native.detokenize(service, body))
+
+
+def _operations(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["Operations"])
+    async def health() -> Response:
+        """The process answers, and its engine is open."""
+        if service.llm._driver.closed:
+            raise Refusal(503, "the engine is closed")
+        return Json({"status": "ok"})
+
+    @app.get("/ready", tags=["Operations"])
+    async def ready() -> Response:
+        """New generations are let in."""
+        if service.draining:
+            raise Refusal(503, "the server is shutting down")
+        if service.llm._driver.closed:
+            raise Refusal(503, "the engine is closed")
+        return Json({"status": "ready"})
+
+    @app.get("/metrics", tags=["Operations"])
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        text = await asyncio.to_thread(service.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/engine", tags=["Operations"])
+    async def engine() -> Response:
+        """What was opened, where its layers live, and what it holds now."""
+        stats = await asyncio.to_thread(service.llm.stats)
+        info = await asyncio.to_thread(service.llm.info)
+        return Json(to_plain({"info": info, "stats": stats, "under_way": service.under_way}))
+
+    if service.settings.playground:
+
+        @app.get("/", include_in_schema=False)
+        async def playground() -> Response:
+            return HTMLResponse(PAGE.read_text(), headers=_PAGE_HEADERS)
+
+
+# Nothing from elsewhere, and in nobody's frame.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def _refusals(app: FastAPI) -> None:
+    """Every error becomes OpenAI's JSON, and none a traceback."""
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        return refusal_of(error).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error).response()
+
+    async def by_status(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, Refusal):
+            return error.response()
+        return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def gone(http: Request, _: Exception) -> Response:
+        app.state.service.metrics.left.inc()
+        return Response(status_code=499)  # which nobody reads
+
+    app.add_exception_handler(VerbatimError, refuse)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, by_status)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, refuse)
+
+
+def _is_type(part: Any) -> bool:
+    """Is a part of a field's path the name of the type that was tried there?"""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _invalid(error: RequestValidationError) -> Refusal:
+    """The first thing wrong with a body, by the name of its field."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part)) or None
+    if first["type"] == "extra_forbidden":
+        return Refusal(400, f"{param}: no field that is served here", param=param)
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"the body is no JSON: {first['ctx']['error']}")
+    given = first.get("input")
+    shown = (
+        "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
+    )
+    return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)

@@ -1,0 +1,291 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from verbatim.core import Completion, Delta, FinishReason, Result
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.serve.completions import (
+    check_stream_options,
+    finish_reason,
+    stop_reason,
+    usage,
+    wants_usage,
+)
+from verbatim.serve.events import Event
+from verbatim.serve.fields import (
+    AssistantMessage,
+    ChatCompletions,
+    Content,
+    Message,
+    PlainFormat,
+    SchemaFormat,
+    ToolMessage,
+)
+from verbatim.serve.service import Service
+from verbatim.serve.tools import ANY_OBJECT, Call, CallReader, ToolUse
+from verbatim.text.chat import render_chat
+
+
+class Talk:
+    """A conversation with what is asked of its next turn, settled: what chats and responses share.
+
+    Args:
+        messages: as the template takes them.
+        fields: of SamplingParams, those that were given.
+        use: the tools that may be called.
+        tools: as the template is told of them.
+        template_kwargs: its other variables.
+
+    Raises:
+        InvalidRequest, NotSupported: a combination that can't be.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        messages: list[dict[str, Any]],
+        fields: dict[str, Any],
+        use: ToolUse | None,
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.service = service
+        self._messages = messages
+        self._variables = dict(template_kwargs or {})
+        if tools is not None:
+            self._variables["tools"] = tools
+        self.use = use
+        structures = [name for name in STRUCTURES if fields.get(name) is not None]
+        if use is not None:
+            if structures:
+                raise NotSupported(f"{structures[0]} with tools: a completion has one structure")
+            fields["grammar"] = use.grammar()
+        if service.settings.chat_defaults:
+            self.params = service.llm.default_params().replace(**fields)
+        else:
+            self.params = SamplingParams(**fields)
+
+    async def prompt(self) -> list[int]:
+        """The ids that the template makes of it."""
+        tokenizer = self.service.llm.tokenizer
+        if tokenizer is None:
+            raise NotSupported("chat needs a tokenizer, and this engine has none")
+        return await asyncio.to_thread(
+            lambda: render_chat(tokenizer, self._messages, **self._variables)
+        )
+
+    def reader(self) -> CallReader | None:
+        """Of one completion's calls, where any may be made."""
+        return None if self.use is None else self.use.reader()
+
+
+def template_of(service: Service) -> str:
+    """The chat template for conversations with tools; "" where there is none."""
+    hf = getattr(service.llm.tokenizer, "hf", None)
+    template = getattr(hf, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    return template if isinstance(template, str) else ""
+
+
+class Asked:
+    """One request for an answer in a conversation, read and settled.
+
+    Raises:
+        Refusal, InvalidRequest, NotSupported: it can't be served as it is.
+    """
+
+    def __init__(self, service: Service, body: ChatCompletions) -> None:
+        service.check_model(body.model)
+        check_stream_options(body.stream_options, body.stream)
+        self.service = service
+        self.body = body
+        self.id = f"chatcmpl-{uuid4().hex}"
+        self.created = int(time.time())
+        use = ToolUse.settle(
+            body.tools, body.tool_choice, body.parallel_tool_calls, template_of(service)
+        )
+        self.talk = Talk(
+            service,
+            [message_of(message) for message in body.messages],
+            _fields(body),
+            use,
+            [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
+            body.chat_template_kwargs,
+        )
+
+    async def answer(self, key: str) -> dict[str, Any]:
+        """All of it at once."""
+        with self.service.seat():
+            prompt = await self.talk.prompt()
+            requests = await self.service.admit([prompt], self.talk.params, key)
+            results = await self.service.results(requests)
+        choices = [self._choice(output) for output in results[0].outputs]
+        return self._envelope("chat.completion", choices) | {"usage": usage(results)}
+
+    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+        """The same in pieces."""
+        result: Result | None = None
+        readers: dict[int, CallReader | None] = {}
+        with_usage = wants_usage(self.body.stream_options)
+
+        def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
+            choice = {
+                "index": index,
+                "delta": delta,
+                "logprobs": None,
+                "finish_reason": None,
+            } | rest
+            piece = self._envelope("chat.completion.chunk", [choice])
+            return piece | {"usage": None} if with_usage else piece
+
+        with self.service.seat():
+            prompt = await self.talk.prompt()
+            requests = await self.service.admit([prompt], self.talk.params, key)
+            async with aclosing(self.service.deltas(requests)) as deltas:
+                async for _, delta in deltas:
+                    index, result = delta.index, delta.result or result
+                    if index not in readers:
+                        readers[index] = self.talk.reader()
+                        yield event(index, {"role": "assistant", "content": ""})
+                    for said in self._said(delta, readers[index]):
+                        yield event(index, **said)
+                    if delta.finish_reason is not None:
+                        yield event(
+                            index,
+                            {},
+                            finish_reason=self._finish(delta.finish_reason, readers[index]),
+                            stop_reason=stop_reason(delta.stop_reason),
+                            seed=requests[0].seed,
+                        )
+        if with_usage and result is not None:
+            yield self._envelope("chat.completion.chunk", []) | {"usage": usage([result])}
+
+    def _said(self, delta: Delta, reader: CallReader | None) -> list[dict[str, Any]]:
+        """The pieces of a delta: its text with the log-probs, then its calls."""
+        text, calls, done = delta.text, list[Call](), 0
+        if reader is not None:
+            done = reader.num_calls
+            text, calls = reader.push(text, last=delta.finish_reason is not None)
+        pieces: list[dict[str, Any]] = []
+        logprobs = self._logprobs(delta)
+        if text or (logprobs is not None and delta.token_ids):
+            pieces.append({"delta": {"content": text}, "logprobs": logprobs})
+        for number, call in enumerate(calls, start=done):
+            pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
+        return pieces
+
+    def _choice(self, output: Completion) -> dict[str, Any]:
+        reader = self.talk.reader()
+        text, calls = output.text, list[Call]()
+        if reader is not None:
+            text, calls = reader.push(text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.wire() for call in calls]
+            message["content"] = text or None
+        return {
+            "index": output.index,
+            "message": message,
+            "logprobs": self._logprobs(output),
+            "finish_reason": self._finish(output.finish_reason, reader),
+            "stop_reason": stop_reason(output.stop_reason),
+            "seed": output.seed,
+        }
+
+    def _finish(self, reason: FinishReason, reader: CallReader | None) -> str | None:
+        if reader is not None and reader.num_calls and reason is FinishReason.STOP:
+            return "tool_calls"
+        return finish_reason(reason)
+
+    def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        entries = self.service.texts.of_chat(
+            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+        )
+        return {"content": entries, "refusal": None}
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.name,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": choices,
+        }
+
+
+def _fields(body: ChatCompletions) -> dict[str, Any]:
+    fields = body.sampling()
+    limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
+    if len(set(limits)) > 1:
+        raise InvalidRequest(
+            f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: "
+            "they mean the same, so give one"
+        )
+    if limits:
+        fields["max_tokens"] = limits[0]
+    if fields.get("max_tokens") == 0:
+        raise InvalidRequest("max_completion_tokens=0: an answer has a token at least")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true")
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    fields |= structure_of(body.response_format)
+    return fields
+
+
+def structure_of(how: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
+    """The structure that a response format asks for."""
+    if isinstance(how, SchemaFormat):
+        return {"json_schema": how.json_schema.schema_}
+    if how is not None and how.type == "json_object":
+        return {"json_schema": ANY_OBJECT}
+    return {}
+
+
+def text_of(content: Content | None) -> str:
+    """A message's text; parts are joined."""
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """A message as templates take it: with the content as text, and arguments as what they say."""
+    plain: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    if isinstance(message, ToolMessage):
+        plain["tool_call_id"] = message.tool_call_id
+    elif message.name is not None:
+        plain["name"] = message.name
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"tool_calls: the arguments {text[:80]!r} are not JSON") from None

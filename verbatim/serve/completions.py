@@ -1,0 +1,206 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+from verbatim.serve.errors import Refusal
+from verbatim.serve.events import Event
+from verbatim.serve.fields import Completions, StreamOptions
+from verbatim.serve.service import Service
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class Asked:
+    """One request for completions, read and settled.
+
+    Raises:
+        Refusal, InvalidRequest: it can't be served as it is.
+    """
+
+    def __init__(self, service: Service, body: Completions) -> None:
+        service.check_model(body.model)
+        self.service = service
+        self.body = body
+        self.prompts = _prompts(body.prompt)
+        self.params = _params(body)
+        self.echo = bool(body.echo)
+        self.id = f"cmpl-{uuid4().hex}"
+        self.created = int(time.time())
+        check_stream_options(body.stream_options, body.stream)
+
+    async def answer(self, key: str) -> dict[str, Any]:
+        """All of it at once."""
+        with self.service.seat():
+            requests = await self.service.admit(self.prompts, self.params, key)
+            results = await self.service.results(requests)
+        choices = [
+            self._choice(number * self.params.n + output.index, request, result, output)
+            for number, (request, result) in enumerate(zip(requests, results, strict=True))
+            for output in result.outputs
+        ]
+        return self._envelope(choices) | {"usage": usage(results)}
+
+    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+        """The same in pieces."""
+        results: list[Result] = []
+        with_usage = wants_usage(self.body.stream_options)
+        with self.service.seat():
+            requests = await self.service.admit(self.prompts, self.params, key)
+            begun: dict[int, int] = {}  # choice: characters so far
+            async with aclosing(self.service.deltas(requests)) as deltas:
+                async for number, delta in deltas:
+                    if delta.result is not None:
+                        results.append(delta.result)
+                    index = number * self.params.n + delta.index
+                    choice = self._piece(index, requests[number], delta, begun)
+                    if choice is not None:
+                        event = self._envelope([choice])
+                        yield event | {"usage": None} if with_usage else event
+        if with_usage:
+            yield self._envelope([]) | {"usage": usage(results)}
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.service.name,
+            "system_fingerprint": self.service.fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(
+        self, index: int, request: Request, result: Result, output: Completion
+    ) -> dict[str, Any]:
+        text, ids, logprobs = output.text, output.token_ids, list[float | None](output.logprobs)
+        top = _entries(output.top_logprobs)
+        if self.echo:
+            text = self._prompt_text(request) + text
+            ids = request.prompt_ids + ids
+            logprobs = [*(result.prompt_logprobs or []), *logprobs]
+            top = [*(result.prompt_top_logprobs or []), *top]
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(ids, logprobs, top, 0),
+            "finish_reason": finish_reason(output.finish_reason),
+            "stop_reason": stop_reason(output.stop_reason),
+            "seed": output.seed,
+        }
+
+    def _piece(
+        self, index: int, request: Request, delta: Delta, begun: dict[int, int]
+    ) -> dict[str, Any] | None:
+        """What a delta adds to a choice; None where that is nothing yet."""
+        text, ids, logprobs = delta.text, delta.token_ids, list[float | None](delta.logprobs)
+        top = _entries(delta.top_logprobs)
+        offset = begun.get(index, 0)
+        if self.echo and index not in begun:
+            text = self._prompt_text(request) + text
+            ids = request.prompt_ids + ids
+            if request.params.prompt_logprobs is not None:
+                logprobs = [None, *request.prompt_logprobs, *logprobs]
+                top = [None, *request.prompt_top_logprobs, *top]
+        begun[index] = offset + sum(len(self.service.texts.text(i)) for i in ids)
+        if not text and delta.finish_reason is None and self.body.logprobs is None:
+            return None
+        ended = delta.finish_reason is not None
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(ids, logprobs, top, offset),
+            "finish_reason": finish_reason(delta.finish_reason),
+            **(
+                {"stop_reason": stop_reason(delta.stop_reason), "seed": request.seed}
+                if ended
+                else {}
+            ),
+        }
+
+    def _prompt_text(self, request: Request) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        tokenizer = self.service.llm.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(request.prompt_ids, False)
+
+    def _logprobs(
+        self, ids: list[int], logprobs: list[float | None], top: Any, offset: int
+    ) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        return self.service.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+
+
+def _entries(top: list[TopLogprobs] | None) -> list[TopLogprobs | None]:
+    return [] if top is None else [*top]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is empty: give a text, ids, or a list of those")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+def _params(body: Completions) -> SamplingParams:
+    fields = body.sampling()
+    for name in ("json_schema", "num_beams", "length_penalty", "early_stopping"):
+        if getattr(body, name) is not None:
+            fields[name] = getattr(body, name)
+    fields["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if fields["max_tokens"] == 0 and not body.echo:
+        raise Refusal(400, "max_tokens=0 gives nothing without echo", param="max_tokens")
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields["prompt_logprobs"] = body.logprobs
+    return SamplingParams(**fields)
+
+
+# ---- what chats have in common with this
+
+
+def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    """Refuse options of a stream for what is none."""
+    if options is not None and not stream:
+        raise Refusal(400, "stream_options are of a stream: set stream", param="stream_options")
+
+
+def wants_usage(options: StreamOptions | None) -> bool:
+    """Is the usage to come at a stream's end?"""
+    return options is not None and bool(options.include_usage)
+
+
+def usage(results: list[Result]) -> dict[str, Any]:
+    """Tokens read and made."""
+    prompt = sum(len(result.prompt_token_ids) for result in results)
+    made = sum(len(output.token_ids) for result in results for output in result.outputs)
+    cached = sum(result.num_cached_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def finish_reason(reason: FinishReason | None) -> str | None:
+    """In OpenAI's words, which know no end by time."""
+    if reason is None:
+        return None
+    return "stop" if reason is FinishReason.STOP else "length"
+
+
+def stop_reason(reason: Any) -> Any:
+    """The stop id, ids or string; ours, beside OpenAI's fields."""
+    return list(reason) if isinstance(reason, tuple) else reason

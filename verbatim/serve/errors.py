@@ -1,0 +1,145 @@
+"""Every error as OpenAI's clients know them: a status and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    OutOfBlocks,
+    PromptTooLong,
+    QueueFull,
+    StageFailed,
+    TierFailed,
+    VerbatimError,
+)
+
+log = logging.getLogger("verbatim.serve")
+RETRY_AFTER_S = 1
+
+
+class Refusal(HTTPException):
+    """A request that is not served, and why.
+
+    One of starlette's errors, so that whoever reads a body lets it pass.
+
+    Args:
+        status: of HTTP.
+        message: what was wrong, with the value and what is allowed.
+        param: the field at fault, dotted.
+        code: OpenAI's word for it, where there is one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message, self.param, self.code = message, param, code
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status_code, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Json(self.body(), self.status_code, self.headers)
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ClientGone(Exception):
+    """Whoever asked has closed the connection; there is nobody to answer."""
+
+
+class Json(Response):
+    """A JSON answer. Numbers that JSON has no word for become null; half surrogate pairs "?"."""
+
+    media_type = "application/json"
+
+    def __init__(
+        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(content, status, dict(headers or {}))
+
+    def render(self, content: Any) -> bytes:
+        return to_bytes(content)
+
+
+def to_bytes(content: Any) -> bytes:
+    """Compact JSON. A float that is none of JSON's becomes null."""
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        plain = _finite(content)
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told of an error. Nothing of one that was not foreseen but that it happened."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, PromptTooLong):
+        return Refusal(400, str(error), code="context_length_exceeded")
+    if isinstance(error, InvalidRequest | NotSupported):
+        return Refusal(400, str(error))
+    if isinstance(error, QueueFull):
+        return too_many(str(error))
+    if isinstance(error, EngineClosed):
+        return Refusal(503, "the engine is closed")
+    if isinstance(error, OutOfBlocks):
+        return too_many(str(error))
+    if isinstance(error, StageFailed):  # the next request tries to fill the stage's place
+        retry = {"Retry-After": str(RETRY_AFTER_S)}
+        return Refusal(503, str(error), headers=retry)
+    if isinstance(error, TierFailed):  # its message names files of this machine
+        log.error("a tier of the model's weights failed: %s", error)
+        return Refusal(503, "the engine can't reach the model's weights any more")
+    if isinstance(error, VerbatimError):
+        log.error("a request failed: %s", error, exc_info=error)
+        return Refusal(500, f"the request failed: {type(error).__name__}")
+    log.error("unforeseen", exc_info=error)
+    return Refusal(500, "the server has met an error that it did not foresee")
+
+
+def too_many(message: str) -> Refusal:
+    """429, and when to try again."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return Refusal(429, message, code="rate_limit_exceeded", headers=headers)

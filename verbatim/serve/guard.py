@@ -1,0 +1,107 @@
+"""What every request passes before it is read: its key, its size, the time its body takes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verbatim.serve.errors import Refusal
+from verbatim.serve.settings import ServeSettings
+
+# What needs no key: probes, and the page, which asks for one itself.
+OPEN = frozenset({"/health", "/ready", "/"})
+
+
+class Guard:
+    """Refuses requests without a key, with too long a body, or whose body never ends.
+
+    Keys are compared by their hashes in constant time. The name of the key that was shown, a short
+    hash of it, is left in the request's state as `key`; "" where none is needed.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._key(scope["headers"]) if scope["path"] not in OPEN else ""
+            self._check_length(scope["headers"])
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["key"] = key
+        await self._app(scope, self._bounded(receive), send)
+
+    def _key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        if not self._keys:
+            return ""
+        shown = next((value for name, value in headers if name == b"authorization"), b"")
+        scheme, _, key = shown.partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            raise Refusal(
+                401,
+                "no API key: send it as `Authorization: Bearer KEY`",
+                code="missing_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        digest = hashlib.sha256(key.strip()).digest()
+        # All are compared, so that the time tells nothing of which one was nearly met.
+        if not sum(hmac.compare_digest(digest, known) for known in self._keys):
+            raise Refusal(
+                401,
+                "the API key is not one of this server's",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return digest.hex()[:16]
+
+    def _check_length(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > self._settings.max_body_bytes:
+            raise self._too_long()
+
+    def _too_long(self) -> Refusal:
+        return Refusal(
+            413, f"the body is longer than {self._settings.max_body_bytes} bytes, the limit here"
+        )
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """The same, but a body may be no longer, and take no longer, than allowed."""
+        left, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
+        deadline: float | None = loop.time() + self._settings.body_timeout_s
+
+        async def bounded() -> Message:
+            nonlocal left, deadline
+            if deadline is None:  # the body is there: what comes is the end of the connection
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                deadline = None
+                raise Refusal(
+                    408,
+                    f"the body took longer than {self._settings.body_timeout_s:g} s to arrive",
+                    headers={"Connection": "close"},
+                ) from None
+            if message["type"] == "http.request":
+                left -= len(message.get("body", b""))
+                if left < 0:
+                    deadline = None
+                    raise self._too_long()
+                if not message.get("more_body", False):
+                    deadline = None
+            else:
+                deadline = None
+            return message
+
+        return bounded

@@ -1,0 +1,119 @@
+"""`Metrics`: what a server has done, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verbatim.core import Result
+from verbatim.llm import LLM
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_GAUGES = {
+    "running": "Sequences in the batch",
+    "waiting": "Requests that wait for a seat",
+    "blocks_used": "KV blocks that sequences hold",
+    "blocks_cached": "KV blocks kept for prompts that begin alike",
+    "blocks_free": "KV blocks that hold nothing",
+    "sessions": "Sessions that are open",
+}
+_COUNTS = {
+    "forwards": "Forwards of the model",
+    "tokens": "Rows computed, of prompts and completions",
+    "cached_tokens": "Prompt tokens whose K and V were there already",
+    "preemptions": "Times that a sequence gave its blocks up",
+}
+
+
+class Metrics:
+    """Counters of requests, and the engine's own figures, read when somebody asks."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Engine(llm))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"verbatim_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"verbatim_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.answers = counter("http_answers", "Answers by path and status", "path", "status")
+        self.turned_away = counter("turned_away", "Requests refused since all seats were taken")
+        self.left = counter("clients_gone", "Clients that closed the connection before the end")
+        self._ended = counter("completions", "Completions by finish reason", "reason")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts that were answered")
+        self._made = counter("completion_tokens", "Tokens of completions")
+        self._queue = histogram("queue_seconds", "From arrival to the first forward", _SECONDS)
+        self._first = histogram("first_token_seconds", "From arrival to the first token", _SECONDS)
+        self._each = histogram("per_token_seconds", "Between tokens after the first", _PER_TOKEN)
+        self._all = histogram("request_seconds", "From arrival to the last token", _SECONDS)
+
+    def note(self, results: Iterable[Result]) -> None:
+        """Requests have ended."""
+        for result in results:
+            self._prompt.inc(len(result.prompt_token_ids))
+            for output in result.outputs:
+                self._ended.labels(output.finish_reason.value).inc()
+                self._made.inc(len(output.token_ids))
+            self._queue.observe(result.metrics.queue_s)
+            self._all.observe(result.metrics.total_s)
+            if any(output.token_ids for output in result.outputs):
+                self._first.observe(result.metrics.first_token_s)
+                if result.metrics.per_token_s > 0:
+                    self._each.observe(result.metrics.per_token_s)
+
+    def text(self) -> bytes:
+        """All of it. May wait for a step of the engine, so no event loop should call it."""
+        return generate_latest(self.registry)
+
+
+class Counted:
+    """Counts the answers of an application by path and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # its pattern, so that nobody can invent paths
+                path = getattr(route, "path", "other")
+                self._metrics.answers.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, noted)
+
+
+class _Engine(Collector):
+    """The engine's figures at the moment of asking."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def describe(self) -> list[Metric]:
+        return []  # asked for when it is registered, before anybody wants the figures
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._llm.stats()
+        for name, text in _GAUGES.items():
+            if name in stats:
+                yield GaugeMetricFamily(f"verbatim_{name}", text, stats[name])
+        for name, text in _COUNTS.items():
+            if name in stats:
+                yield CounterMetricFamily(f"verbatim_{name}", text, stats[name])
+        draft = stats.get("draft")
+        if draft is not None:
+            drafted, accepted = sum(draft.num_drafted), sum(draft.num_accepted)
+            yield CounterMetricFamily("verbatim_drafted_tokens", "Tokens guessed ahead", drafted)
+            yield CounterMetricFamily("verbatim_accepted_tokens", "Of those, that stood", accepted)

@@ -1,0 +1,165 @@
+"""Verbatim's own endpoints: ids in and out, every parameter, both log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from pydantic import Field
+
+from verbatim.core import Delta, Result
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.params import SamplingParams
+from verbatim.plain import to_plain
+from verbatim.serve.chat import message_of
+from verbatim.serve.events import Event
+from verbatim.serve.fields import Message, Strict, Switch
+from verbatim.serve.service import Service
+from verbatim.text.chat import render_chat
+from verbatim.text.tokenizer import Tokenizer
+
+PARAMS = tuple(
+    field.name for field in dataclasses.fields(SamplingParams) if field.name != "logits_processors"
+)
+
+
+class Generate(Strict):
+    """One prompt, text or ids, and its `SamplingParams` by their own names."""
+
+    model: str | None = None
+    prompt: str | list[int]
+    params: dict[str, Any] = Field(default_factory=dict, description=f"Any of {', '.join(PARAMS)}.")
+    stream: Switch = None
+
+
+class Score(Strict):
+    """Texts or ids whose tokens are to be judged."""
+
+    model: str | None = None
+    prompts: list[str] | list[list[int]] = Field(min_length=1)
+    top_logprobs: int | None = Field(None, ge=0, description="And the N likeliest tokens at each.")
+
+
+class Tokenize(Strict):
+    """A text, or a conversation as the model's template writes it."""
+
+    model: str | None = None
+    text: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    return_tokens: bool = False
+
+
+class Detokenize(Strict):
+    """Ids to be read as text."""
+
+    model: str | None = None
+    ids: list[int]
+    skip_special_tokens: bool = False
+
+
+def _settled(body: Generate) -> SamplingParams:
+    for name in body.params:
+        if name not in PARAMS:
+            why = "can't be sent" if name == "logits_processors" else "is no parameter"
+            raise InvalidRequest(f"params.{name} {why}; there are {', '.join(PARAMS)}")
+    fields = dict(body.params)
+    bias = fields.get("logit_bias")
+    if isinstance(bias, dict):  # JSON's keys are texts
+        fields["logit_bias"] = {_as_id(key): value for key, value in bias.items()}
+    return SamplingParams(**fields)
+
+
+def _as_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise InvalidRequest(f"params.logit_bias: {key!r} is not a token id")
+    return int(key[:20])
+
+
+async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]:
+    """A `Result` as JSON, by the names of its fields."""
+    service.check_model(body.model)
+    params = _settled(body)
+    with service.seat():
+        requests = await service.admit([body.prompt], params, key)
+        (result,) = await service.results(requests)
+    return _told(service, result)
+
+
+async def generate_events(
+    service: Service, body: Generate, key: str
+) -> AsyncGenerator[Event, None]:
+    """`Delta`s as JSON; the last one has the result."""
+    service.check_model(body.model)
+    params = _settled(body)
+    with service.seat():
+        requests = await service.admit([body.prompt], params, key)
+        async with aclosing(service.deltas(requests)) as deltas:
+            async for _, delta in deltas:
+                yield _told(service, delta)
+
+
+def _told(service: Service, value: Result | Delta) -> dict[str, Any]:
+    plain: dict[str, Any] = to_plain(value)
+    return plain | {"model": service.name, "numerics_key": service.fingerprint}
+
+
+async def score(service: Service, body: Score, key: str) -> dict[str, Any]:
+    """The log-prob of each token given those before it, at temperature 1."""
+    service.check_model(body.model)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
+    with service.seat():
+        requests = await service.admit(body.prompts, params, key)
+        results = await service.results(requests)
+    return {
+        "model": service.name,
+        "numerics_key": service.fingerprint,
+        "scores": [
+            {
+                "ids": result.prompt_token_ids,
+                "logprobs": result.prompt_logprobs,
+                "top_logprobs": result.prompt_top_logprobs if body.top_logprobs else None,
+            }
+            for result in results
+        ],
+    }
+
+
+async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
+    """The ids of a text or a conversation."""
+    service.check_model(body.model)
+    tokenizer = _tokenizer(service)
+    if (body.text is None) == (body.messages is None):
+        raise InvalidRequest("give text or messages, one of them")
+
+    def ids_of() -> list[int]:
+        if body.messages is not None:
+            return render_chat(tokenizer, [message_of(message) for message in body.messages])
+        return tokenizer.encode(body.text or "", special_tokens=body.add_special_tokens)
+
+    ids = await asyncio.to_thread(ids_of)
+    answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
+    if body.return_tokens:
+        answer["tokens"] = [service.texts.text(i) for i in ids]
+    return answer
+
+
+async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
+    """The text of ids."""
+    service.check_model(body.model)
+    tokenizer = _tokenizer(service)
+    wrong = next((i for i in body.ids if not 0 <= i < 2**31), None)
+    if wrong is not None:
+        raise InvalidRequest(f"ids: {wrong} is not a token id")
+    text = await asyncio.to_thread(tokenizer.decode, body.ids, body.skip_special_tokens)
+    return {"text": text}
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    tokenizer = service.llm.tokenizer
+    if tokenizer is None:
+        raise NotSupported("this engine has no tokenizer")
+    return tokenizer

@@ -1,0 +1,345 @@
+"""`/v1/responses`: OpenAI's newer endpoint for conversations. Nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from verbatim.core import Completion, Delta, FinishReason, Result
+from verbatim.errors import InvalidRequest
+from verbatim.serve.chat import Talk, message_of, structure_of, template_of
+from verbatim.serve.events import Event
+from verbatim.serve.fields import (
+    AssistantMessage,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    PlainFormat,
+    PlainMessage,
+    Tool,
+    ToolCall,
+    ToolMessage,
+)
+from verbatim.serve.responses_fields import (
+    CallItem,
+    FunctionTool,
+    InputMessage,
+    NamedFunctionTool,
+    OutputItem,
+    Responses,
+)
+from verbatim.serve.service import Service
+from verbatim.serve.tools import Call, ToolUse
+
+
+class Asked:
+    """One request, read and settled.
+
+    Raises:
+        Refusal, InvalidRequest, NotSupported: it can't be served as it is.
+    """
+
+    def __init__(self, service: Service, body: Responses) -> None:
+        service.check_model(body.model)
+        self.service = service
+        self.body = body
+        self.id = f"resp_{uuid4().hex}"
+        self.created = int(time.time())
+        tools = [_tool(tool) for tool in body.tools] if body.tools else None
+        several = body.parallel_tool_calls if tools else None
+        use = ToolUse.settle(tools, _choice(body.tool_choice), several, template_of(service))
+        self.logprobs = bool(body.include)
+        self.talk = Talk(
+            service,
+            _messages(body),
+            _fields(body),
+            use,
+            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        )
+
+    async def answer(self, key: str) -> dict[str, Any]:
+        """All of it at once."""
+        with self.service.seat():
+            prompt = await self.talk.prompt()
+            requests = await self.service.admit([prompt], self.talk.params, key)
+            (result,) = await self.service.results(requests)
+        output = result.outputs[0]
+        text, calls = output.text, list[Call]()
+        if (reader := self.talk.reader()) is not None:
+            text, calls = reader.push(text, last=True)
+        items = [_call_item(call) for call in calls]
+        if text or not items:
+            message = _message_item(f"msg_{uuid4().hex}", text, self._logprobs(output))
+            items.insert(0, message)
+        return self._response(items, result)
+
+    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+        """The same as a stream of named events, numbered in order."""
+        number = -1
+
+        def event(kind: str, **rest: Any) -> Event:
+            nonlocal number
+            number += 1
+            return kind, {"type": kind, **rest, "sequence_number": number}
+
+        message = _Message(self, event)
+        items: list[dict[str, Any]] = []
+        result: Result | None = None
+        with self.service.seat():
+            prompt = await self.talk.prompt()
+            requests = await self.service.admit([prompt], self.talk.params, key)
+            reader = self.talk.reader()
+            async with aclosing(self.service.deltas(requests)) as deltas:
+                async for _, delta in deltas:
+                    if number < 0:
+                        yield event("response.created", response=self._response([], None))
+                        yield event("response.in_progress", response=self._response([], None))
+                    result = delta.result or result
+                    text, calls = delta.text, list[Call]()
+                    if reader is not None:
+                        text, calls = reader.push(text, last=delta.finish_reason is not None)
+                    if text:
+                        for piece in message.push(text, self._logprobs(delta), len(items)):
+                            yield piece
+                    for call in calls:
+                        for piece in message.end(items):
+                            yield piece
+                        for piece in _call_events(event, call, len(items)):
+                            yield piece
+                        items.append(_call_item(call))
+            if not items and not message.open:  # an answer without a word is one
+                for piece in message.push("", [], 0):
+                    yield piece
+            for piece in message.end(items):
+                yield piece
+        assert result is not None
+        whole = self._response(items, result)
+        kind = "incomplete" if whole["status"] == "incomplete" else "completed"
+        yield event(f"response.{kind}", response=whole)
+
+    def _logprobs(self, piece: Completion | Delta) -> list[dict[str, Any]]:
+        if not self.logprobs:
+            return []
+        return self.service.texts.of_chat(
+            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+        )
+
+    def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
+        body, params = self.body, self.talk.params
+        output = None if result is None else result.outputs[0]
+        cut = output is not None and output.finish_reason is not FinishReason.STOP
+        status = "in_progress" if output is None else "incomplete" if cut else "completed"
+        choice = body.tool_choice or "auto"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.service.name,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "text": {"format": _format(body)},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [
+                {"strict": True, "parameters": None} | tool.model_dump(exclude_none=True)
+                for tool in body.tools or []
+            ],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None if result is None else _usage(result),
+            "user": body.user,
+            "system_fingerprint": self.service.fingerprint,
+            "seed": None if output is None else output.seed,
+        }
+
+
+class _Message:
+    """The message item of a stream, which is open while text comes."""
+
+    def __init__(self, asked: Asked, event: Any) -> None:
+        self._event = event
+        self.open = False
+
+    def push(self, text: str, logprobs: list[dict[str, Any]], index: int) -> list[Event]:
+        events: list[Event] = []
+        if not self.open:
+            self.open, self._text, self._all = True, "", list[dict[str, Any]]()
+            self._at: dict[str, Any] = {"item_id": f"msg_{uuid4().hex}", "output_index": index}
+            item = {
+                "id": self._at["item_id"],
+                "type": "message",
+                "role": "assistant",
+                "status": "in_progress",
+                "content": [],
+            }
+            events.append(self._event("response.output_item.added", output_index=index, item=item))
+            part = _part("", [])
+            events.append(
+                self._event("response.content_part.added", **self._at, content_index=0, part=part)
+            )
+        self._text += text
+        self._all += logprobs
+        if text:
+            events.append(
+                self._event(
+                    "response.output_text.delta",
+                    **self._at,
+                    content_index=0,
+                    delta=text,
+                    logprobs=logprobs,
+                )
+            )
+        return events
+
+    def end(self, items: list[dict[str, Any]]) -> list[Event]:
+        """Close it, where it is open, and put the item down."""
+        if not self.open:
+            return []
+        self.open = False
+        at = self._at | {"content_index": 0}
+        item = _message_item(self._at["item_id"], self._text, self._all)
+        items.append(item)
+        return [
+            self._event("response.output_text.done", **at, text=self._text, logprobs=self._all),
+            self._event("response.content_part.done", **at, part=item["content"][0]),
+            self._event(
+                "response.output_item.done", output_index=self._at["output_index"], item=item
+            ),
+        ]
+
+
+def _call_events(event: Any, call: Call, index: int) -> list[Event]:
+    item = _call_item(call)
+    at = {"item_id": item["id"], "output_index": index}
+    begun = item | {"arguments": "", "status": "in_progress"}
+    return [
+        event("response.output_item.added", output_index=index, item=begun),
+        event("response.function_call_arguments.delta", **at, delta=call.arguments),
+        event(
+            "response.function_call_arguments.done",
+            **at,
+            name=call.name,
+            arguments=call.arguments,
+        ),
+        event("response.output_item.done", output_index=index, item=item),
+    ]
+
+
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _message_item(item_id: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": item_id,
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [_part(text, logprobs)],
+    }
+
+
+def _call_item(call: Call) -> dict[str, Any]:
+    return {
+        "id": f"fc_{call.id.removeprefix('call_')}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+
+
+def _usage(result: Result) -> dict[str, Any]:
+    read, made = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {
+            "cached_tokens": result.num_cached_tokens,
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + made,
+    }
+
+
+def _format(body: Responses) -> dict[str, Any]:
+    how = None if body.text is None else body.text.format
+    return {"type": "text"} if how is None else how.model_dump(by_alias=True, exclude_none=True)
+
+
+def _fields(body: Responses) -> dict[str, Any]:
+    fields = body.sampling()
+    if body.max_output_tokens is not None:
+        fields["max_tokens"] = body.max_output_tokens
+    if body.top_logprobs and not body.include:
+        raise InvalidRequest(
+            f"top_logprobs={body.top_logprobs} needs include=['message.output_text.logprobs']"
+        )
+    if body.include:
+        fields["logprobs"] = body.top_logprobs or 0
+    how = None if body.text is None else body.text.format
+    if how is None or isinstance(how, PlainFormat):
+        return fields | structure_of(how)
+    return fields | {"json_schema": how.schema_}
+
+
+def _choice(choice: str | NamedFunctionTool | None) -> str | NamedTool | None:
+    if isinstance(choice, NamedFunctionTool):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    plain = tool.model_dump(exclude={"type"})
+    return Tool(type="function", function=Function(**plain))
+
+
+def _messages(body: Responses) -> list[dict[str, Any]]:
+    """The conversation as templates take it. Calls that follow one another are one turn."""
+    messages: list[Any] = []
+    if body.instructions is not None:
+        messages.append(PlainMessage(role="system", content=body.instructions))
+    items = body.input
+    if isinstance(items, str):
+        items = [InputMessage(role="user", content=items)]
+    for item in items:
+        if isinstance(item, OutputItem):
+            messages.append(
+                ToolMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+            )
+        elif isinstance(item, CallItem):
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, type="function", function=function)
+            last = messages[-1] if messages else None
+            if not isinstance(last, AssistantMessage):
+                last = AssistantMessage(role="assistant", content="")
+                messages.append(last)
+            last.tool_calls = [*(last.tool_calls or []), call]
+        else:
+            messages.append(_turn(item))
+    return [message_of(message) for message in messages]
+
+
+def _turn(item: InputMessage) -> PlainMessage | AssistantMessage:
+    content = item.content
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    if item.role == "assistant":
+        return AssistantMessage(role="assistant", content=content)
+    return PlainMessage(role=item.role, content=content)

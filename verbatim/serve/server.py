@@ -1,0 +1,103 @@
+"""Listening, and ending in order: a signal lets what runs come to its end, a second one doesn't."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from verbatim.errors import VerbatimError
+from verbatim.llm import LLM
+from verbatim.serve.app import make_app
+from verbatim.serve.service import Service
+from verbatim.serve.settings import ServeSettings
+
+_HEADER_BYTES = 64 << 10
+_IDLE_S = 30
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which turns newcomers away while it drains, and ends at a second signal."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._say = say
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._say("ending now")
+            self.force_exit = True
+        else:
+            self._service.draining = True
+            left = self._service.under_way
+            self._say(f"shutting down; {left} requests run to their end (again: end them)")
+            self.should_exit = True
+
+
+def run(
+    llm: LLM,
+    settings: ServeSettings,
+    host: str,
+    port: int,
+    *,
+    log_level: str,
+    drain_s: int,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until a signal.
+
+    Args:
+        port: 0 takes a free one, which is said.
+        drain_s: how long what runs may go on after the first signal.
+        say: is told the address and how it ends.
+
+    Raises:
+        VerbatimError: the address can't be had.
+    """
+    app = make_app(llm, settings)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level,
+        access_log=log_level in ("info", "debug"),
+        server_header=False,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=drain_s,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+    )
+    listener = _listen(host, port)
+    address = listener.getsockname()
+    shown = f"[{address[0]}]" if ":" in address[0] else address[0]
+    service: Service = app.state.service
+    say(f"serving {service.name} at http://{shown}:{address[1]} ({service.fingerprint})")
+    logging.getLogger("verbatim.serve").setLevel(log_level.upper())
+    Server(config, service, say).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket of its own, so that a taken port is one line and no traceback."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise VerbatimError(f"can't listen at {host}:{port}: {error.strerror or error}") from None
+    listener.set_inheritable(True)
+    return listener

@@ -1,0 +1,152 @@
+"""`Service`: the engine as the endpoints see it. Requests go in, results or pieces of them come out.
+
+It counts what is under way, and lets go of a request when its client does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from verbatim.admission import Prompt
+from verbatim.core import Delta, Request, Result
+from verbatim.errors import InvalidRequest
+from verbatim.llm import LLM
+from verbatim.params import SamplingParams
+from verbatim.serve.errors import Refusal, too_many
+from verbatim.serve.metrics import Metrics
+from verbatim.serve.settings import ServeSettings
+from verbatim.serve.tokens import TokenTexts
+
+_AHEAD = 64  # pieces of one prompt that may wait to be merged with the others'
+
+
+class Service:
+    """One engine and its rules for many clients.
+
+    Attributes:
+        name: what clients call the model.
+        fingerprint: the numerics key; equal keys and seeds give equal tokens.
+        texts: of single tokens.
+        draining: no new generation is let in.
+    """
+
+    def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.name = settings.name or llm.name
+        self.created = int(time.time())
+        self.fingerprint: str = llm.info()["numerics_key"]
+        self.texts = TokenTexts(llm.tokenizer)
+        self.metrics = Metrics(llm)
+        self.draining = False
+        self._under_way = 0
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model."""
+        if name is not None and name != self.name:
+            raise Refusal(
+                404,
+                f"model={name!r}: this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def seat(self) -> Iterator[None]:
+        """One place among the generations under way.
+
+        Raises:
+            Refusal: 503 while draining, 429 where all are taken.
+        """
+        if self.draining:
+            raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
+        if self._under_way >= self.settings.max_requests:
+            self.metrics.turned_away.inc()
+            raise too_many(
+                f"{self._under_way} requests are under way or waiting, as many as may at once"
+            )
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    @property
+    def under_way(self) -> int:
+        """Generations that have a seat."""
+        return self._under_way
+
+    async def admit(
+        self, prompts: SequenceOf[Prompt], params: SamplingParams, key: str
+    ) -> list[Request]:
+        """One request a prompt, checked; a thread does it, since tokenizing and grammars take time.
+
+        Args:
+            key: of the client: prompts share cached prefixes only under the same one.
+        """
+        if len(prompts) * params.n > self.settings.max_choices:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts times n={params.n} are more than {self.settings.max_choices} "
+                "completions, the limit of one request here"
+            )
+        if key:
+            params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
+        limit = self.settings.timeout_s
+        if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
+            params = params.replace(timeout_s=limit)
+        admit = self.llm._admission.admit
+        return await asyncio.to_thread(lambda: [admit(prompt, params) for prompt in prompts])
+
+    async def results(self, requests: list[Request]) -> list[Result]:
+        """What became of all of them."""
+        results = await self.llm._driver.arun(requests)
+        self.metrics.note(results)
+        return results
+
+    async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """What each step adds to them, each with the number of its request."""
+        # They are generators, which can be closed.
+        streams: list[Any] = [self.llm._driver.adeltas(request) for request in requests]
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as stream:
+                async for delta in stream:
+                    self._note(delta)
+                    yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(_AHEAD)
+
+        async def pump(number: int, stream: Any) -> None:
+            try:
+                async with aclosing(stream) as pieces:
+                    async for delta in pieces:
+                        await queue.put((number, delta))
+            except Exception as error:
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+        try:
+            left = len(pumps)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    self._note(item[1])
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    def _note(self, delta: Delta) -> None:
+        if delta.result is not None:
+            self.metrics.note([delta.result])
