@@ -339,7 +339,7 @@ def test_no_prompt_at_a_terminal_is_wrong_usage(monkeypatch):
     [
         ("generate", "x", "--bogus"),
         ("generate", "x", "--n", "two"),
-        ("serve",),
+        ("train",),
         ("chat", "--n", "2"),
         ("chat", "--num-beams", "2"),
     ],
