@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import chat, cluster, generate, info, plan, serve
+from verbatim.cli import bench, chat, cluster, generate, info, plan, serve
 
 app = typer.Typer(
     name="verbatim",
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(bench.bench)
 app.command()(info.info)
 app.command()(plan.plan)
 app.add_typer(cluster.cluster)

@@ -1,0 +1,241 @@
+"""Other systems on the same machine: transformers, and llama.cpp and OpenVINO with a copy in their format."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from verbatim.bench.ours import WARM, random_ids
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+
+
+class Peer(Protocol):
+    """A system that generates, called as its own generation loop calls it."""
+
+    name: str
+
+    def prefill(self, length: int) -> float:
+        """Seconds from a prompt of so many ids to its next id."""
+        ...
+
+    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        """Seconds of each step of `rows` sequences behind `context` tokens each."""
+        ...
+
+
+class Transformers:
+    """The model called as `generate` calls it, without generate's own work: SDPA and a dynamic cache.
+
+    Raises:
+        ModelError: transformers can't open it.
+    """
+
+    name = "transformers"
+
+    def __init__(self, source: str, dtype: torch.dtype, **options: Any) -> None:
+        transformers: Any = importlib.import_module("transformers")
+        transformers.logging.set_verbosity_error()  # what it says of weights was said, or not asked for
+        transformers.logging.disable_progress_bar()
+        try:
+            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, attn_implementation="sdpa", **options
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(f"transformers can't open it: {error}") from None
+        self._vocab = self._model.config.get_text_config().vocab_size
+        self._make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
+            config=self._model.config
+        )
+
+    def prefill(self, length: int) -> float:
+        ids = torch.tensor([random_ids(length, self._vocab)])
+        cache = self._make_cache()
+        start = time.perf_counter()
+        self._next(ids, cache)
+        return time.perf_counter() - start
+
+    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        cache = self._make_cache()
+        next_ids = self._next(torch.tensor([random_ids(context, self._vocab)]), cache).expand(rows)
+        cache.batch_repeat_interleave(rows)
+        times: list[float] = []
+        for step in range(WARM + steps):
+            start = time.perf_counter()
+            next_ids = self._next(next_ids[:, None], cache)
+            if step >= WARM:
+                times.append(time.perf_counter() - start)
+        return times
+
+    def _next(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            next_ids: torch.Tensor = out.logits[:, -1].argmax(-1)
+        return next_ids
+
+
+class LlamaCpp:
+    """llama.cpp by llama-cpp-python's low-level calls: all rows in one batch of one decode call.
+
+    Raises:
+        ModelError: it can't open the file.
+    """
+
+    name = "llama.cpp"
+    _BATCH = 2048  # tokens of a call
+
+    def __init__(self, file: str, threads: int) -> None:
+        self._lib: Any = importlib.import_module("llama_cpp")
+        self._threads = threads
+        self._lib.llama_backend_init()
+        params = self._lib.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self._model = self._lib.llama_model_load_from_file(file.encode(), params)
+        if not self._model:
+            raise ModelError(f"llama.cpp can't open {file}")
+        self._vocab = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
+
+    def prefill(self, length: int) -> float:
+        context = self._context(1, length)
+        try:
+            start = time.perf_counter()
+            self._prompt(context, random_ids(length, self._vocab))
+            return time.perf_counter() - start
+        finally:
+            self._lib.llama_free(context)
+
+    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        handle = self._context(rows, context + steps + WARM)
+        try:
+            self._prompt(handle, random_ids(context, self._vocab))
+            memory = self._lib.llama_get_memory(handle)
+            for row in range(1, rows):
+                self._lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
+            times: list[float] = []
+            for step in range(WARM + steps):
+                start = time.perf_counter()
+                entries = [(step % self._vocab, context + step, row) for row in range(rows)]
+                self._run(handle, entries, list(range(rows)))
+                if step >= WARM:
+                    times.append(time.perf_counter() - start)
+            return times
+        finally:
+            self._lib.llama_free(handle)
+
+    def _context(self, rows: int, tokens: int) -> Any:
+        params = self._lib.llama_context_default_params()
+        params.n_ctx = rows * (-(-(tokens + 1) // 256) * 256)
+        params.n_seq_max = rows
+        params.n_batch = self._BATCH
+        params.n_threads = params.n_threads_batch = self._threads
+        params.kv_unified = False
+        params.no_perf = True
+        handle = self._lib.llama_init_from_model(self._model, params)
+        if not handle:
+            raise ModelError(f"llama.cpp has no context for {rows} x {tokens} tokens")
+        return handle
+
+    def _prompt(self, handle: Any, ids: list[int]) -> None:
+        for start in range(0, len(ids), self._BATCH):
+            part = ids[start : start + self._BATCH]
+            entries = [(token, start + i, 0) for i, token in enumerate(part)]
+            self._run(handle, entries, [len(part) - 1])
+
+    def _run(self, handle: Any, entries: list[tuple[int, int, int]], outputs: list[int]) -> None:
+        batch = self._lib.llama_batch_init(len(entries), 0, 1)
+        try:
+            for i, (token, position, row) in enumerate(entries):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+                batch.seq_id[i][0], batch.logits[i] = row, 0
+            for i in outputs:
+                batch.logits[i] = 1
+            batch.n_tokens = len(entries)
+            status = self._lib.llama_decode(handle, batch)
+            if status != 0:
+                raise ModelError(f"llama.cpp: llama_decode says {status}")
+            self._lib.llama_get_logits(handle)  # waits until they are there
+        finally:
+            self._lib.llama_batch_free(batch)
+
+
+class OpenVINO:
+    """OpenVINO's CPU plugin on a stateful export (as `optimum-cli export openvino` makes it).
+
+    Raises:
+        ModelError: no such export.
+    """
+
+    name = "OpenVINO"
+
+    def __init__(self, folder: str, threads: int) -> None:
+        openvino: Any = importlib.import_module("openvino")
+        self._np: Any = importlib.import_module("numpy")
+        file = Path(folder) / "openvino_model.xml"
+        if not file.is_file():
+            raise ModelError(f"{folder} has no openvino_model.xml")
+        settings = {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": str(threads),
+        }
+        try:
+            self._compiled: Any = openvino.Core().compile_model(str(file), "CPU", settings)
+        except RuntimeError as error:
+            raise ModelError(f"OpenVINO can't open {file}: {error}") from None
+        self._inputs = {name for port in self._compiled.inputs for name in port.get_names()}
+        if "beam_idx" not in self._inputs:
+            raise ModelError(f"{file} keeps no state: export it as a stateful model")
+        self._vocab = int(self._compiled.outputs[0].get_partial_shape()[-1].get_length())
+
+    def prefill(self, length: int) -> float:
+        request = self._compiled.create_infer_request()
+        ids = self._np.array([random_ids(length, self._vocab)])
+        start = time.perf_counter()
+        self._run(request, ids, 0)
+        return time.perf_counter() - start
+
+    def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        request = self._compiled.create_infer_request()
+        prompts = self._np.array([random_ids(context, self._vocab)] * rows)
+        ids = self._run(request, prompts, 0)
+        times: list[float] = []
+        for step in range(WARM + steps):
+            start = time.perf_counter()
+            ids = self._run(request, ids[:, None], context + step)
+            if step >= WARM:
+                times.append(time.perf_counter() - start)
+        return times
+
+    def _run(self, request: Any, ids: Any, before: int) -> Any:
+        rows, length = ids.shape
+        given = {
+            "input_ids": ids.astype("int64"),
+            "attention_mask": self._np.ones((rows, before + length), "int64"),
+            "position_ids": self._np.arange(before, before + length)[None].repeat(rows, 0),
+            "beam_idx": self._np.arange(rows, dtype="int32"),
+        }
+        request.infer({name: value for name, value in given.items() if name in self._inputs})
+        return request.get_output_tensor(0).data[:, -1].argmax(-1)
+
+
+def installed(package: str) -> bool:
+    """Could it be imported?"""
+    return importlib.util.find_spec(package) is not None
+
+
+def need(package: str, option: str, value: str) -> None:
+    """Refuse an option whose system is not there.
+
+    Raises:
+        NotSupported: the package is not installed.
+        InvalidRequest: there is nothing at the path.
+    """
+    if not installed(package):
+        raise NotSupported(f"{option} {value}: the package {package} is not installed")
+    if not Path(value).exists():
+        raise InvalidRequest(f"{option} {value}: there is no such file or folder")

@@ -1,0 +1,253 @@
+"""`verbatim bench`: how fast a model runs here, beside other systems and what the machine allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.options import MODEL, open_llm, takes
+from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.terminal import WrongUsage, command, note
+
+if TYPE_CHECKING:
+    from verbatim.bench.peers import Peer
+    from verbatim.bench.run import Plan, Report
+    from verbatim.llm import LLM
+
+_WORK, _PEERS = "Workload", "Beside whom"
+
+
+@command
+@takes(*(option for option in MODEL if option.name != "model"), *OFFLOAD, *CLUSTER)
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder or a hub id; the small model in the package if left out."),
+    ] = None,
+    rows: Annotated[
+        str,
+        typer.Option(help="Sequences decoded at once.", metavar="N,N,...", rich_help_panel=_WORK),
+    ] = "1,8,32",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens behind each.", metavar="N,N,...", rich_help_panel=_WORK)
+    ] = "128,1024",
+    prefills: Annotated[
+        str, typer.Option(help="Lengths of prompts.", metavar="N,N,...", rich_help_panel=_WORK)
+    ] = "512",
+    mixed: Annotated[
+        int,
+        typer.Option(help="Requests of a mixed workload; 0: none.", min=0, rich_help_panel=_WORK),
+    ] = 32,
+    rounds: Annotated[
+        int, typer.Option(help="Turns of each system in each cell.", min=1, rich_help_panel=_WORK)
+    ] = 3,
+    steps: Annotated[
+        int, typer.Option(help="Decode steps of a turn.", min=1, rich_help_panel=_WORK)
+    ] = 8,
+    peers: Annotated[
+        bool, typer.Option(help="Measure transformers on the same model.", rich_help_panel=_PEERS)
+    ] = True,
+    gguf: Annotated[
+        str | None,
+        typer.Option(
+            help="The model as a GGUF file, for llama.cpp.", metavar="FILE", rich_help_panel=_PEERS
+        ),
+    ] = None,
+    openvino: Annotated[
+        str | None,
+        typer.Option(
+            help="The model as optimum exports it, for OpenVINO.",
+            metavar="FOLDER",
+            rich_help_panel=_PEERS,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw it, too: a .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Measure prefill, decode and a mixed workload, in turns with other systems.
+
+    Ratios say more than speeds: other work on the machine slows all systems alike. The limit is the time
+    to read weights and KV once, or to multiply, as measured in the same turns.
+    """
+    from verbatim.bench.run import Plan
+
+    plan = Plan(
+        _numbers("rows", rows),
+        _numbers("contexts", contexts),
+        _numbers("prefills", prefills),
+        rounds,
+        steps,
+        mixed,
+    )
+    _check(plan, plot, gguf, openvino)
+    placement = placement_of({**values, "stats": None})
+    settings = {**values, "model": model}
+    if settings.get("max_sequences") is None:
+        settings["max_sequences"] = max(plan.rows, default=1)
+    with open_llm(settings, placement) as llm:
+        tell_placement(llm, placement)
+        beside = placement is None and peers
+        report = _measure(llm, plan, settings, beside, gguf, openvino)
+    if plot is not None:
+        _draw(report, plot)
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        _tell(report)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",") if part.strip()))
+    except ValueError:
+        numbers = (0,)
+    if any(n < 1 for n in numbers):
+        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, as 1,8,32")
+    return numbers
+
+
+def _check(plan: Plan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
+    """What would only fail after minutes."""
+    from verbatim.bench.peers import installed, need
+
+    if not (plan.prefills or (plan.rows and plan.contexts) or plan.mixed):
+        raise WrongUsage(
+            "nothing to measure: no prefills, no rows with contexts, no mixed requests"
+        )
+    if plot is not None:
+        if Path(plot).suffix not in (".png", ".svg", ".pdf"):
+            raise WrongUsage(f"--plot {plot}: must end in .png, .svg or .pdf")
+        if not installed("matplotlib"):
+            raise WrongUsage("--plot needs matplotlib: pip install 'verbatim[bench]'")
+    if gguf is not None:
+        need("llama_cpp", "--gguf", gguf)
+    if openvino is not None:
+        need("openvino", "--openvino", openvino)
+
+
+def _measure(
+    llm: LLM,
+    plan: Plan,
+    settings: dict[str, Any],
+    beside: bool,
+    gguf: str | None,
+    openvino: str | None,
+) -> Report:
+    import torch
+
+    from verbatim.bench.machine import Machine, Needs
+    from verbatim.bench.ours import Ours
+    from verbatim.bench.run import measure
+
+    info = llm.info()
+    dtype = getattr(torch, info["dtype"])
+    if settings.get("num_threads"):
+        torch.set_num_threads(settings["num_threads"])
+    others, remarks = _peers(settings, dtype, beside, gguf, openvino)
+    note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
+    report = measure(
+        plan,
+        Ours(llm),
+        others,
+        Machine(dtype),
+        Needs.of(llm._opened.config, info),
+        vocab=info["vocab_size"],
+        max_length=llm.max_length,
+        say=lambda what: note(f"measuring {what}"),
+    )
+    report.remarks[:0] = remarks
+    return report
+
+
+def _peers(
+    settings: dict[str, Any], dtype: Any, beside: bool, gguf: str | None, openvino: str | None
+) -> tuple[list[Peer], list[str]]:
+    import torch
+
+    from verbatim.bench.peers import LlamaCpp, OpenVINO, Transformers, installed
+    from verbatim.errors import ModelError
+
+    found: list[Peer] = []
+    remarks: list[str] = []
+    threads = torch.get_num_threads()
+    if beside:
+        from verbatim.storyteller import path
+
+        options = {
+            name: settings[name]
+            for name in ("revision", "trust_remote_code")
+            if settings.get(name) is not None
+        }
+        try:
+            found.append(Transformers(settings["model"] or str(path()), dtype, **options))
+        except ModelError as error:
+            remarks.append(str(error))
+    if gguf is not None:
+        found.append(LlamaCpp(gguf, threads))
+    elif installed("llama_cpp"):
+        remarks.append("llama.cpp is installed: give it the model by --gguf FILE")
+    if openvino is not None:
+        found.append(OpenVINO(openvino, threads))
+    elif installed("openvino"):
+        remarks.append("OpenVINO is installed: give it the model by --openvino FOLDER")
+    return found, remarks
+
+
+def _draw(report: Report, path: str) -> None:
+    from verbatim.bench.plot import plot
+    from verbatim.errors import InvalidRequest
+
+    try:
+        plot(report, Path(path))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"--plot {path}: {error}") from None
+
+
+def _tell(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    ours, *others = report.systems
+    table = Table(box=None, pad_edge=False)
+    for head in ("", f"{ours}, tokens/s", "of the limit"):
+        table.add_column(head, justify="left" if not head else "right")
+    for name in others:
+        table.add_column(name, justify="right")
+        table.add_column("ratio", justify="right")
+    for cell in report.cells:
+        share = cell.fraction(ours)
+        entries = [_shown(cell.speed(ours)), "" if share is None else f"{share:.0%}"]
+        for name in others:
+            ratio = cell.ratio(name)
+            entries += [_shown(cell.speed(name)), "" if ratio is None else f"{ratio:.2f}"]
+        table.add_row(cell.name, *entries)
+    console = Console()
+    console.print(table)
+    if report.limits:
+        console.print(
+            f"limit: memory reads {report.bandwidth / 1e9:.1f} GB/s, products run at "
+            f"{report.flops / 1e12:.2f} TFLOP/s (medians of the run)",
+            highlight=False,
+        )
+    if report.mixed is not None:
+        count, tokens, spent = report.mixed
+        console.print(
+            f"mixed: {count} requests, {tokens:,} new tokens in {spent:.1f} s, "
+            f"{tokens / spent:,.0f} tokens/s",
+            highlight=False,
+        )
+    for remark in report.remarks:
+        console.print(remark, highlight=False, markup=False)
+
+
+def _shown(speed: float | None) -> str:
+    if speed is None:
+        return ""
+    return f"{speed:.1f}" if speed < 99.5 else f"{speed:,.0f}"
