@@ -193,7 +193,9 @@ def sample(
 
     Args:
         logits: `[B, V]`, any floating dtype.
-        temperature, top_k, top_p: as in `SamplingParams`.
+        temperature: as in `SamplingParams`.
+        top_k: as in `SamplingParams`.
+        top_p: as in `SamplingParams`.
         seed: 64-bit seed of the noise; None takes one number from torch's default generator, so
             that `torch.manual_seed` repeats a run.
         position: absolute position of the token to be drawn, one for all rows or one for each.
