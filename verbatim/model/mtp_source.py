@@ -9,6 +9,7 @@ from typing import Any
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.borrow import exclusive
+from verbatim.model.dcp.folder import find_dcp
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import building, quiet
 
@@ -43,7 +44,7 @@ def load_mtp(inner: Any, folder: Path) -> Any:
         inner: a transformers model; left as it is.
 
     Raises:
-        NotSupported: its config names no such layers, or none that can be built.
+        NotSupported: its config names no such layers, or none that can be built; a DCP folder.
         ModelError: their weights are missing, incomplete or of other shapes.
     """
     from transformers.modeling_layers import MtpModel
@@ -54,6 +55,11 @@ def load_mtp(inner: Any, folder: Path) -> Any:
         raise NotSupported(
             f"draft='mtp': {name} has no layers for multi-token prediction; num_mtp_layers is {number!r} "
             f"in the config of {folder}, and must be 1 or more"
+        )
+    if find_dcp(folder) is not None:
+        raise NotSupported(
+            f"draft='mtp': {folder} is a torch.distributed.checkpoint, and MTP layers are read from a folder "
+            "with safetensors; hand them over as draft=Mtp(model=...), or draft by 'ngram' or 'early-exit'"
         )
     try:
         inner.config.get_mtp_config()
