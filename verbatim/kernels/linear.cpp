@@ -110,12 +110,11 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
 }
 
 template <typename T, typename O>
-static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t col,
-                         int64_t apart, int64_t cols) {
+static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row) {
     const T *bias = (const T *)strip.matrix->bias;
     return {work.x + row * work.x_stride, work.x_stride, strip.matrix->depth,
-            bias ? bias + strip.col + col : nullptr,
-            work.out + row * work.out_stride + strip.out + col, work.out_stride, apart, (int)cols};
+            bias ? bias + strip.col : nullptr,
+            work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
 // Room for weights that were unpacked. It stays with its thread.
@@ -129,26 +128,12 @@ static void *room(int64_t bytes) {
     return held.get();
 }
 
-// C columns at a time that lie a C-th of the strip from one another: as many streams. f is handed
-// the place, the first column, and how far it is from there to the next one of the stream.
-template <int C, typename T, typename O, typename F>
-static void each_place(const Work<T, O> &work, const Strip &strip, const char *after, F f) {
-    const int64_t apart = (strip.width + C - 1) / C, stride = strip.stride_bytes<T>();
-    const char *at = strip.begin<T>();
-    for (int64_t c = 0; c < apart; c++, at += stride) {
-        const int64_t cols = (strip.width - c + apart - 1) / apart;
-        f(place(work, strip, 0, c, apart, cols), at, apart * stride,
-          c + 1 < apart || !after ? stride : after - at);
-    }
-}
-
 template <typename T, typename O>
 static void few_rows(const Work<T, O> &work, const Strip &strip, const char *after) {
+    const Place<T, O> p = place(work, strip, 0);
     of_height(work.rows, [&](auto r, auto cols) {
-        constexpr int R = r.value, C = cols.value;
-        each_place<C>(work, strip, after, [&](auto p, auto at, int64_t stride, int64_t next) {
-            lone_tile<R, C>(p, (const T *)at, stride / (int64_t)sizeof(T), next);
-        });
+        lone_strip<r.value, cols.value>(p, (const T *)strip.begin<T>(), strip.matrix->stride,
+                                        strip.width, after);
     });
 }
 
@@ -169,8 +154,10 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
     alignas(64) f32x16 kept[GROUP_COLS * PANEL_ROWS];
     for (int64_t i = 0; i < count; i++) {
         const int64_t height = rows * (i + 1) / count - rows * i / count;
+        const Place<T, O> p = place(work, strip, row);
         const bool ahead = cold && i == 0;
         const int pass = (int)(i - cold) * share;
+        const char *later = after + pass * after_pass;
         for (int64_t group = 0; group < strip.width; group += GROUP_COLS) {
             const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
             for (int64_t begin = 0, end = -1; end < depth; begin = end) {
@@ -178,21 +165,14 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
                 of_height(height, [&](auto r, auto columns) {
                     // a panel has no more rows, so there is no need of such tiles
                     constexpr int R = std::min<int>(r.value, PANEL_ROWS), C = places(columns.value);
-                    f32x16 *keep = kept;
-                    for (int64_t c = group; c < group_end; c += C, keep += R * C) {
-                        const int64_t cols = std::min<int64_t>(C, group_end - c);
-                        const Place<T, O> p = place(work, strip, row, c, 1, cols);
-                        const T *first = weights + c * stride;
-                        const char *later = after + c * after_stride + pass * after_pass;
-                        const auto go = [&](auto fetch) {
-                            tile<R, C>(p, first, stride, begin, end, keep, fetch);
-                        };
-                        if (ahead) go(Ahead{AHEAD_BYTES});
-                        else if (!after || pass >= passes) go(Ahead{NEAR_BYTES});
-                        else if (share == 1) go(Later<1>{later, after_pass});
-                        else if (share == 2) go(Later<2>{later, after_pass});
-                        else go(Later<4>{later, after_pass});
-                    }
+                    const auto go = [&](auto fetch) {
+                        tiles<R, C>(p, weights, stride, group, group_end, begin, end, kept, fetch);
+                    };
+                    if (ahead) go(Ahead{AHEAD_BYTES});
+                    else if (!after || pass >= passes) go(Ahead{NEAR_BYTES});
+                    else if (share == 1) go(Later<1>{later, after_pass, after_stride});
+                    else if (share == 2) go(Later<2>{later, after_pass, after_stride});
+                    else go(Later<4>{later, after_pass, after_stride});
                 });
             }
         }
@@ -220,16 +200,18 @@ template <typename O>
 static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const char *after) {
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
+    const Place<bf16, O> p = place(work, strip, 0);
     of_kind(m.format, m.group, [&](auto bits, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
             // codes of 8 bits take more registers on their way
             constexpr int R = r.value, C = bits.value == 8 && R > 6 ? 2 : cols.value;
-            each_place<C>(work, strip, after, [&](auto p, auto at, int64_t stride, int64_t next) {
-                const uint8_t *first = (const uint8_t *)at;
-                if (packed_tile<R, C, bits.value, group.value>(p, first, stride, row, next)) return;
-                const bf16 *weights = unpacked<bf16>(at, p.cols, stride, m, row);
-                tile<R, C>(p, weights, m.depth, 0, m.depth, nullptr, Later<0>{});
-            });
+            const char *first = strip.begin<bf16>();
+            if (packed_strip<R, C, bits.value, group.value>(p, (const uint8_t *)first, row,
+                                                            strip.width, after))
+                return;
+            const bf16 *weights = unpacked<bf16>(first, strip.width, row.bytes, m, row);
+            tiles<R, places(C)>(p, weights, m.depth, 0, strip.width, 0, m.depth, nullptr,
+                                Ahead{NEAR_BYTES});
         });
     });
 }

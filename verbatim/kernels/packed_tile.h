@@ -8,17 +8,15 @@
 
 namespace {
 
-// As lone_tile: all of K, C streams, each fetched ahead. False, and nothing stored, where the
-// numbers need the slow rounding.
+// Columns' sums over all of K, each stream fetched ahead. False where the numbers need the slow
+// rounding.
 template <int R, int C, int BITS, int GROUP, typename O>
-static NOINLINE bool packed_tile(const Place<bf16, O> &p, const uint8_t *first, int64_t stride,
-                                 const RowLayout &row, int64_t next) {
+static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16, O> &p,
+                                      const uint8_t *const (&w)[C], const RowLayout &row,
+                                      int64_t next) {
     constexpr int BYTES = GROUP * BITS / 8;
-    const uint8_t *w[C];
-    begins(w, p, first, stride);
-    Accumulators<R, C> acc;
-    acc.clear();
     const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
+    const int64_t x_stride = p.x_stride;
     const bf16 *x = p.x;
     for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP) {
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
@@ -29,12 +27,12 @@ static NOINLINE bool packed_tile(const Place<bf16, O> &p, const uint8_t *first, 
                 const __m512bh weights = group.step(i);
                 each<R>([&](auto r) INLINE {
                     f32x16 &sum = acc.of(r, c);
-                    sum = mac(sum, load_step(x + r * p.x_stride + 32 * i), weights);
+                    sum = mac(sum, load_step(x + r * x_stride + 32 * i), weights);
                 });
             });
         });
     }
-    for (int c = 0; c < p.cols; c++) {
+    for (int c = 0; c < C; c++) {
         const uint8_t *heads = w[c] + row.code_bytes;
         if (!rounds_quickly(heads, row.whole)) return false;
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
@@ -48,10 +46,27 @@ static NOINLINE bool packed_tile(const Place<bf16, O> &p, const uint8_t *first, 
             short_group<BITS>(numbers[c], codes, row.rest, w[c] + row.code_bytes + row.whole * 4);
             rest[c] = numbers[c];
         }
-        steps(acc, x, p.x_stride, rest, 0, row.rest, Later<0>{});
+        steps(acc, x, x_stride, rest, 0, row.rest, Later<0>{});
     }
-    finish_all(p, acc);
     return true;
+}
+
+// As lone_strip. False, with some columns or none stored, where the numbers need the slow rounding.
+template <int R, int C, int BITS, int GROUP, typename O>
+static NOINLINE bool packed_strip(const Place<bf16, O> &p, const uint8_t *weights,
+                                  const RowLayout &layout, int64_t width, const char *after) {
+    const RowLayout row = layout;
+    bool all = true;
+    each_in_streams<C>(width, (const char *)weights, row.bytes, after,
+                       [&](Columns at, const char *first, int64_t apart, int64_t next) INLINE {
+        const uint8_t *w[C];
+        begins(w, (const uint8_t *)first, apart, at.count);
+        Accumulators<R, C> acc;
+        acc.clear();
+        all = all && packed_sums<R, C, BITS, GROUP>(acc, p, w, row, next);
+        if (all) finish_all(p, at, acc);
+    });
+    return all;
 }
 
 }  // namespace

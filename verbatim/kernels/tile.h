@@ -60,43 +60,51 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
     return add_neighbours(add_pairs(quarter[0], quarter[1]), add_pairs(quarter[2], quarter[3]));
 }
 
-// ---- where a tile reads and writes ----
+// ---- where tiles read and write ----
 
-// Its columns lie `apart` from one another in the bias and the output. Those from the `cols`th on do
-// not exist: they repeat the last one and are not stored.
+// Rows against a strip of columns. It is made once for many tiles: to write it for each and read it
+// back at once would hold every tile up until the one before it is done.
 template <typename T, typename O> struct Place {
     const T *x;  // of the first row
     int64_t x_stride, depth;
     const T *bias;  // of the first column, or null
     O *out;         // of the first row and column
-    int64_t out_stride, apart;
-    int cols;
+    int64_t out_stride;
+};
+
+// A tile's columns: the first one, and how far it is to the next. Those from the `count`th on do not
+// exist: they repeat the last one and are not stored.
+struct Columns {
+    int64_t first, apart;
+    int count;
 };
 
 template <int C, typename T, typename O>
-static inline void finish(const Place<T, O> &p, f32x16 v, int row, int rows) {
+static INLINE inline void finish(const Place<T, O> &p, const Columns &at, f32x16 v, int row,
+                                 int rows) {
     constexpr int WIDTH = places(C);
     if (p.bias) {
         float b[16] = {};
-        for (int c = 0; c < p.cols; c++) b[c] = to_float(p.bias[c * p.apart]);
+        for (int c = 0; c < at.count; c++) b[c] = to_float(p.bias[at.first + c * at.apart]);
         for (int i = WIDTH; i < 16; i++) b[i] = b[i - WIDTH];
         v += load(b);
     }
     O lanes[16];
     store_all(lanes, v);
-    O *out = p.out + row * p.out_stride;
+    O *out = p.out + row * p.out_stride + at.first;
     for (int r = 0; r < rows; r++, out += p.out_stride) {
-        if (p.apart == 1 && p.cols == C) std::memcpy(out, lanes + WIDTH * r, C * sizeof(O));
+        if (at.apart == 1 && at.count == C) std::memcpy(out, lanes + WIDTH * r, C * sizeof(O));
         else
-            for (int c = 0; c < p.cols; c++) out[c * p.apart] = lanes[WIDTH * r + c];
+            for (int c = 0; c < at.count; c++) out[c * at.apart] = lanes[WIDTH * r + c];
     }
 }
 
 template <int R, int C, typename T, typename O>
-static INLINE inline void finish_all(const Place<T, O> &p, const Accumulators<R, C> &acc) {
+static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
+                                     const Accumulators<R, C> &acc) {
     constexpr int EACH = 16 / places(C);
-    finish<C>(p, sums<0>(acc.at), 0, std::min(R, EACH));
-    if constexpr (R > EACH) finish<C>(p, sums<4>(acc.at), EACH, R - EACH);
+    finish<C>(p, at, sums<0>(acc.at), 0, std::min(R, EACH));
+    if constexpr (R > EACH) finish<C>(p, at, sums<4>(acc.at), EACH, R - EACH);
 }
 
 // ---- what is brought into the cache meanwhile ----
@@ -104,10 +112,11 @@ static INLINE inline void finish_all(const Place<T, O> &p, const Accumulators<R,
 constexpr int64_t AHEAD_BYTES = 2048;  // of what comes from memory
 constexpr int64_t NEAR_BYTES = 512;    // of what comes from the second cache
 
-// LINES lines a step from `at` on, `stride` bytes apart.
+// LINES lines a step, `stride` bytes apart, from `at` on and `column` bytes further for each column.
 template <int LINES> struct Later {
     const char *at;
-    int64_t stride;
+    int64_t stride, column;
+    INLINE inline Later of(int64_t col) const { return {at + col * column, stride, column}; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&)[C], int64_t k) const {
         each<LINES>([&](auto i) INLINE {
@@ -119,6 +128,7 @@ template <int LINES> struct Later {
 // Each column's own weights, so many bytes ahead.
 struct Ahead {
     int64_t bytes;
+    INLINE inline Ahead of(int64_t) const { return *this; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&w)[C], int64_t k) const {
         each<C>([&](auto c) INLINE { __builtin_prefetch((const char *)(w[c] + k) + bytes); });
@@ -145,42 +155,65 @@ static INLINE inline void steps(Accumulators<R, C> &acc, const T *x, int64_t x_s
         step([rest](const T *at) INLINE { return load_step_first(at, rest); });
 }
 
-// Where the columns' weights begin, `stride` elements from one to the next.
-template <int C, typename W, typename T, typename O>
-static INLINE inline void begins(const W *(&w)[C], const Place<T, O> &p, const W *first,
-                                 int64_t stride) {
-    for (int c = 0; c < C; c++) w[c] = first + std::min(c, p.cols - 1) * stride;
+// Where the columns' weights begin, `apart` from one to the next.
+template <int C, typename W>
+static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart, int count) {
+    each<C>([&](auto c) INLINE { w[c] = first + std::min(c.value, count - 1) * apart; });
 }
 
-// Part of K: from `begin` to `end`. All but the last part are whole steps; `kept` has the
-// accumulators between parts.
+// Columns `col` to `col_end` of a strip, over part of K: from `begin` to `end`. All but the last part
+// are whole steps; `kept` has the accumulators between parts.
 template <int R, int C, typename Fetch, typename T, typename O>
-static NOINLINE void tile(const Place<T, O> &p, const T *first, int64_t stride, int64_t begin,
-                          int64_t end, f32x16 *kept, Fetch fetch) {
-    const T *w[C];
-    begins(w, p, first, stride);
-    Accumulators<R, C> acc;
-    acc.clear();
-    if (begin) each<acc.COUNT>([&](auto i) INLINE { acc.at[i / 4][i % 4] = kept[i]; });
-    steps(acc, p.x, p.x_stride, w, begin, end, fetch);
-    if (end < p.depth) each<acc.COUNT>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
-    else finish_all(p, acc);
+static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t stride, int64_t col,
+                           int64_t col_end, int64_t begin, int64_t end, f32x16 *kept, Fetch fetch) {
+    const T *x = p.x;
+    const int64_t x_stride = p.x_stride, depth = p.depth;
+    for (; col < col_end; col += C, kept += R * places(C)) {
+        const Columns at{col, 1, (int)std::min<int64_t>(C, col_end - col)};
+        const T *w[C];
+        begins(w, weights + col * stride, stride, at.count);
+        Accumulators<R, C> acc;
+        acc.clear();
+        if (begin) each<R * places(C)>([&](auto i) INLINE { acc.at[i / 4][i % 4] = kept[i]; });
+        steps(acc, x, x_stride, w, begin, end, fetch.of(col));
+        if (end == depth) finish_all(p, at, acc);
+        else each<R * places(C)>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
+    }
 }
 
-// All of K, from memory: C streams, each fetched ahead. Within the last bytes of a column that means
-// the column after it, `next` bytes from this one.
+// C columns at a time that lie a C-th of the strip from one another: as many streams. f is handed the
+// columns, where the first one's weights begin, how many bytes it is from there to the next one's, and
+// how many from any of them to what comes after it in its stream: in the end, the strip at `after`.
+template <int C, typename F>
+static INLINE inline void each_in_streams(int64_t width, const char *first, int64_t stride,
+                                          const char *after, F f) {
+    const int64_t apart = (width + C - 1) / C;
+    int count = (int)((width + apart - 1) / apart);
+    for (int64_t c = 0; c < apart; c++, first += stride) {
+        if (c + (count - 1) * apart >= width) count--;
+        f(Columns{c, apart, count}, first, apart * stride,
+          c + 1 < apart || !after ? stride : after - first);
+    }
+}
+
+// A strip from memory, all of K at a time, each stream fetched ahead. Within the last bytes of a
+// column that means the one after it.
 template <int R, int C, typename T, typename O>
-static NOINLINE void lone_tile(const Place<T, O> &p, const T *first, int64_t stride, int64_t next) {
-    const T *w[C];
-    begins(w, p, first, stride);
-    Accumulators<R, C> acc;
-    acc.clear();
-    const int64_t ahead = AHEAD_BYTES / (int64_t)sizeof(T);
-    const int64_t split = std::max<int64_t>(0, (p.depth - ahead) / STEP<T> * STEP<T>);
-    const int64_t over = next + AHEAD_BYTES - p.depth * (int64_t)sizeof(T);
-    steps(acc, p.x, p.x_stride, w, 0, split, Ahead{AHEAD_BYTES});
-    steps(acc, p.x, p.x_stride, w, split, p.depth, Ahead{over});
-    finish_all(p, acc);
+static NOINLINE void lone_strip(const Place<T, O> &p, const T *weights, int64_t stride,
+                                int64_t width, const char *after) {
+    const T *x = p.x;
+    const int64_t x_stride = p.x_stride, depth = p.depth, size = sizeof(T);
+    const int64_t split = std::max<int64_t>(0, (depth - AHEAD_BYTES / size) / STEP<T> * STEP<T>);
+    each_in_streams<C>(width, (const char *)weights, stride * size, after,
+                       [&](Columns at, const char *first, int64_t apart, int64_t next) INLINE {
+        const T *w[C];
+        begins(w, (const T *)first, apart / size, at.count);
+        Accumulators<R, C> acc;
+        acc.clear();
+        steps(acc, x, x_stride, w, 0, split, Ahead{AHEAD_BYTES});
+        steps(acc, x, x_stride, w, split, depth, Ahead{next + AHEAD_BYTES - depth * size});
+        finish_all(p, at, acc);
+    });
 }
 
 }  // namespace
