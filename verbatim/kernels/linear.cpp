@@ -32,22 +32,38 @@ constexpr int64_t PANEL_ROWS = 6;
 constexpr int64_t PANEL_ROWS = 1;
 #endif
 constexpr int64_t BLOCK_ROWS = 132, GROUP_COLS = 32, STRIP_BYTES = 128 << 10, PART_BYTES = 2048;
-constexpr int64_t WIDEST = 64, WIDEST_IN_STREAMS = 256;
+constexpr int64_t WIDEST = 64, WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 4 * BLOCK_ROWS;
 
 static bool is_packed(const Matrix &m) { return m.format == INT8 || m.format == INT4; }
 
 // Few rows: those of one tile. Weights in few bits become numbers in registers only where that is
 // faster than a strip that was unpacked.
-template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
 #if defined(__AVX512BF16__)
-    if (sizeof(T) == 2) return rows <= 8;
+template <typename T> constexpr int64_t FEW_ROWS = sizeof(T) == 2 ? 8 : PANEL_ROWS;
+template <typename T> constexpr bool IN_REGISTERS = sizeof(T) == 2;
+#else
+template <typename T> constexpr int64_t FEW_ROWS = PANEL_ROWS;
+template <typename T> constexpr bool IN_REGISTERS = false;
 #endif
-    return !is_packed(m) && rows <= PANEL_ROWS;
+
+template <typename T> static bool in_streams(const Matrix &m, int64_t rows) {
+    return rows <= FEW_ROWS<T> && (IN_REGISTERS<T> || !is_packed(m));
 }
+
+// Rows `begin` to `end` in panels: how many, and where one begins.
+template <typename T> struct Panels {
+    int64_t begin, end;
+    int64_t count() const {
+        const int64_t rows = end - begin;
+        return rows <= FEW_ROWS<T> ? 1 : (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    }
+    int64_t at(int64_t i) const { return begin + (end - begin) * i / count(); }
+};
 
 template <typename T, typename O> struct Work {
     const T *x;
     int64_t rows, x_stride;
+    bool interleaved;  // a panel's rows lie there step by step, all of the first step together
     const Matrix *matrices;
     int count;
     O *out;
@@ -109,16 +125,18 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
     }
 }
 
+// `rows` from `row` on: a panel.
 template <typename T, typename O>
-static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row) {
+static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t rows) {
     const T *bias = (const T *)strip.matrix->bias;
-    return {work.x + row * work.x_stride, work.x_stride, strip.matrix->depth,
-            bias ? bias + strip.col : nullptr,
+    return {work.x + row * work.x_stride, work.interleaved ? STEP<T> : work.x_stride,
+            work.interleaved ? rows : 1, strip.matrix->depth, bias ? bias + strip.col : nullptr,
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
-// Room for weights that were unpacked. It stays with its thread.
-static void *room(int64_t bytes) {
+// Room that stays with its thread: for weights that were unpacked, and for rows that were interleaved.
+enum Purpose { WEIGHTS, ROWS_OF_X };
+template <Purpose> static void *room(int64_t bytes) {
     static thread_local std::unique_ptr<void, decltype(&std::free)> held(nullptr, std::free);
     static thread_local int64_t size = 0;
     if (size < bytes) {
@@ -130,7 +148,7 @@ static void *room(int64_t bytes) {
 
 template <typename T, typename O>
 static void few_rows(const Work<T, O> &work, const Strip &strip, const char *after) {
-    const Place<T, O> p = place(work, strip, 0);
+    const Place<T, O> p = place(work, strip, 0, work.rows);
     of_height(work.rows, [&](auto r, auto cols) {
         lone_strip<r.value, cols.value>(p, (const T *)strip.begin<T>(), strip.matrix->stride,
                                         strip.width, after);
@@ -139,25 +157,25 @@ static void few_rows(const Work<T, O> &work, const Strip &strip, const char *aft
 
 // ---- more rows: panels over a strip that stays in the second cache ----
 
-// The panels share the work of fetching the strip that comes `after`, a line for each step of a
-// tile in each pass; a pass of a tile is `after_pass` bytes.
+// The panels share the work of fetching the strip that comes `after`: evenly where it takes all of
+// them, so that memory is never idle. Its columns are `after_stride` bytes apart.
 template <typename T, typename O>
 static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t row_end,
                    const T *weights, int64_t stride, bool cold, const char *after,
-                   int64_t after_stride, int64_t after_pass) {
-    const int64_t rows = row_end - row, count = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
-    const int64_t depth = strip.matrix->depth;
+                   int64_t after_stride) {
+    const Panels<T> cut{row, row_end};
+    const int64_t count = cut.count(), depth = strip.matrix->depth;
     const int64_t length = count == 1 ? depth : PART_BYTES / (int64_t)sizeof(T);
-    const int passes = (int)((4 * after_stride + after_pass - 1) / after_pass);
-    const int64_t fetching = std::max<int64_t>(1, count - cold);
-    const int share = (int)((passes + fetching - 1) / fetching);
+    const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
+    const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     alignas(64) f32x16 kept[GROUP_COLS * PANEL_ROWS];
     for (int64_t i = 0; i < count; i++) {
-        const int64_t height = rows * (i + 1) / count - rows * i / count;
-        const Place<T, O> p = place(work, strip, row);
+        const int64_t height = cut.at(i + 1) - cut.at(i);
+        const Place<T, O> p = place(work, strip, cut.at(i), height);
         const bool ahead = cold && i == 0;
-        const int pass = (int)(i - cold) * share;
-        const char *later = after + pass * after_pass;
+        const int64_t fetched = (i - cold) * steps * advance;
+        const bool enough = !after || fetched >= 4 * after_stride || advance > 256;
+        const char *later = after + fetched;
         for (int64_t group = 0; group < strip.width; group += GROUP_COLS) {
             const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
             for (int64_t begin = 0, end = -1; end < depth; begin = end) {
@@ -169,27 +187,35 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
                         tiles<R, C>(p, weights, stride, group, group_end, begin, end, kept, fetch);
                     };
                     if (ahead) go(Ahead{AHEAD_BYTES});
-                    else if (!after || pass >= passes) go(Ahead{NEAR_BYTES});
-                    else if (share == 1) go(Later<1>{later, after_pass, after_stride});
-                    else if (share == 2) go(Later<2>{later, after_pass, after_stride});
-                    else go(Later<4>{later, after_pass, after_stride});
+                    else if (enough) go(Ahead{NEAR_BYTES});
+                    else if (advance <= 64) go(Later<1>{later, advance, after_stride});
+                    else if (advance <= 128) go(Later<2>{later, advance, after_stride});
+                    else go(Later<4>{later, advance, after_stride});
                 });
             }
         }
-        row += height;
     }
 }
 
 // ---- a strip in few bits ----
 
-template <typename T>
-static const T *unpacked(const char *packed, int64_t count, int64_t stride, const Matrix &m,
-                         const RowLayout &row) {
-    T *out = (T *)room(count * m.depth * sizeof(T));
+// From one column to the next in such a strip, in elements: an odd number of lines, so that they don't
+// evict one another from the first cache.
+template <typename T> static int64_t spaced(int64_t depth) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    return ((depth + LINE - 1) / LINE | 1) * LINE;
+}
+
+// The strip's numbers, its columns `spaced` apart.
+template <typename T> static const T *unpacked(const Strip &strip) {
+    const Matrix &m = *strip.matrix;
+    const RowLayout row = strip.layout();
+    const int64_t apart = spaced<T>(m.depth);
+    T *out = (T *)room<WEIGHTS>(strip.width * apart * sizeof(T));
+    const auto *at = (const uint8_t *)strip.begin<T>();
     of_kind(m.format, m.group, [&](auto bits, auto group) {
-        for (int64_t c = 0; c < count; c++)
-            unpack_row<bits.value, group.value>(out + c * m.depth,
-                                                (const uint8_t *)packed + c * stride, row,
+        for (int64_t c = 0; c < strip.width; c++)
+            unpack_row<bits.value, group.value>(out + c * apart, at + c * row.bytes, row,
                                                 [](int64_t) {});
     });
     return out;
@@ -200,7 +226,7 @@ template <typename O>
 static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const char *after) {
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
-    const Place<bf16, O> p = place(work, strip, 0);
+    const Place<bf16, O> p = place(work, strip, 0, work.rows);
     of_kind(m.format, m.group, [&](auto bits, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
             // codes of 8 bits take more registers on their way
@@ -209,8 +235,7 @@ static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const
             if (packed_strip<R, C, bits.value, group.value>(p, (const uint8_t *)first, row,
                                                             strip.width, after))
                 return;
-            const bf16 *weights = unpacked<bf16>(first, strip.width, row.bytes, m, row);
-            tiles<R, places(C)>(p, weights, m.depth, 0, strip.width, 0, m.depth, nullptr,
+            tiles<R, places(C)>(p, unpacked<bf16>(strip), spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
                                 Ahead{NEAR_BYTES});
         });
     });
@@ -236,16 +261,29 @@ static void run(const Work<T, O> &work, const Strip &strip, const Strip *after, 
     const int64_t stride = strip.stride_bytes<T>(), depth = strip.matrix->depth;
     if (!is_packed(*strip.matrix))
         return panels(work, strip, row, row_end, (const T *)strip.begin<T>(), strip.matrix->stride,
-                      cold, ahead, stride, stride);
-    const T *weights =
-        unpacked<T>(strip.begin<T>(), strip.width, stride, *strip.matrix, strip.layout());
-    const int64_t pass = std::max<int64_t>(1, depth / STEP<T>) * 64;
-    panels(work, strip, row, row_end, weights, depth, false, ahead, stride, pass);
+                      cold, ahead, stride);
+    panels(work, strip, row, row_end, unpacked<T>(strip), spaced<T>(depth), false, ahead, stride);
+}
+
+// Rows that lie a power of two apart evict one another from the first cache.
+template <typename T> static bool in_conflict(int64_t stride) {
+    return stride * (int64_t)sizeof(T) % 4096 == 0;
+}
+
+template <typename T>
+static void interleave(T *out, const T *x, int64_t x_stride, int64_t rows, int64_t depth) {
+    constexpr int64_t S = STEP<T>;
+    for (int64_t r = 0; r < rows; r++, x += x_stride, out += S) {
+        int64_t k = 0;
+        for (T *to = out; k + S <= depth; k += S, to += rows * S)
+            std::memcpy(to, x + k, S * sizeof(T));
+        std::memcpy(out + k * rows, x + k, (depth - k) * sizeof(T));
+    }
 }
 
 // Each thread goes through a range of its own, so that what it fetches ahead is what it wants next,
 // and then helps the others.
-template <typename T, typename O> static void multiply_in(const Work<T, O> &work, int threads) {
+template <typename T, typename O> static void multiply_in(Work<T, O> work, int threads) {
     constexpr int MOST_THREADS = 256;
     struct alignas(64) Range {
         std::atomic<int64_t> next;
@@ -261,25 +299,54 @@ template <typename T, typename O> static void multiply_in(const Work<T, O> &work
         ranges[t].next = pieces * t / threads;
         ranges[t].end = pieces * (t + 1) / threads;
     }
+    const auto block_rows = [&](int64_t block) {
+        return Panels<T>{work.rows * block / blocks, work.rows * (block + 1) / blocks};
+    };
+    const T *plain = work.x;
+    const int64_t plain_stride = work.x_stride, depth = work.matrices[0].depth;
+    work.interleaved = PANEL_ROWS > 1 && work.rows > 1 &&
+                       (work.rows <= FEW_ROWS<T> || in_conflict<T>(plain_stride));
+    T *panels = nullptr;
+    if (work.interleaved) {
+        work.x_stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
+        work.x = panels = (T *)room<ROWS_OF_X>(work.rows * work.x_stride * sizeof(T));
+    }
+    auto prepare = [&](int64_t block) {
+        const Panels<T> cut = block_rows(block);
+        for (int64_t i = 0; i < cut.count(); i++) {
+            const int64_t row = cut.at(i);
+            interleave(panels + row * work.x_stride, plain + row * plain_stride, plain_stride,
+                       cut.at(i + 1) - row, depth);
+        }
+    };
     auto help = [&](int me) {
         int64_t last = -2;
         for (int t = 0; t < threads; t++) {
             Range &range = ranges[(me + t) % threads];
             for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
-                const int64_t block = n / strips;
+                const Panels<T> rows = block_rows(n / strips);
                 const Strip strip = strip_at(work, n % strips);
                 Strip after;
                 const bool more = n + 1 < range.end;
                 if (more) after = strip_at(work, (n + 1) % strips);
-                run(work, strip, more ? &after : nullptr, work.rows * block / blocks,
-                    work.rows * (block + 1) / blocks, n != last + 1);
+                run(work, strip, more ? &after : nullptr, rows.begin, rows.end, n != last + 1);
                 last = n;
             }
         }
     };
+    // One block is interleaved sooner than all threads could meet.
+    const bool together = work.interleaved && blocks > 1 && threads > 1;
+    if (work.interleaved && !together)
+        for (int64_t block = 0; block < blocks; block++) prepare(block);
     if (threads == 1) return help(0);
 #pragma omp parallel num_threads(threads)
-    help(omp_get_thread_num());
+    {
+        if (together) {
+#pragma omp for schedule(static)
+            for (int64_t block = 0; block < blocks; block++) prepare(block);
+        }
+        help(omp_get_thread_num());
+    }
 }
 
 // Waking the other threads costs some microseconds, and many more where other programs want the
@@ -297,7 +364,10 @@ static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matri
         cols += matrices[i].cols, numbers += matrices[i].cols * matrices[i].depth;
     threads = threads_for(rows, numbers, threads);
     const int64_t share = cols / (2 * threads);
-    multiply_in(Work<T, O>{x, rows, x_stride, matrices, count, out, out_stride, share}, threads);
+    for (int64_t row = 0; row < rows; row += CHUNK_ROWS)
+        multiply_in(Work<T, O>{x + row * x_stride, std::min(CHUNK_ROWS, rows - row), x_stride, false,
+                               matrices, count, out + row * out_stride, out_stride, share},
+                    threads);
 }
 
 template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;

@@ -16,9 +16,8 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
                                       int64_t next) {
     constexpr int BYTES = GROUP * BITS / 8;
     const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
-    const int64_t x_stride = p.x_stride;
     const bf16 *x = p.x;
-    for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP) {
+    for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP * R) {
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
         each<C>([&](auto c) INLINE {
             const Group<BITS, GROUP> group(w[c] + at, w[c] + row.code_bytes + g * 4);
@@ -27,7 +26,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
                 const __m512bh weights = group.step(i);
                 each<R>([&](auto r) INLINE {
                     f32x16 &sum = acc.of(r, c);
-                    sum = mac(sum, load_step(x + r * x_stride + 32 * i), weights);
+                    sum = mac(sum, load_step(x + 32 * (i * R + r)), weights);
                 });
             });
         });
@@ -46,12 +45,12 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
             short_group<BITS>(numbers[c], codes, row.rest, w[c] + row.code_bytes + row.whole * 4);
             rest[c] = numbers[c];
         }
-        steps(acc, x, x_stride, rest, 0, row.rest, Later<0>{});
+        steps(acc, x, STEP<bf16>, R, rest, 0, row.rest, Later<0>{});
     }
     return true;
 }
 
-// As lone_strip. False, with some columns or none stored, where the numbers need the slow rounding.
+// As lone_strip: the rows are interleaved. False, with some columns or none stored, where the numbers need the slow rounding.
 template <int R, int C, int BITS, int GROUP, typename O>
 static NOINLINE bool packed_strip(const Place<bf16, O> &p, const uint8_t *weights,
                                   const RowLayout &layout, int64_t width, const char *after) {

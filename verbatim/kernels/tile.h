@@ -62,11 +62,12 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
 
 // ---- where tiles read and write ----
 
-// Rows against a strip of columns. It is made once for many tiles: to write it for each and read it
-// back at once would hold every tile up until the one before it is done.
+// A panel of rows against a strip of columns. It is made once for many tiles: to write it for each and
+// read it back at once would hold every tile up until the one before it is done.
 template <typename T, typename O> struct Place {
-    const T *x;  // of the first row
-    int64_t x_stride, depth;
+    const T *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
+    int64_t x_row, x_step;   // STEP and the number of rows where they are interleaved
+    int64_t depth;
     const T *bias;  // of the first column, or null
     O *out;         // of the first row and column
     int64_t out_stride;
@@ -112,16 +113,16 @@ static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
 constexpr int64_t AHEAD_BYTES = 2048;  // of what comes from memory
 constexpr int64_t NEAR_BYTES = 512;    // of what comes from the second cache
 
-// LINES lines a step, `stride` bytes apart, from `at` on and `column` bytes further for each column.
+// LINES lines a step, from `at` on and `column` bytes further for each column; each step goes `advance`
+// bytes on, at most as many as it fetches.
 template <int LINES> struct Later {
     const char *at;
-    int64_t stride, column;
-    INLINE inline Later of(int64_t col) const { return {at + col * column, stride, column}; }
+    int64_t advance, column;
+    INLINE inline Later of(int64_t col) const { return {at + col * column, advance, column}; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&)[C], int64_t k) const {
-        each<LINES>([&](auto i) INLINE {
-            __builtin_prefetch(at + i * stride + k * (64 / STEP<T>));
-        });
+        const char *now = at + k / STEP<T> * advance;
+        each<LINES>([&](auto i) INLINE { __builtin_prefetch(now + i * 64); });
     }
 };
 
@@ -139,14 +140,15 @@ struct Ahead {
 
 // Steps from k to `end`, which is K, or a whole number of steps from k.
 template <int R, int C, typename Fetch, typename T>
-static INLINE inline void steps(Accumulators<R, C> &acc, const T *x, int64_t x_stride,
-                                const T *const (&w)[C], int64_t k, int64_t end, Fetch fetch) {
+static INLINE inline void steps(Accumulators<R, C> &acc, const T *x, int64_t x_row,
+                                int64_t x_step, const T *const (&w)[C], int64_t k, int64_t end,
+                                Fetch fetch) {
     auto step = [&](auto load) INLINE {
         decltype(load(x)) b[C];
         each<C>([&](auto c) INLINE { b[c] = load(w[c] + k); });
         fetch(w, k);
         each<R>([&](auto r) INLINE {
-            auto a = load(x + r * x_stride + k);
+            auto a = load(x + r * x_row + k * x_step);
             each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), a, b[c]); });
         });
     };
@@ -167,7 +169,7 @@ template <int R, int C, typename Fetch, typename T, typename O>
 static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t stride, int64_t col,
                            int64_t col_end, int64_t begin, int64_t end, f32x16 *kept, Fetch fetch) {
     const T *x = p.x;
-    const int64_t x_stride = p.x_stride, depth = p.depth;
+    const int64_t x_row = p.x_row, x_step = p.x_step, depth = p.depth;
     for (; col < col_end; col += C, kept += R * places(C)) {
         const Columns at{col, 1, (int)std::min<int64_t>(C, col_end - col)};
         const T *w[C];
@@ -175,7 +177,7 @@ static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t strid
         Accumulators<R, C> acc;
         acc.clear();
         if (begin) each<R * places(C)>([&](auto i) INLINE { acc.at[i / 4][i % 4] = kept[i]; });
-        steps(acc, x, x_stride, w, begin, end, fetch.of(col));
+        steps(acc, x, x_row, x_step, w, begin, end, fetch.of(col));
         if (end == depth) finish_all(p, at, acc);
         else each<R * places(C)>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
     }
@@ -196,13 +198,13 @@ static INLINE inline void each_in_streams(int64_t width, const char *first, int6
     }
 }
 
-// A strip from memory, all of K at a time, each stream fetched ahead. Within the last bytes of a
+// A strip from memory against interleaved rows, all of K at a time, each stream fetched ahead. Within the last bytes of a
 // column that means the one after it.
 template <int R, int C, typename T, typename O>
 static NOINLINE void lone_strip(const Place<T, O> &p, const T *weights, int64_t stride,
                                 int64_t width, const char *after) {
     const T *x = p.x;
-    const int64_t x_stride = p.x_stride, depth = p.depth, size = sizeof(T);
+    const int64_t depth = p.depth, size = sizeof(T);
     const int64_t split = std::max<int64_t>(0, (depth - AHEAD_BYTES / size) / STEP<T> * STEP<T>);
     each_in_streams<C>(width, (const char *)weights, stride * size, after,
                        [&](Columns at, const char *first, int64_t apart, int64_t next) INLINE {
@@ -210,8 +212,8 @@ static NOINLINE void lone_strip(const Place<T, O> &p, const T *weights, int64_t 
         begins(w, (const T *)first, apart / size, at.count);
         Accumulators<R, C> acc;
         acc.clear();
-        steps(acc, x, x_stride, w, 0, split, Ahead{AHEAD_BYTES});
-        steps(acc, x, x_stride, w, split, depth, Ahead{next + AHEAD_BYTES - depth * size});
+        steps(acc, x, STEP<T>, R, w, 0, split, Ahead{AHEAD_BYTES});
+        steps(acc, x, STEP<T>, R, w, split, depth, Ahead{next + AHEAD_BYTES - depth * size});
         finish_all(p, at, acc);
     });
 }
