@@ -12,7 +12,7 @@ import functools
 import os
 from pathlib import Path
 
-VERSION = 2  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+VERSION = 3  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
 # Best first. The second column is what /proc/cpuinfo or the operating system calls the features.
 _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (

@@ -12,6 +12,7 @@
 #include "attention_work.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -77,16 +78,29 @@ void begin(Line &line, const Problem &p, int64_t sequence, int64_t row, int64_t 
     if (line.all.largest > -INFINITY) line.all.total[0] = 1;
 }
 
+// Vectors of a line's sums of values. With pairs two of them belong together.
+int sums_of(const Problem &p, bool pairs) {
+    const int vectors = (int)(p.value_size + 15) / 16;
+    return pairs ? (vectors + 1) / 2 * 2 : vectors;
+}
+
 bool sees(const Line &line, int64_t segment) {
     return line.from < (segment + 1) * SEGMENT && line.to > segment * SEGMENT;
 }
 
-void finish(const Line &line, const float *acc, const Problem &p) {
+// With pairs the sums lie as `expand` interleaves: by quarters.
+void finish(const Line &line, const float *acc, const Problem &p, bool pairs) {
     const float total = sum(line.all.total);
     const float factor = total == 0 ? 0 : 1 / total;  // 0: a row that sees nothing
     const int64_t at = (line.row * p.heads + line.head) * p.value_size;
     for (int e = 0; e < p.value_size; e += 16) {
-        const f32x16 x = load(acc + e) * factor;
+        f32x16 x = load(acc + e);
+        if (pairs) {
+            const f32x16 a = load(acc + e / 32 * 32), b = load(acc + e / 32 * 32 + 16);
+            x = e % 32 ? LANES(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
+                       : LANES(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        }
+        x = x * factor;
         const int n = std::min<int>(16, (int)p.value_size - e);
         if (p.q_is_bf16) {
             const u16x16 rounded = narrow(x);
@@ -101,32 +115,32 @@ void finish(const Line &line, const float *acc, const Problem &p) {
 template <class Rows, class Step> class Attention {
     static constexpr bool PAIRS = Step::PAIRS;
     static constexpr int KEYS = PAIRS ? 2 : 1;  // to a step of values
+    static constexpr int CHUNK = 2 * SUMS;  // keys: a multiple of all that queries meet at once
 
     const Problem &p;
     Parts *parts;
-    const int k_bytes, v_bytes, steps;  // of rows; of a dot product
+    const int k_bytes, v_bytes;  // of rows
     const int q_stride, vectors, v_stride;
     Scratch scratch;
     Line *lines;
-    float *queries, *scores, *acc, *all_acc, *columns, *values, *factors;
+    float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
-    const char *rows[2][2 * TILE];  // of this tile and the next one: keys, then values
+    const char *rows[2][2 * TILE + AHEAD];  // of two tiles: keys, values, the next tile's first keys
 
   public:
     Attention(const Problem &p, int num_lines, Parts *parts)
         : p(p), parts(parts), k_bytes(Rows::bytes((int)p.key_size)),
           v_bytes(Rows::bytes((int)p.value_size)),
-          steps(PAIRS ? (int)(p.key_size + 1) / 2 : (int)p.key_size), q_stride((steps + 15) / 16 * 16),
-          vectors((int)(p.value_size + 15) / 16), v_stride((vectors + 1) / 2 * 32),
+          q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
+          vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
           scratch(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + 2 * v_stride + 1)) + 1024 +
-                  4 * TILE * ((p.key_size + 31) / 32 * 32 + v_stride) +
-                  std::max(k_bytes, v_bytes)) {
+                  4 * TILE * (q_stride / 2 + v_stride) + std::max(k_bytes, v_bytes)) {
         lines = scratch.take<Line>(num_lines);
         queries = scratch.take<float>(num_lines * q_stride);
         scores = scratch.take<float>(num_lines * TILE);
         acc = scratch.take<float>(num_lines * v_stride);
         all_acc = scratch.take<float>(num_lines * v_stride);
-        columns = scratch.take<float>((p.key_size + 31) / 32 * 32 * TILE);
+        keys = scratch.take<float>(TILE / 2 * q_stride);
         values = scratch.take<float>(TILE * v_stride);
         factors = scratch.take<float>(num_lines);
         nothing = scratch.take<char>(std::max(k_bytes, v_bytes));
@@ -156,17 +170,28 @@ template <class Rows, class Step> class Attention {
                     merge(lines[i].all, all_acc + i * v_stride, lines[i].part, acc + i * v_stride,
                           vectors);
         }
-        for (int i = 0; i < n; i++) finish(lines[i], all_acc + i * v_stride, p);
+        for (int i = 0; i < n; i++) finish(lines[i], all_acc + i * v_stride, p, PAIRS);
     }
 
   private:
+    // A query in the order of two joined keys, as if it were both of them.
     void read_query(int i) {
         const int64_t at = lines[i].row * p.q_token_stride + lines[i].head * p.q_head_stride;
-        float *to = queries + i * q_stride;
-        if (PAIRS) std::memcpy(to, (const bf16 *)p.q + at, p.key_size * sizeof(bf16));
-        else if (!p.q_is_bf16) std::memcpy(to, (const float *)p.q + at, p.key_size * sizeof(float));
-        else
-            for (int e = 0; e < p.key_size; e++) to[e] = to_float(((const bf16 *)p.q)[at + e]);
+        const int width = (int)p.key_size;
+        const char *row = (const char *)p.q + at * (p.q_is_bf16 ? 2 : 4);
+        const auto read = [&](auto format) {
+            typedef decltype(format) Row;
+            each_vector<Row>(width, [&](int v, auto whole) {
+                constexpr int N = Row::PAIRED && !PAIRS ? 4 : 2;
+                const char *both[2] = {row, row};
+                f32x16 out[N];
+                join<Row, PAIRS, whole.value>(both, width, v, out);
+                for (int n = 0; n < N; n++) store(queries + i * q_stride + (v * N + n) * 16, out[n]);
+            });
+        };
+        if constexpr (PAIRS) read(HalfRows());
+        else if (p.q_is_bf16) read(HalfRows());
+        else read(FloatRows());
     }
 
     void run_segment(const Work &work, int n, int64_t segment) {
@@ -178,6 +203,7 @@ template <class Rows, class Step> class Attention {
         int now = 0;
         int64_t key = from / TILE * TILE;
         locate(work, key, from, to, now);
+        for (int r = 0; r < AHEAD; r++) fetch_row(rows[now][r], k_bytes);
         for (; key < to; key += TILE, now ^= 1) {
             // Both ends of what a line sees grow with its row, so the lines that see this tile
             // stand together.
@@ -187,64 +213,73 @@ template <class Rows, class Step> class Attention {
             const int first = (int)std::max<int64_t>(from - key, 0);
             const int last = (int)std::min<int64_t>(to - key, TILE);
             locate(work, key + TILE, from, work.segment < 0 ? lines[n - 1].to : to, now ^ 1);
-            Ahead ahead = {rows[now ^ 1], k_bytes, v_bytes, 0};
+            std::copy_n(rows[now ^ 1], AHEAD, rows[now] + 2 * TILE);
             const auto weigh_all = [&] {
                 for (int i = a; i < b; i++)
                     factors[i] = weigh<Step>(lines[i], key, p.scale, p.cap, scores + i * TILE);
             };
-            const int first_chunk = first / CHUNK, last_chunk = (last + CHUNK - 1) / CHUNK;
+            const int width = (int)p.key_size;
+            const int begin = first / CHUNK * CHUNK, end = (last + CHUNK - 1) / CHUNK * CHUNK;
             if (b - a <= FEW) {
-                score_few<Rows, Step>(rows[now], (int)p.key_size, first_chunk, last_chunk, steps,
-                                      queries + a * q_stride, q_stride, b - a, scores + a * TILE,
-                                      ahead);
+                in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                    score_few<Rows, Step, count.value>(rows[now], width, begin, end,
+                                                       queries + i * q_stride, q_stride,
+                                                       scores + i * TILE);
+                });
                 weigh_all();
                 for (int i = a; i < b;) {
-                    const bool two = b - i >= 2 && LINES >= 4 && lines[i].row == lines[i + 1].row;
-                    (two ? add_few<2>(i, key, now, ahead) : add_few<1>(i, key, now, ahead));
-                    i += 1 + two;
+                    int same = 1;  // lines of one row see the same keys
+                    while (i + same < b && lines[i + same].row == lines[i].row) same++;
+                    in_pieces<MOST_QUERIES>(i, i + same, [&](int l, auto count) {
+                        add_few<count.value>(l, key, now);
+                    });
+                    i += same;
                 }
                 continue;
             }
-            lay_out_keys<Rows, PAIRS>(rows[now], (int)p.key_size, first_chunk, last_chunk, columns,
-                                      ahead);
-            in_pieces<LINES>(a, b, [&](int i, auto count) {
-                for (int k = 0; k < TILE; k += VECTORS * 16)
-                    score_lines<Step, count.value>(queries + i * q_stride, q_stride, columns + k,
-                                                   steps, scores + i * TILE + k);
+            lay_out_keys<Rows, PAIRS>(rows[now], width, begin, end, keys, q_stride);
+            in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                score_lines<Step, count.value>(queries + i * q_stride, q_stride, keys, begin, end,
+                                               scores + i * TILE);
             });
             weigh_all();
             lay_out_values<Rows, PAIRS>(rows[now] + TILE, (int)p.value_size, first, last, values,
-                                        v_stride, ahead);
+                                        v_stride);
             in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value>(i, key); });
         }
     }
 
     // The values of a tile for L lines that see the same keys.
-    template <int L> void add_few(int i, int64_t key, int now, Ahead &ahead) {
+    template <int L> void add_few(int i, int64_t key, int now) {
         const int from = (int)std::max<int64_t>(lines[i].from - key, 0);
         const int to = (int)std::min<int64_t>(lines[i].to - key, TILE);
         const int width = (int)p.value_size, whole = width / (Rows::PAIRED ? 32 : 16);
         const auto add = [&](int u, auto is_whole, auto count) {
             add_rows<Rows, Step, is_whole.value, L, count.value>(
                 scores + i * TILE, rows[now] + TILE, width, u, from, to, acc + i * v_stride,
-                v_stride, factors + i, ahead);
+                v_stride, factors + i);
         };
-        in_pieces<VECTORS>(0, whole, [&](int u, auto count) { add(u, Whole(), count); });
+        constexpr int MOST = VECTORS * 2 / std::max(2, L);  // what fits into the registers
+        in_pieces<MOST>(0, whole, [&](int u, auto count) { add(u, Whole(), count); });
         if (width % (Rows::PAIRED ? 32 : 16)) add(whole, Partial(), Count<1>());
     }
 
     // Where the keys of a tile lie; those outside of [from, to) are zeros.
     void locate(const Work &work, int64_t first, int64_t from, int64_t to, int into) {
         const int32_t *table = p.block_tables + work.sequence * p.max_blocks;
-        for (int r = 0; r < 2 * TILE; r++) rows[into][r] = nothing;
+        const char **keys = rows[into], **values = keys + TILE;
         const int64_t end = std::min(first + TILE, to);
-        for (int64_t key = std::max(first, from); key < end;) {
-            int64_t offset = key % p.block_size;
-            int64_t at = (table[key / p.block_size] * p.kv_heads + work.kv_head) * p.block_size + offset;
-            for (; offset < p.block_size && key < end; offset++, key++, at++) {
-                rows[into][key - first] = (const char *)p.k_store + at * k_bytes;
-                rows[into][TILE + key - first] = (const char *)p.v_store + at * v_bytes;
-            }
+        int64_t key = std::max(first, from);
+        for (int r = 0; r < TILE; r++)
+            if (first + r < key || first + r >= end) keys[r] = values[r] = nothing;
+        while (key < end) {
+            const int64_t block = key / p.block_size, offset = key - block * p.block_size;
+            const int64_t at = (table[block] * p.kv_heads + work.kv_head) * p.block_size + offset;
+            const char *k = (const char *)p.k_store + at * k_bytes;
+            const char *v = (const char *)p.v_store + at * v_bytes;
+            const int64_t stop = std::min(end, (block + 1) * p.block_size);
+            for (; key < stop; key++, k += k_bytes, v += v_bytes)
+                keys[key - first] = k, values[key - first] = v;
         }
     }
 
@@ -285,8 +320,8 @@ template <class Rows, class Step> class Attention {
 };
 
 // The lines whose segments were shared out.
-void merge_parts(const Problem &p, Parts &parts, int threads) {
-    const int vectors = (int)(p.value_size + 15) / 16;
+void merge_parts(const Problem &p, Parts &parts, bool pairs, int threads) {
+    const int vectors = sums_of(p, pairs);
     const int64_t first = p.query_starts[0], rows = p.query_starts[p.sequences] - first;
     std::vector<int64_t> sequence_of(rows);
     for (int64_t s = 0; s < p.sequences; s++)
@@ -302,7 +337,7 @@ void merge_parts(const Problem &p, Parts &parts, int threads) {
             const int64_t at = parts.at(p, line, s);
             merge(line.all, acc.data(), parts.softmax[at], &parts.acc[at * parts.stride], vectors);
         }
-        finish(line, acc.data(), p);
+        finish(line, acc.data(), p, pairs);
     }
 }
 
@@ -314,18 +349,26 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
     Parts parts;
     if (shared) {
         parts.segments = (longest(p) + SEGMENT - 1) / SEGMENT;
-        parts.stride = (int)(p.value_size + 15) / 16 * 16;
+        parts.stride = sums_of(p, Step::PAIRS) * 16;
         const int64_t all = (p.query_starts[p.sequences] - p.query_starts[0]) * p.heads;
         parts.softmax.resize(all * parts.segments);
         parts.acc.resize(all * parts.segments * parts.stride);
     }
+    // Each thread goes through neighbouring pieces, which lie apart from those of others in memory,
+    // and then helps with what others have left.
+    std::vector<std::atomic<size_t>> next(threads);
+    for (int t = 0; t < threads; t++) next[t] = work.size() * t / threads;
 #pragma omp parallel num_threads(threads)
     {
         Attention<Rows, Step> worker(p, (int)lines, &parts);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < work.size(); i++) worker.run(work[i]);
+        const int me = omp_get_thread_num();
+        for (int t = 0; t < threads; t++) {
+            const int share = (me + t) % threads;
+            const size_t end = work.size() * (share + 1) / threads;
+            for (size_t i; (i = next[share].fetch_add(1)) < end;) worker.run(work[i]);
+        }
     }
-    if (shared) merge_parts(p, parts, threads);
+    if (shared) merge_parts(p, parts, Step::PAIRS, threads);
 }
 
 // Rows k and v to their slots in stores that hold them in few bits.

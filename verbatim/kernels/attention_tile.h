@@ -2,7 +2,8 @@
 //
 // A "line" is one query head of one query row. Nothing here lets one line see another: going
 // through a tile together only shares loads. Scores and values are both products of a line with the
-// laid out tile (attention_rows.h), each element one chain of `mac` in the order of its steps.
+// tile (attention_rows.h): a score is eight chains of `mac` along the key, which a tree adds, and an
+// element of the values one chain in the order of the keys.
 #pragma once
 
 #include "attention_rows.h"
@@ -56,47 +57,109 @@ static INLINE void multiply(const float *a, int a_stride, const float *b, int b_
 
 // ---- Scores ----
 
-// The dot products of L queries with VECTORS * 16 keys.
-template <class Step, int L>
-static inline void score_lines(const float *queries, int stride, const float *columns, int steps,
-                               float *scores) {
-    f32x16 sum[L][VECTORS] = {};
-    multiply<Step, L, VECTORS>(queries, stride, columns, TILE, 0, steps, sum);
-    for (int l = 0; l < L; l++)
-        for (int n = 0; n < VECTORS; n++) store(scores + l * TILE + n * 16, sum[l][n]);
+// A dot product is eight chains: of every quarter of a vector one takes the even lanes and one the
+// odd ones. They are added by a tree: even and odd, then neighbouring quarters, then the halves. Two
+// keys share a vector (`join`), and several sums are added together, so that the lanes that are set
+// free by one hold those of another.
+#if defined(__AVX512F__)
+constexpr int SUMS = 16, MOST_QUERIES = 4;
+
+#define LOW2(a, b) LANES(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH2(a, b) LANES(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN4(a, b) LANES(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD4(a, b) LANES(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+
+template <int N> static INLINE void add_quarters(const f32x16 *from, f32x16 *to) {
+    for (int i = 0; i < N; i++)
+        to[i] = EVEN4(from[2 * i], from[2 * i + 1]) + ODD4(from[2 * i], from[2 * i + 1]);
 }
 
-// The same for the keys of chunks [from, to) and a few lines straight from the rows: writing a tile
-// down would cost more than it saves, for it drives out of the nearest cache what is fetched there.
-// Neighbouring pieces of work are chunks, whose sums don't wait for each other.
-template <class Rows, class Step>
-static inline void score_few(const char *const *rows, int width, int from, int to, int steps,
-                             const float *queries, int stride, int lines, float *scores,
-                             Ahead &ahead) {
-    constexpr int SPLIT = Rows::PAIRED && !Step::PAIRS ? 2 : 1;  // steps to a lane
-    const int vectors = (width + (Rows::PAIRED ? 31 : 15)) / (Rows::PAIRED ? 32 : 16);
-    const int share = (CHUNK + vectors - 1) / vectors;
-    each_vector<Rows>(width, [&](int i, auto whole) {
-        const int first = i * 16 * SPLIT, count = whole.value ? 16 * SPLIT : steps - first;
-        for (int c = from; c < to; c++) {
-            u32x16 v[CHUNK];
-            for (int j = 0; j < CHUNK; j++)
-                v[j] = Rows::template lanes<whole.value>(rows[c * CHUNK + j], width, i);
-            ahead.fetch(share);
-            transpose(v);
-            for (int l = 0; l < lines; l++) {
-                const float *q = queries + l * stride + first;
-                float *at = scores + l * TILE + c * CHUNK;
-                f32x16 sum = i == 0 ? splat(0.0f) : load(at);
-                for (int s = 0; s < count; s++) {
-                    u32x16 lanes = v[s / SPLIT];
-                    if (SPLIT == 2) lanes = s % 2 ? lanes & 0xffff0000u : lanes << 16;
-                    sum = Step::mac(splat(q[s]), (f32x16)lanes, sum);
-                }
-                store(at, sum);
+// The two dot products of each sum, in their order.
+static INLINE void add_chains(const f32x16 *sum, float *dots) {
+    f32x16 quarters[8], halves[4], all[2];
+    for (int i = 0; i < 8; i++)
+        quarters[i] = LOW2(sum[2 * i], sum[2 * i + 1]) + HIGH2(sum[2 * i], sum[2 * i + 1]);
+    add_quarters<4>(quarters, halves), add_quarters<2>(halves, all);
+    store(dots, all[0]), store(dots + 16, all[1]);
+}
+#else
+constexpr int SUMS = 4, MOST_QUERIES = 2;
+
+static INLINE void add_chains(const f32x16 *sum, float *dots) {
+    for (int i = 0; i < SUMS; i += 2) {
+        f32x4 a[4], b[4];
+        std::memcpy(a, &sum[i], sizeof a), std::memcpy(b, &sum[i + 1], sizeof b);
+        for (int q = 0; q < 4; q++)
+            a[q] = LANES(a[q], b[q], 0, 1, 4, 5) + LANES(a[q], b[q], 2, 3, 6, 7);
+        const f32x4 all = (a[0] + a[1]) + (a[2] + a[3]);
+        std::memcpy(dots + 2 * i, &all, sizeof all);
+    }
+}
+#endif
+
+template <int L> constexpr int PAIRS_OF_KEYS = SUMS / L;  // that L queries meet at once
+
+template <int L> static INLINE void put_dots(const f32x16 *sum, float *scores) {
+    constexpr int KEYS = 2 * PAIRS_OF_KEYS<L>;
+    float dots[2 * SUMS];
+    add_chains(sum, dots);
+    for (int l = 0; l < L; l++) std::memcpy(scores + l * TILE, dots + l * KEYS, KEYS * sizeof(float));
+}
+
+// The dot products of L queries with the laid out keys of [from, to).
+template <class Step, int L>
+static inline void score_lines(const float *queries, int stride, const float *keys, int from, int to,
+                               float *scores) {
+    constexpr int P = PAIRS_OF_KEYS<L>;
+    for (int k = from; k < to; k += 2 * P) {
+        const float *pairs = keys + k / 2 * stride;
+        f32x16 sum[SUMS];
+        for (int n = 0; n < SUMS; n++) sum[n] = splat(0.0f);
+        for (int e = 0; e < stride; e += 16) {
+            f32x16 x[L];
+            for (int l = 0; l < L; l++) x[l] = load(queries + l * stride + e);
+            for (int p = 0; p < P; p++) {
+                const f32x16 y = load(pairs + p * stride + e);
+                for (int l = 0; l < L; l++) sum[l * P + p] = Step::mac(x[l], y, sum[l * P + p]);
             }
         }
-    });
+        put_dots<L>(sum, scores + k);
+    }
+}
+
+// The same for a few lines straight from the rows: writing a tile down would cost more than it
+// saves, for it drives out of the nearest cache what is fetched there.
+template <class Rows, class Step, int L, bool EXACT>
+static INLINE void score_rows(const char *const *rows, int width, int from, int to,
+                              const float *queries, int stride, float *scores) {
+    constexpr int P = PAIRS_OF_KEYS<L>, VECTORS = Rows::PAIRED && !Step::PAIRS ? 4 : 2;
+    for (int k = from; k < to; k += 2 * P) {
+        f32x16 sum[SUMS];
+        for (int n = 0; n < SUMS; n++) sum[n] = splat(0.0f);
+        const auto add = [&](int i, auto whole) __attribute__((always_inline)) {
+            for (int p = 0; p < P; p++) {
+                const char *const *pair = rows + k + 2 * p;
+                f32x16 y[VECTORS];
+                fetch<Rows>(pair, width, i), fetch<Rows>(pair + 1, width, i);
+                join<Rows, Step::PAIRS, whole.value>(pair, width, i, y);
+                for (int n = 0; n < VECTORS; n++)
+                    for (int l = 0; l < L; l++) {
+                        const f32x16 x = load(queries + l * stride + (i * VECTORS + n) * 16);
+                        sum[l * P + p] = Step::mac(x, y[n], sum[l * P + p]);
+                    }
+            }
+        };
+        each_vector<Rows, EXACT>(width, add);
+        put_dots<L>(sum, scores + k);
+    }
+}
+
+template <class Rows, class Step, int L>
+static inline void score_few(const char *const *rows, int width, int from, int to,
+                             const float *queries, int stride, float *scores) {
+    if (width % (Rows::PAIRED ? 32 : 16) == 0)  // apart: else the sums are kept in memory
+        score_rows<Rows, Step, L, true>(rows, width, from, to, queries, stride, scores);
+    else score_rows<Rows, Step, L, false>(rows, width, from, to, queries, stride, scores);
 }
 
 // ---- Softmax ----
@@ -134,18 +197,18 @@ static INLINE float weigh(Line &line, int64_t first_key, float scale, float cap,
     const int to = (int)std::min<int64_t>(line.to - first_key, TILE);
     Softmax &part = line.part;
     f32x16 s[CHUNKS];
-    for (int c = 0; c < CHUNKS; c++) s[c] = load(scores + c * CHUNK) * scale;
+    for (int c = 0; c < CHUNKS; c++) s[c] = load(scores + c * 16) * scale;
     if (cap > 0)
         for (int c = 0; c < CHUNKS; c++) s[c] = cap * tanh(s[c] / cap);
     if (line.slope != 0) {
         const int behind = (int)(line.to - 1 - first_key);
         for (int c = 0; c < CHUNKS; c++)
             s[c] = fma(splat(line.slope),
-                       __builtin_convertvector(lanes + (c * CHUNK - behind), f32x16), s[c]);
+                       __builtin_convertvector(lanes + (c * 16 - behind), f32x16), s[c]);
     }
     if (from > 0 || to < TILE)
         for (int c = 0; c < CHUNKS; c++) {
-            const i32x16 key = lanes + c * CHUNK;
+            const i32x16 key = lanes + c * 16;
             s[c] = (key >= from) & (key < to) ? s[c] : splat(-INFINITY);
         }
     float factor = 1;
@@ -169,7 +232,7 @@ static INLINE float weigh(Line &line, int64_t first_key, float scale, float cap,
 #endif
     for (int c = 0; c < CHUNKS; c++) {
         part.total += s[c];
-        store(scores + c * CHUNK, s[c]);
+        store(scores + c * 16, s[c]);
     }
     return factor;
 }
@@ -216,8 +279,7 @@ static inline void add_step(const float *weights, const float *values, int strid
 // vectors [i, i + N) of the rows.
 template <class Rows, class Step, bool WHOLE, int L, int N>
 static INLINE void add_rows(const float *weights, const char *const *rows, int width, int i,
-                            int from, int to, float *acc, int stride, const float *factors,
-                            Ahead &ahead) {
+                            int from, int to, float *acc, int stride, const float *factors) {
     constexpr int KEYS = Step::PAIRS ? 2 : 1, M = Rows::PAIRED ? 2 : 1;
     f32x16 sum[L][N * M];
     for (int l = 0; l < L; l++)
@@ -226,6 +288,7 @@ static INLINE void add_rows(const float *weights, const char *const *rows, int w
     const auto step = [&](int s, uint32_t seen) {
         for (int n = 0; n < N; n++) {
             f32x16 out[M];
+            for (int k = 0; k < KEYS; k++) fetch<Rows>(rows + s * KEYS + k, width, i + n);
             expand<Rows, Step::PAIRS, WHOLE>(rows + s * KEYS, width, i + n, out);
             for (int m = 0; m < M; m++) {
                 const f32x16 lanes = (f32x16)((u32x16)out[m] & seen);
@@ -237,10 +300,7 @@ static INLINE void add_rows(const float *weights, const char *const *rows, int w
     };
     int s = from / KEYS;
     if (from % KEYS) step(s++, 0xffff0000u);
-    for (; s < to / KEYS; s++) {
-        ahead.fetch(KEYS);
-        step(s, 0xffffffffu);
-    }
+    for (; s < to / KEYS; s++) step(s, 0xffffffffu);
     if (to % KEYS && s * KEYS < to) step(s, 0xffffu);
     for (int l = 0; l < L; l++)
         for (int n = 0; n < N * M; n++) store(acc + l * stride + (i * M + n) * 16, sum[l][n]);

@@ -65,9 +65,9 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
     }
     if (threads == 1 || (int64_t)work.size() >= 8 * threads || longest(p) <= segment) return work;
     std::vector<Work> pieces;
-    for (Work w : work)
-        for (w.segment = 0; w.segment * segment < p.context_lens[w.sequence]; w.segment++)
-            pieces.push_back(w);
+    for (int64_t s = 0; s * segment < longest(p); s++)
+        for (Work w : work)
+            if (w.segment = s; s * segment < p.context_lens[w.sequence]) pieces.push_back(w);
     return pieces;
 }
 
