@@ -28,6 +28,9 @@ template <int BITS, bool HALF> struct PackedRows {
     static int bytes(int width) { return row_bytes<BITS>(width); }
 
     template <bool WHOLE> static INLINE u32x16 lanes(const char *row, int width, int i) {
+#if defined(__AVX512BF16__)
+        if constexpr (HALF && BITS == 4 && WHOLE) return look_up((const uint8_t *)row, width, i);
+#endif
         if constexpr (HALF) {
             f32x16 x[2];
             unpack<0, 2, WHOLE>((const uint8_t *)row, width, i * 32, x);
@@ -48,6 +51,25 @@ template <int BITS, bool HALF> struct PackedRows {
     }
 
   private:
+#if defined(__AVX512BF16__)
+    // Group `i` at 4 bits: there are only 16 elements, so they are made once and looked up.
+    static INLINE u32x16 look_up(const uint8_t *row, int width, int i) {
+        uint32_t word;
+        std::memcpy(&word, row + code_bytes<4>(width) + i * 4, sizeof word);
+        const f32x16 head = splat_bits(word), low = (f32x16)((u32x16)head & 0xffff0000u);
+        const f32x16 scale = (f32x16)((u32x16)head << 16);
+        const f32x16 codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const __m256i elements = (__m256i)_mm512_cvtneps_pbh((__m512)fma(scale, codes, low));
+        __m128i bytes;
+        std::memcpy(&bytes, row + i * 16, sizeof bytes);
+        const u16x32 both = (u16x32)_mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(bytes));
+        const u16x32 shifts = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                               4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
+        return (u32x16)_mm512_permutexvar_epi16((__m512i)((both >> shifts) & 15),
+                                                _mm512_castsi256_si512(elements));
+    }
+#endif
+
     // Of the 32 elements from `e` on, the first 16, the last 16 or both.
     template <int FIRST, int COUNT, bool WHOLE>
     static INLINE void unpack(const uint8_t *row, int width, int e, f32x16 *out) {
