@@ -135,7 +135,7 @@ def open_engine(
                 f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
                 "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
             )
-        decoder = Decoder(module, weak=weak, fused=options.fused)
+        decoder = Decoder(module, weak=weak, fused=options.fused, unseen=not loaded.live)
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None

@@ -1,5 +1,5 @@
 // A decoder layer in two calls, of what comes before its attention and what comes after; or in one,
-// where K and V lie in plain blocks.
+// where K and V lie in plain blocks; or all layers in one.
 //
 // The products, norms and activations are the ones that the same modules run with one by one, in
 // the same order and with the same roundings, so the bits are the same too.
@@ -157,6 +157,16 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
                  l->head_dim, l->heads, l->kv_heads, l->head_dim, l->value_dim, rows->block_size,
                  l->window, l->is_bf16, l->is_bf16, l->scale, l->softcap, sinks, nullptr, threads);
     vb_layer_after(l, hidden, attended.data, rows->count, out, normed, threads);
+}
+
+// Layers one behind the other, each as vb_layer without sinks and with its MLP; `stores` holds K and V
+// of the first, of the second, and so on. out[rows, hidden] is what the last one returns.
+extern "C" void vb_layers(const Layer *const *layers, int64_t count, const Rows *rows,
+                          void *const *stores, const void *hidden, const void *cos, const void *sin,
+                          int64_t angles, int angles_f32, void *out, int threads) {
+    for (int64_t i = 0; i < count; i++, hidden = out)
+        vb_layer(layers[i], rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, cos, sin,
+                 angles, angles_f32, out, nullptr, threads);
 }
 
 // Bytes of a Layer, for the one who declares it elsewhere.

@@ -118,11 +118,7 @@ def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -
                 config.__dict__[field] = IMPLEMENTATION
         for attributes, forward in forwards:
             attributes["forward"] = forward
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast("cpu", enabled=False),
-        ):
+        with plain_numbers():
             yield
     finally:
         try:
@@ -130,6 +126,13 @@ def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -
         except KeyboardInterrupt:  # Ctrl-C in its middle: once more from the start
             _give_back(forwards, settings, training, silenced)
             raise
+
+
+@contextmanager
+def plain_numbers() -> Iterator[None]:
+    """Run the block without gradients, inference tensors and autocast, whatever the caller has on."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _give_back(

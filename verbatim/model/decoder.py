@@ -21,6 +21,7 @@ from verbatim.model.borrow import (
     borrow,
     configs_of,
     exclusive,
+    plain_numbers,
     replaced_forwards,
 )
 from verbatim.model.context import IMPLEMENTATION, Pass, activate, active_pass, flat_attention
@@ -30,7 +31,7 @@ from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
-from verbatim.model.tree import Tree
+from verbatim.model.tree import Tree, hooked_everywhere
 
 _TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
 
@@ -87,7 +88,9 @@ class Decoder:
         module: a transformers causal language model, possibly wrapped; used in place.
         weak: hold it only weakly, so that this decoder does not keep it alive.
         order: of the work of one forward.
-        fused: run the layers that allow it by two calls of the kernels each, which changes no bits.
+        fused: run the layers that allow it by a call or two of the kernels each, or all of them by one,
+            which changes no bits.
+        unseen: nobody else has the module, so nobody edits it, until `module` is asked for.
 
     Attributes:
         fused: how many layers are, and why others are not (`FusedLayers.report`); None: not asked for.
@@ -103,11 +106,14 @@ class Decoder:
         weak: bool = False,
         order: Order | None = None,
         fused: bool = True,
+        unseen: bool = False,
     ) -> None:
         register()
         self._fuse = fused
         self.fused: dict[str, Any] | None = None
         self._order: Order = InOnePiece() if order is None else order
+        self._in_one_piece = order is None
+        self._watched = not unseen
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
@@ -135,7 +141,7 @@ class Decoder:
             ModelChanged: what is stored for a token, its vocabulary or its dtype is another one.
         """
         with exclusive:
-            module = self.module
+            module = self.held
             if self._tree.unchanged():
                 return
             before, now = self.anatomy, look_at(module)
@@ -154,11 +160,22 @@ class Decoder:
 
     @property
     def module(self) -> nn.Module:
-        """The module itself; EngineClosed when it was held weakly and is gone."""
+        """The module itself, for who may edit it; EngineClosed when it was held weakly and is gone."""
+        self._watched = True
+        return self.held
+
+    @property
+    def held(self) -> nn.Module:
+        """The same, for who only reads it, or tells what it wrote by `weights_moved`."""
         module = self._module()
         if module is None:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
+
+    def weights_moved(self) -> None:
+        """The module's tensors lie elsewhere now."""
+        if self._layers is not None:
+            self._layers.forget()
 
     def close(self) -> None:
         """Let go of the module."""
@@ -190,7 +207,8 @@ class Decoder:
             NotSupported: the batch wants hidden states or forces experts, and the model can't.
         """
         with exclusive:
-            self.look_again()
+            if self._watched:
+                self.look_again()
             layers = self.anatomy.routed
             if layers is None and batch.forced_experts is not None:
                 raise NotSupported(f"its routing can't be replayed: {self.anatomy.routing_reason}")
@@ -210,7 +228,7 @@ class Decoder:
                     )
                     for part, own in zip(batches, stores, strict=True)
                 ]
-                output = self._forward(self.module, walks, body=body, hooks=hooks)
+                output = self._forward(self.held, walks, body=body, hooks=hooks)
             if records is not None:
                 for walk in walks:
                     assert walk.routing is not None
@@ -229,7 +247,7 @@ class Decoder:
                 self._replay_reason = self._try_replay()
                 self._replay_tried = True
             if self._replay_reason is not None:
-                name = type(inner_model(self.module)).__name__
+                name = type(inner_model(self.held)).__name__
                 raise NotSupported(f"{name}: {self._replay_reason}")
 
     def check_body(self, hidden_size: int) -> None:
@@ -240,14 +258,14 @@ class Decoder:
         """
         with exclusive:
             self.look_again()
-            store, device = self._trial_store(), next(self.module.parameters()).device
+            store, device = self._trial_store(), next(self.held.parameters()).device
             body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
             walk = FlatPass(self.anatomy.slots, self._trial_batch(None), store)
             try:
-                self._forward(self.module, [walk], body=body, hooks=False)
+                self._forward(self.held, [walk], body=body, hooks=False)
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
-                    f"{type(inner_model(self.module)).__name__}: the hidden states of its body can't be "
+                    f"{type(inner_model(self.held)).__name__}: the hidden states of its body can't be "
                     f"kept: {type(error).__name__}: {first_line(error)}"
                 ) from error
 
@@ -266,12 +284,12 @@ class Decoder:
         def run(forced: Tensor | None) -> tuple[Tensor, Routing]:
             routing = Routing(layers, forced, keep_weights=True)
             walk = FlatPass(self.anatomy.slots, self._trial_batch(forced), store, routing)
-            return self._forward(self.module, [walk], hooks=False).logits, routing
+            return self._forward(self.held, [walk], hooks=False).logits, routing
 
         return why_not_replayable(run, _TRIAL_TOKENS)
 
     def _trial_store(self) -> KVStore:
-        anatomy, device = self.anatomy, next(self.module.parameters()).device
+        anatomy, device = self.anatomy, next(self.held.parameters()).device
         return KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
 
     def _trial_batch(self, forced: Tensor | None) -> Batch:
@@ -297,7 +315,15 @@ class Decoder:
         """The forwards of all micro-batches, as one."""
         anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
         if self._layers is not None:
-            self._layers.look(hooks=hooks and self._tree.has_hooks())
+            watched = self._watched
+            hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
+            self._layers.look(hooks=hooked, watched=watched)
+            whole = self._layers.whole_now() if body is None and self._in_one_piece else None
+            if whole is not None:
+                with plain_numbers():
+                    found = whole.run(walks[0])
+                if found is not None:
+                    return Output(found.logits, found.hidden if wants_hidden else None)
         with (
             borrow(self._tree, self._forwards, self._configs, hooks=hooks),
             _mode(self._tree, anatomy, walks),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,11 @@ class DirectRows:
         """The addresses of K and V of one layer."""
         k, v = self._store.layers[layer]
         return k.data_ptr(), v.data_ptr()
+
+    def all_stores(self, layers: Sequence[int]) -> Any:
+        """The same of several layers, one behind the other, as an array for the kernels."""
+        found = [address for layer in layers for address in self.stores(layer)]
+        return (_POINTER * len(found))(*found)
 
 
 def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:

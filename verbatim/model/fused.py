@@ -1,4 +1,4 @@
-"""Fused layers: the decoder layers of a model that are run by two calls of the kernels each.
+"""Fused layers: the decoder layers of a model that are run by a call or two of the kernels each.
 
 A layer is taken for one of the common shape by the names of its parts, generously. Whether it really is
 one is tried: with random rows, what it hands to its attention and what it returns must be, bit for bit,
@@ -8,6 +8,7 @@ what its own forward makes of them. A layer that fails stays plain, and `report`
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from contextlib import nullcontext
 from operator import getitem
 from typing import Any
@@ -31,6 +32,7 @@ from verbatim.model.layer import (
 )
 from verbatim.model.layer_trial import LayerTrial, Watch
 from verbatim.model.norms import norm_parts
+from verbatim.model.whole import WholeModel, in_order
 
 _ROWS = 5  # of a trial
 
@@ -69,13 +71,17 @@ class FusedLayers:
 
     Attributes:
         forwards: as for `borrow`, to be put in after the plain ones, which they fall back to.
-        report: how many layers are fused, how many are not, and for what reasons (the number of each).
+        whole: the model in one call for all layers; None: it runs layer by layer.
+        report: how many layers are fused, how many are not, and for what reasons (the number of each);
+            and "whole": "yes" where they run in one call, else why not.
     """
 
     def __init__(
         self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
     ) -> None:
         self.forwards: Forwards = []
+        self.whole: WholeModel | None = None
+        self._why_not_whole = "not all of its layers are fused"
         self._plain: collections.Counter[str] = collections.Counter()
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
@@ -112,13 +118,41 @@ class FusedLayers:
             else:
                 self._layers.append(trial.fused)
                 self.forwards.append((trial.parts.layer.__dict__, trial.fused.forward()))
+        if not self._plain:
+            self._try_whole(module, anatomy, forwards, configs)
 
-    def look(self, *, hooks: bool) -> None:
+    def _try_whole(
+        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+    ) -> None:
+        layers = in_order(self._layers, anatomy)
+        places = {
+            id(layer): place for layer, (place, _) in zip(self._layers, self.forwards, strict=True)
+        }
+
+        def forward(spies: list[Callable[..., Any]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            own = [(places[id(layer)], spy) for layer, spy in zip(layers, spies, strict=True)]
+            return _run(module, anatomy, [*forwards, *own], configs)
+
+        try:
+            whole = WholeModel(module, anatomy, layers)
+            with torch.no_grad():
+                whole.check(forward)
+            self.whole, self._why_not_whole = whole, ""
+        except NotFusable as reason:
+            self._why_not_whole = str(reason)
+        except Exception as error:  # whatever somebody else's model makes of it
+            self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
+
+    def look(self, *, hooks: bool, watched: bool = True) -> None:
         """To be called before each forward: are the layers as they were?
 
         Args:
             hooks: somebody's code will run in the middle of this forward, so each layer has to look itself.
+            watched: somebody has the module, and may have edited it since the last look.
         """
+        if not watched and not hooks and self._look is not None and self._look.same_code():
+            self._trust.given = True
+            return
         self._trust.given = False
         if hooks or not self._layers:
             return
@@ -129,12 +163,22 @@ class FusedLayers:
             self._look = _Look(self._layers)
         self._trust.given = True
 
+    def forget(self) -> None:
+        """Look anew before the next forward, whether or not somebody has the module."""
+        self._look = None
+
+    def whole_now(self) -> WholeModel | None:
+        """The model in one call, if it can be run so after the last look."""
+        whole = self.whole if self._trust.given else None
+        return whole if whole is not None and whole.unchanged() else None
+
     @property
     def report(self) -> dict[str, Any]:
         return {
             "layers": len(self._layers),
             "plain": sum(self._plain.values()),
             "reasons": dict(self._plain),
+            "whole": "no: " + self._why_not_whole if self.whole is None else "yes",
         }
 
 
@@ -176,10 +220,14 @@ class _Look:
                 and [*map(Tensor.stride, tensors)] == self._strides
                 and [*map(dict.get, self._fields, self._keys)] == self._values
                 and all(fields.get(name) is None for fields, name in self._missing)
-                and [cls.forward for cls in self._classes] == self._codes
+                and self.same_code()
             )
         except (KeyError, TypeError):  # a parameter is gone
             return False
+
+    def same_code(self) -> bool:
+        """Do the classes have the forwards that they had?"""
+        return [cls.forward for cls in self._classes] == self._codes
 
 
 def _layers_of(module: nn.Module, anatomy: Anatomy) -> list[tuple[nn.Module | None, nn.Module]]:
@@ -269,22 +317,31 @@ def _activation_of(module: nn.Module) -> Activation | None:
     return None
 
 
-def _run(module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]) -> None:
-    """A forward of a few tokens at places all over the context, with trials in the layers' place."""
+def _run(
+    module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A forward of a few tokens at places all over the context, with trials in the layers' place.
+
+    Returns:
+        The ids and positions `[1, T]`, the rows `[R]` whose logits were asked
+        for, and those `[R, V]`.
+    """
     config: Any = getattr(inner_model(module), "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     last = max(_ROWS, limit if isinstance(limit, int) else 4096) - 1
     device = next(module.parameters()).device
     ids = torch.arange(_ROWS, device=device) * 7 % max(1, anatomy.vocab_size - 3) + 1
     inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
+    positions = torch.tensor([[0, 1, last // 3, 2 * last // 3, last]], device=device)
     if anatomy.takes_positions:
-        places = [0, 1, last // 3, 2 * last // 3, last]
-        inputs["position_ids"] = torch.tensor([places], device=device)
+        inputs["position_ids"] = positions
+    rows = torch.tensor([0, _ROWS - 1], device=device)
     if anatomy.takes_logit_rows:
-        inputs["logits_to_keep"] = torch.tensor([0], device=device)
+        inputs["logits_to_keep"] = rows
     with (
         borrow(module, forwards, configs, hooks=False),
         activate(Watch()),
         InvariantMode() if anatomy.needs_safety_net else nullcontext(),
     ):
-        module(**inputs)
+        logits: Tensor = module(**inputs).logits[0]
+    return ids[None], positions, rows, logits if anatomy.takes_logit_rows else logits[rows]

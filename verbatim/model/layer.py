@@ -203,21 +203,33 @@ class FusedLayer:
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
         owners += [n.module for n in parts.norms.values()]
-        # Also those of configs, which some forwards read each time.
-        fields = [m.__dict__ for m in dict.fromkeys(owners)]
-        configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
-        self.numbers = [
-            (values, name)
-            for values in (*fields, *{id(c): c for c in configs}.values())
-            for name, value in values.items()
-            if name not in _NOT_OURS and (value is None or type(value) in (int, float, bool, str))
-        ]
+        self.numbers = numbers_of(owners)
         self.values = self._values_now()
         self.classes = list({type(m) for m in (*owners, *modules)})
         self.codes = [cls.forward for cls in self.classes]
         self.found: list[Lying] | None = None
         self._struct = _Layer()
         self._prepare()
+
+    @property
+    def attention(self) -> nn.Module:
+        """The module that attends in it."""
+        return self._parts.attention
+
+    @property
+    def turns(self) -> bool:
+        """Does it take angles?"""
+        return self._shape.rotation is not Rotation.UNTURNED
+
+    @property
+    def is_complete(self) -> bool:
+        """Is all of it in one call of the kernels, and is nothing read anew each time?"""
+        return bool(self._parts.gates) and not self._shape.sinks
+
+    @property
+    def address(self) -> int:
+        """Of what `kernels/layer.cpp` calls Layer; it stays where it is."""
+        return ctypes.addressof(self._struct)
 
     def _values_now(self) -> list[Any]:
         return [fields.get(name) for fields, name in self.numbers]
@@ -391,6 +403,21 @@ class FusedLayer:
             return self.ready()
         except NotFusable:
             return False
+
+
+def numbers_of(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Where modules keep numbers and words that their forwards may depend on: each dictionary and name.
+
+    Also those of configs, which some forwards read each time.
+    """
+    fields = [m.__dict__ for m in dict.fromkeys(modules)]
+    configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
+    return [
+        (values, name)
+        for values in (*fields, *{id(c): c for c in configs}.values())
+        for name, value in values.items()
+        if name not in _NOT_OURS and (value is None or type(value) in (int, float, bool, str))
+    ]
 
 
 def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -45,10 +45,11 @@ class Watch:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         self.seen.append((q, k, v, options))
-        return _noise((*q.shape[:2], v.shape[2]), q.dtype)
+        return noise((*q.shape[:2], v.shape[2]), q.dtype)
 
 
-def _noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The same random numbers each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -92,7 +93,7 @@ class LayerTrial:
         forwards = replaced_forwards(twin)
         for fields, forward in forwards:
             fields["forward"] = forward
-        x = _noise(tuple(hidden_states.shape), hidden_states.dtype)
+        x = noise(tuple(hidden_states.shape), hidden_states.dtype)
         rows = x.flatten(0, -2)
         rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
         expected, (seen,) = _watched(partial(type(twin).forward, twin, x, **kwargs))
@@ -119,8 +120,8 @@ class LayerTrial:
             shape = replace(shape, rotation=rotation)
             forward = FusedLayer(own, shape, arguments, Trust()).forward(_refuse)
             made, (ours,) = _watched(partial(forward, x, **kwargs))
-            if all(_same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
-                if not _same_bits(made, expected):
+            if all(same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
+                if not same_bits(made, expected):
                     raise NotFusable("what it makes of its attention is not what the kernels make")
                 return FusedLayer(parts, shape, arguments, self._trust)
         raise NotFusable("its queries, keys and values are not what the kernels make")
@@ -158,7 +159,8 @@ def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     return returned, watch.seen
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Are they of one dtype, float32 or bfloat16, and one shape, and the same in every bit?"""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
@@ -197,14 +199,14 @@ def _telling(parameter: Any, seed: int) -> Any:
     if not parameter.is_floating_point() or not parameter.is_cpu:
         return parameter
     if parameter.ndim == 1:
-        return nn.Parameter(_noise(tuple(parameter.shape), parameter.dtype, seed), False)
+        return nn.Parameter(noise(tuple(parameter.shape), parameter.dtype, seed), False)
     if parameter.ndim != 2:
         return parameter
     some = parameter[:_MODEST]
     if some.isfinite().all() and int(some.count_nonzero()) * 2 > some.numel():
         return parameter
-    noise = _noise(tuple(parameter.shape), parameter.dtype, seed)
-    return nn.Parameter(noise / math.sqrt(max(1, parameter.shape[1])), False)
+    filled = noise(tuple(parameter.shape), parameter.dtype, seed)
+    return nn.Parameter(filled / math.sqrt(max(1, parameter.shape[1])), False)
 
 
 def _in_twin(parts: LayerParts, twins: dict[int, nn.Module]) -> LayerParts:

@@ -57,18 +57,22 @@ class Tree:
 
     def has_hooks(self) -> bool:
         """Does anybody's code run in the middle of a forward?"""
-        everywhere = torch.nn.modules.module
         return (
             any(map(_hooks, self._fields))
             or any(map(_pre_hooks, self._fields))
-            or bool(everywhere._global_forward_hooks)
-            or bool(everywhere._global_forward_pre_hooks)
+            or hooked_everywhere()
         )
 
     def in_training(self) -> list[nn.Module]:
         """The modules that are in training mode."""
         modules = self.modules
         return [m for m in modules if m.training] if any(map(_training, modules)) else []
+
+
+def hooked_everywhere() -> bool:
+    """Does every module in the process have a forward hook?"""
+    every = torch.nn.modules.module
+    return bool(every._global_forward_hooks or every._global_forward_pre_hooks)
 
 
 def _fields_of(module: nn.Module) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Resident:
             self.decoder.check_replay()
 
     def info(self) -> dict[str, Any]:
-        module, anatomy, mtp = self.decoder.module, self.decoder.anatomy, self.mtp
+        module, anatomy, mtp = self.decoder.held, self.decoder.anatomy, self.mtp
         kv_dtype = settle_kv_dtype(self.store.dtype_name)
         drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
         return {
@@ -134,10 +134,10 @@ class Resident:
                 f"update_weights: the weights are packed as {self.packed.quantization.name}; open the new "
                 "ones from their folder, or train with weights that are not packed"
             )
-        return NewWeights(self.module, tensors, check_finite=check_finite).write
+        return NewWeights(self.decoder.held, tensors, check_finite=check_finite).write
 
     def stamp(self) -> object:
-        return writes_to(self.module)
+        return writes_to(self.decoder.held)
 
     def sleep(self, weights: bool) -> None:
         if weights:
@@ -146,7 +146,8 @@ class Resident:
                     "sleep(weights=True): the weights of a live module are their owner's; sleep() "
                     "gives back the KV memory alone"
                 )
-            self.checkpoint.drop(self.decoder.module)
+            self.checkpoint.drop(self.decoder.held)
+            self.decoder.weights_moved()
         self.store.release()  # the routing's records are a hundredth of it, and stay
         if self.mtp is not None:
             self.mtp.release()
@@ -154,7 +155,8 @@ class Resident:
 
     def wake(self) -> None:
         if self.checkpoint is not None:
-            self.checkpoint.restore(self.decoder.module)
+            self.checkpoint.restore(self.decoder.held)
+            self.decoder.weights_moved()
         self.store.allocate()
         if self.mtp is not None:
             self.mtp.allocate()
