@@ -108,11 +108,19 @@ static inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // The sum of the lanes, always by the same tree: 16 -> 8 -> 4 -> 2 -> 1, halves added.
 static inline float sum(f32x16 v) {
+#if defined(__AVX512F__)
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                                       _mm512_extractf32x8_ps((__m512)v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     float x[16];
     store(x, v);
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; i++) x[i] += x[i + width];
     return x[0];
+#endif
 }
 
 static inline float max_lane(f32x16 v) {
@@ -125,6 +133,12 @@ static inline float max_lane(f32x16 v) {
 
 // Sixteen floats rounded to bf16 as `to_bf16` rounds one.
 static inline u16x16 narrow(f32x16 v) {
+#if defined(__AVX512BF16__)
+    // The instruction takes a denormal number for zero and keeps the bits of a NaN.
+    constexpr int NANS = 0x81, DENORMAL = 0x20;
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, NANS | DENORMAL), 1))
+        return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#endif
     u32x16 bits = (u32x16)v;
     u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     u32x16 nan = (u32x16)((bits & 0x7fffffffu) > 0x7f800000u);
