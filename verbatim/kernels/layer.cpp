@@ -1,5 +1,5 @@
 // A decoder layer in two calls, of what comes before its attention and what comes after; or in one,
-// where K and V lie in plain blocks; or all layers in one.
+// where K and V lie in plain blocks; or all layers of a model with its head in one.
 //
 // The products, norms and activations are the ones that the same modules run with one by one, in
 // the same order and with the same roundings, so the bits are the same too.
@@ -36,6 +36,23 @@ struct Rows {
     int64_t count, sequences, max_blocks, block_size;
 };
 
+// As verbatim/model/whole.py declares it.
+struct Model {
+    const Layer *const *layers;  // without sinks, and with their MLPs
+    int64_t count;
+    Norm norm;    // behind the last of them
+    Matrix head;  // [vocabulary, hidden]
+};
+
+// Cosines and sines [?, width], in the layer's dtype or in float, and which row of them is whose: null
+// gives each its own.
+struct Angles {
+    const void *cos, *sin;
+    int64_t width;
+    int is_f32;
+    const int64_t *rows;
+};
+
 // A norm of the width of one head is one for each head, else it is one for all of them.
 template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
     if (norm.kind == NONE) return;
@@ -43,8 +60,8 @@ template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
 }
 
 template <typename T, typename A>
-void before(const Layer &l, const T *hidden, int64_t rows, const A *cos, const A *sin,
-            int64_t angles, T *qkv, int threads) {
+void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles, T *qkv,
+            int threads) {
     const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
     const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
     const T *x = hidden;
@@ -62,10 +79,20 @@ void before(const Layer &l, const T *hidden, int64_t rows, const A *cos, const A
         norm_heads(row, q_width, l.of_queries);
         norm_heads(row + q_width, k_width, l.of_keys);
         if (l.rotation == UNTURNED) return;
+        const int64_t at = (angles.rows ? angles.rows[r] : r) * angles.width;
+        const A *cos = (const A *)angles.cos + at, *sin = (const A *)angles.sin + at;
         for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
-            rotate_head(row + h * l.head_dim, cos + r * angles, sin + r * angles, angles,
-                        l.rotation);
+            rotate_head(row + h * l.head_dim, cos, sin, angles.width, l.rotation);
     });
+}
+
+void before(const Layer &l, const void *hidden, int64_t rows, const Angles &angles, void *qkv,
+            int threads) {
+    if (!l.is_bf16)
+        before<float, float>(l, (const float *)hidden, rows, angles, (float *)qkv, threads);
+    else if (angles.is_f32)
+        before<bf16, float>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
+    else before<bf16, bf16>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
 }
 
 // hidden + (norm of) the product: the residual after attention, and after the MLP.
@@ -108,6 +135,46 @@ void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, T *
     add_back(l, out, out, made, rows, l.after_mlp, threads);
 }
 
+void after(const Layer &l, const void *hidden, const void *attended, int64_t rows, void *out,
+           void *normed, int threads) {
+    if (l.is_bf16)
+        after(l, (const bf16 *)hidden, (const bf16 *)attended, rows, (bf16 *)out, (bf16 *)normed,
+              threads);
+    else
+        after(l, (const float *)hidden, (const float *)attended, rows, (float *)out,
+              (float *)normed, threads);
+}
+
+// Both, and between them the rows' K and V are written to the stores and attended to.
+void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const float *sinks,
+           const void *hidden, const Angles &angles, void *out, void *normed, int threads) {
+    const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
+    const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
+    const int64_t size = l.is_bf16 ? 2 : 4, out_width = l.heads * l.value_dim;
+    Scratch<char> qkv(rows.count * width * size), attended(rows.count * out_width * size);
+    before(l, hidden, rows.count, angles, qkv.data, threads);
+    const char *k = qkv.data + q_width * size, *v = k + k_width * size;
+    vb_write_kv(k, v, (char *)k_store, (char *)v_store, rows.slots, rows.count, l.kv_heads,
+                rows.block_size, l.head_dim * size, l.value_dim * size, width * size,
+                l.head_dim * size, width * size, l.value_dim * size, threads);
+    vb_attention(qkv.data, attended.data, k_store, v_store, rows.query_starts, rows.context_lens,
+                 rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
+                 l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.is_bf16,
+                 l.is_bf16, l.scale, l.softcap, sinks, nullptr, threads);
+    after(l, hidden, attended.data, rows.count, out, normed, threads);
+}
+
+// The last norm and the head, for the rows that need logits.
+template <typename T>
+void finish(const Model &m, const T *x, const int64_t *logit_rows, int64_t count, T *normed,
+            T *logits, int threads) {
+    const int64_t width = m.norm.width;
+    each_row(count, width, threads, [&](int64_t r) {
+        norm_row(normed + r * width, x + logit_rows[r] * width, m.norm);
+    });
+    multiply(normed, count, width, &m.head, 1, logits, m.head.cols, threads);
+}
+
 }  // namespace
 
 // qkv[rows, all heads of q, k and v] of hidden[rows, hidden]; cos and sin [rows, angles] are in the
@@ -115,59 +182,43 @@ void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, T *
 extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows, const void *cos,
                                 const void *sin, int64_t angles, int angles_f32, void *qkv,
                                 int threads) {
-    if (!l->is_bf16)
-        before(*l, (const float *)hidden, rows, (const float *)cos, (const float *)sin, angles,
-               (float *)qkv, threads);
-    else if (angles_f32)
-        before(*l, (const bf16 *)hidden, rows, (const float *)cos, (const float *)sin, angles,
-               (bf16 *)qkv, threads);
-    else
-        before(*l, (const bf16 *)hidden, rows, (const bf16 *)cos, (const bf16 *)sin, angles,
-               (bf16 *)qkv, threads);
+    before(*l, hidden, rows, Angles{cos, sin, angles, angles_f32, nullptr}, qkv, threads);
 }
 
 // out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim].
 // `normed` [rows, hidden] is what the MLP must be given, where it is not in the layer; else null.
 extern "C" void vb_layer_after(const Layer *l, const void *hidden, const void *attended,
                                int64_t rows, void *out, void *normed, int threads) {
-    if (l->is_bf16)
-        after(*l, (const bf16 *)hidden, (const bf16 *)attended, rows, (bf16 *)out, (bf16 *)normed,
-              threads);
-    else
-        after(*l, (const float *)hidden, (const float *)attended, rows, (float *)out,
-              (float *)normed, threads);
+    after(*l, hidden, attended, rows, out, normed, threads);
 }
 
-// The whole layer: both of the above, and between them the rows' K and V are written to the stores
-// and attended to. `sinks` is null or as vb_attention takes it.
+// The whole layer. `sinks` is null or as vb_attention takes it.
 extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *v_store,
                          const float *sinks, const void *hidden, const void *cos, const void *sin,
                          int64_t angles, int angles_f32, void *out, void *normed, int threads) {
-    const int64_t q_width = l->heads * l->head_dim, k_width = l->kv_heads * l->head_dim;
-    const int64_t width = q_width + k_width + l->kv_heads * l->value_dim;
-    const int64_t size = l->is_bf16 ? 2 : 4, out_width = l->heads * l->value_dim;
-    Scratch<char> qkv(rows->count * width * size), attended(rows->count * out_width * size);
-    vb_layer_before(l, hidden, rows->count, cos, sin, angles, angles_f32, qkv.data, threads);
-    const char *k = qkv.data + q_width * size, *v = k + k_width * size;
-    vb_write_kv(k, v, (char *)k_store, (char *)v_store, rows->slots, rows->count, l->kv_heads,
-                rows->block_size, l->head_dim * size, l->value_dim * size, width * size,
-                l->head_dim * size, width * size, l->value_dim * size, threads);
-    vb_attention(qkv.data, attended.data, k_store, v_store, rows->query_starts,
-                 rows->context_lens, rows->block_tables, rows->sequences, rows->max_blocks, width,
-                 l->head_dim, l->heads, l->kv_heads, l->head_dim, l->value_dim, rows->block_size,
-                 l->window, l->is_bf16, l->is_bf16, l->scale, l->softcap, sinks, nullptr, threads);
-    vb_layer_after(l, hidden, attended.data, rows->count, out, normed, threads);
+    whole(*l, *rows, k_store, v_store, sinks, hidden, Angles{cos, sin, angles, angles_f32, nullptr},
+          out, normed, threads);
 }
 
-// Layers one behind the other, each as vb_layer without sinks and with its MLP; `stores` holds K and V
-// of the first, of the second, and so on. out[rows, hidden] is what the last one returns.
-extern "C" void vb_layers(const Layer *const *layers, int64_t count, const Rows *rows,
-                          void *const *stores, const void *hidden, const void *cos, const void *sin,
-                          int64_t angles, int angles_f32, void *out, int threads) {
-    for (int64_t i = 0; i < count; i++, hidden = out)
-        vb_layer(layers[i], rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, cos, sin,
-                 angles, angles_f32, out, nullptr, threads);
+// The whole model, of which hidden[rows, hidden] are the embeddings, which it overwrites: normed
+// [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
+// first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
+// are.
+extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
+                         const void *cos, const void *sin, int64_t angles, int angles_f32,
+                         const int64_t *angle_rows, const int64_t *logit_rows, int64_t count,
+                         void *normed, void *logits, int threads) {
+    const Angles found{cos, sin, angles, angles_f32, angle_rows};
+    for (int64_t i = 0; i < m->count; i++)
+        whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, found, hidden,
+              nullptr, threads);
+    if (m->layers[0]->is_bf16)
+        finish(*m, (const bf16 *)hidden, logit_rows, count, (bf16 *)normed, (bf16 *)logits, threads);
+    else
+        finish(*m, (const float *)hidden, logit_rows, count, (float *)normed, (float *)logits,
+               threads);
 }
 
-// Bytes of a Layer, for the one who declares it elsewhere.
+// Bytes of a Layer, and of a Model, for the one who declares them elsewhere.
 extern "C" int64_t vb_layer_size() { return sizeof(Layer); }
+extern "C" int64_t vb_model_size() { return sizeof(Model); }

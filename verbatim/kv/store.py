@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,10 +64,18 @@ class KVStore:
 
         self._all_blocks = all_blocks
         self.layers: list[tuple[Tensor, Tensor]] = all_blocks()
+        self._addresses: Any = None  # of them, once asked for
 
     @property
     def nbytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+    def addresses(self) -> Any:
+        """Those of K and V of the first layer, of the second, and so on, as an array for the kernels."""
+        if self._addresses is None:
+            found = [held.data_ptr() for pair in self.layers for held in pair]
+            self._addresses = (ctypes.c_void_p * len(found))(*found)
+        return self._addresses
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
@@ -108,6 +118,7 @@ class KVStore:
     def release(self) -> None:
         """Give the memory back."""
         self.layers.clear()
+        self._addresses = None
 
     def allocate(self) -> None:
         """Take memory again after `release`; what was in it is gone."""

@@ -321,7 +321,7 @@ class Decoder:
             whole = self._layers.whole_now() if body is None and self._in_one_piece else None
             if whole is not None:
                 with plain_numbers():
-                    found = whole.run(walks[0])
+                    found = whole.run(walks[0], watched=watched)
                 if found is not None:
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (

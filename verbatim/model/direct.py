@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,10 +52,9 @@ class DirectRows:
         k, v = self._store.layers[layer]
         return k.data_ptr(), v.data_ptr()
 
-    def all_stores(self, layers: Sequence[int]) -> Any:
-        """The same of several layers, one behind the other, as an array for the kernels."""
-        found = [address for layer in layers for address in self.stores(layer)]
-        return (_POINTER * len(found))(*found)
+    def all_stores(self) -> Any:
+        """Those of K and V of the first layer, of the second, and so on, as an array for the kernels."""
+        return self._store.addresses()
 
 
 def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:

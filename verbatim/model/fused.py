@@ -81,6 +81,7 @@ class FusedLayers:
     ) -> None:
         self.forwards: Forwards = []
         self.whole: WholeModel | None = None
+        self._whole_fits = False  # after the last look
         self._why_not_whole = "not all of its layers are fused"
         self._plain: collections.Counter[str] = collections.Counter()
         self._trust = Trust()
@@ -153,7 +154,7 @@ class FusedLayers:
         if not watched and not hooks and self._look is not None and self._look.same_code():
             self._trust.given = True
             return
-        self._trust.given = False
+        self._trust.given = self._whole_fits = False
         if hooks or not self._layers:
             return
         if self._look is None or not self._look.unchanged():
@@ -162,15 +163,19 @@ class FusedLayers:
                 return
             self._look = _Look(self._layers)
         self._trust.given = True
+        self._whole_fits = self.whole is not None and self.whole.fits()
 
     def forget(self) -> None:
         """Look anew before the next forward, whether or not somebody has the module."""
         self._look = None
+        if self.whole is not None:
+            self.whole.forget()
 
     def whole_now(self) -> WholeModel | None:
         """The model in one call, if it can be run so after the last look."""
-        whole = self.whole if self._trust.given else None
-        return whole if whole is not None and whole.unchanged() else None
+        whole = self.whole
+        fits = whole is not None and self._whole_fits and self._trust.given and whole.same_code()
+        return whole if fits else None
 
     @property
     def report(self) -> dict[str, Any]:

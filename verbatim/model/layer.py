@@ -31,6 +31,9 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format; packed ones are called by their bits
 # Where a tensor's numbers are: address, number, strides. None: there is no tensor.
 Lying = tuple[int, int, tuple[int, ...]] | None
+Place = tuple[
+    dict[str, Any], str
+]  # where a tensor or a number hangs: in which dictionary, by what name
 _everywhere = torch.nn.modules.module  # hooks that every module has
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
@@ -97,7 +100,9 @@ class Shape:
     sinks: bool
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
+    """`vb::Matrix` of kernels/matrix.h."""
+
     _fields_ = [
         *((name, _POINTER) for name in ("data", "bias")),
         *((name, _LONG) for name in ("cols", "depth", "stride")),
@@ -105,7 +110,9 @@ class _Matrix(ctypes.Structure):
     ]
 
 
-class _Norm(ctypes.Structure):
+class NormStruct(ctypes.Structure):
+    """`vb::Norm` of kernels/elementwise.h."""
+
     _fields_ = [("weight", _POINTER), ("width", _LONG), ("eps", _FLOAT), ("kind", _INT)]
 
 
@@ -121,11 +128,11 @@ _ROLES = (
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("inputs", _Matrix * 3),
-        ("output", _Matrix),
-        ("gates", _Matrix * 2),
-        ("down", _Matrix),
-        *((role, _Norm) for role in _ROLES),
+        ("inputs", Matrix * 3),
+        ("output", Matrix),
+        ("gates", Matrix * 2),
+        ("down", Matrix),
+        *((role, NormStruct) for role in _ROLES),
         *(
             (name, _LONG)
             for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim", "inner")
@@ -193,7 +200,7 @@ class FusedLayer:
             linears.append(parts.down)
         self.dtype = _dtype_of(parts.output)
         # Each place where a tensor hangs that the kernels get a pointer to.
-        self.places: list[tuple[dict[str, Any], str]] = [p for m in linears for p in _places(m)]
+        self.places: list[Place] = [p for m in linears for p in places_of(m)]
         self.places += [
             (n.module._parameters, n.parts.weight)
             for n in parts.norms.values()
@@ -253,10 +260,7 @@ class FusedLayer:
         return True
 
     def _found_now(self) -> list[Lying]:
-        return [
-            None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride())
-            for fields, name in self.places
-        ]
+        return lying(self.places)
 
     def _prepare(self) -> None:
         """Fill in the struct."""
@@ -271,8 +275,8 @@ class FusedLayer:
         struct.num_inputs, struct.num_gates = len(parts.inputs), len(parts.gates)
         for array, modules in ((struct.inputs, parts.inputs), (struct.gates, parts.gates)):
             for i, module in enumerate(modules):
-                array[i] = _matrix(module, dtype)
-        struct.output = _matrix(parts.output, dtype)
+                array[i] = matrix_of(module, dtype)
+        struct.output = matrix_of(parts.output, dtype)
         struct.hidden = struct.output.cols
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         widths = [queries, keys, shape.kv_heads * shape.value_dim]
@@ -282,7 +286,7 @@ class FusedLayer:
         fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
         fits &= struct.output.depth == shape.heads * shape.value_dim
         if parts.down is not None:
-            struct.down = _matrix(parts.down, dtype)
+            struct.down = matrix_of(parts.down, dtype)
             struct.inner = struct.down.depth
             wanted = [(2 * struct.inner) // len(parts.gates)] * len(parts.gates)
             fits &= [m.cols for m in struct.gates][: len(wanted)] == wanted
@@ -291,7 +295,7 @@ class FusedLayer:
         for role in _ROLES:
             norm = parts.norms.get(role)
             width = {"of_queries": queries, "of_keys": keys}.get(role)
-            found = _norm(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
+            found = norm_of(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
             setattr(struct, role, found)
         if not fits:
             raise NotFusable("its matrices do not fit together")
@@ -405,7 +409,15 @@ class FusedLayer:
             return False
 
 
-def numbers_of(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+def lying(places: list[Place]) -> list[Lying]:
+    """Where the tensors lie that hang there now."""
+    return [
+        None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride())
+        for fields, name in places
+    ]
+
+
+def numbers_of(modules: list[nn.Module]) -> list[Place]:
     """Where modules keep numbers and words that their forwards may depend on: each dictionary and name.
 
     Also those of configs, which some forwards read each time.
@@ -446,7 +458,8 @@ def _dtype_of(linear: Any) -> torch.dtype:
     return linear.weight.dtype  # type: ignore[no-any-return]
 
 
-def _places(linear: nn.Module) -> list[tuple[dict[str, Any], str]]:
+def places_of(linear: nn.Module) -> list[Place]:
+    """Where the tensors of a linear layer hang."""
     if type(linear) is PackedLinear:
         return [(linear._buffers, "packed"), (linear._parameters, "bias")]
     return [(linear._parameters, "weight"), (linear._parameters, "bias")]
@@ -464,7 +477,8 @@ def _checked(tensor: Any, dtype: torch.dtype) -> int:
     return address
 
 
-def _matrix(linear: Any, dtype: torch.dtype) -> _Matrix:
+def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
+    """A linear layer's weight and bias as the kernels read them; NotFusable where they can't."""
     if dtype not in _FORMATS:
         raise NotFusable(f"its weights are {dtype}")
     own_bias = linear._parameters.get("bias")
@@ -476,7 +490,7 @@ def _matrix(linear: Any, dtype: torch.dtype) -> _Matrix:
         data = _checked(linear._buffers["packed"], torch.uint8)
         (cols, depth), kind = packing.shape, packing.quantization
         _check_bias(own_bias, cols)
-        return _Matrix(data, bias, cols, depth, depth, kind.bits, kind.group_size)
+        return Matrix(data, bias, cols, depth, depth, kind.bits, kind.group_size)
     if type(linear) is not nn.Linear:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
     weight: Any = linear._parameters["weight"]
@@ -485,7 +499,7 @@ def _matrix(linear: Any, dtype: torch.dtype) -> _Matrix:
     _check_bias(own_bias, cols)
     if weight.stride() != (depth, 1):
         raise NotFusable("a weight of it is not contiguous in memory")
-    return _Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
+    return Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
 
 
 def _check_bias(bias: Tensor | None, cols: int) -> None:
@@ -493,13 +507,13 @@ def _check_bias(bias: Tensor | None, cols: int) -> None:
         raise NotFusable("a bias of it has another length than its weight")
 
 
-def _norm(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> _Norm:
+def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:
     """A norm of `width`, or of `head_dim` for each head."""
     if norm is None:
-        return _Norm(None, width, 0.0, NormKind.NONE)
+        return NormStruct(None, width, 0.0, NormKind.NONE)
     kind, name, eps = norm.parts
     weight = None if name is None else norm.module._parameters[name]
     own = (head_dim or width) if weight is None else weight.shape[0]
     if own not in (width, head_dim):
         raise NotFusable(f"a norm of it is {own} wide")
-    return _Norm(_checked(weight, dtype), own, norm.module.__dict__[eps], kind)
+    return NormStruct(_checked(weight, dtype), own, norm.module.__dict__[eps], kind)

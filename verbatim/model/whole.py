@@ -21,10 +21,24 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model.anatomy import Anatomy, inner_model
+from verbatim.model.angles import Angles
 from verbatim.model.direct import DirectRows
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
-from verbatim.model.layer import FusedLayer, NotFusable, numbers_of
+from verbatim.model.layer import (
+    FusedLayer,
+    Lying,
+    Matrix,
+    Norm,
+    NormStruct,
+    NotFusable,
+    Place,
+    lying,
+    matrix_of,
+    norm_of,
+    numbers_of,
+    places_of,
+)
 from verbatim.model.layer_trial import noise, same_bits
 from verbatim.model.norms import norm_parts
 
@@ -58,17 +72,26 @@ class Rows(Protocol):
     direct: DirectRows | None
 
 
+class _Model(ctypes.Structure):
+    """`Model` of kernels/layer.cpp."""
+
+    _fields_ = (
+        ("layers", _POINTER),
+        ("count", _LONG),
+        ("norm", NormStruct),
+        ("head", Matrix),
+    )
+
+
 @functools.cache
 def _function(library: ctypes.CDLL | None) -> Callable[..., None]:
     assert library is not None
-    function: Any = library.vb_layers
+    library.vb_model_size.restype = _LONG
+    assert library.vb_model_size() == ctypes.sizeof(_Model)
+    function: Any = library.vb_model
     function.restype = None
-    function.argtypes = [
-        *[_POINTER, _LONG],
-        *[_POINTER] * 5,
-        *[_LONG, _INT],
-        *[_POINTER, _INT],
-    ]
+    function.argtypes = [*[_POINTER] * 6, _LONG, _INT, _POINTER, _POINTER, _LONG]
+    function.argtypes += [_POINTER, _POINTER, _INT]
     return function  # type: ignore[no-any-return]
 
 
@@ -90,83 +113,117 @@ class WholeModel:
             raise NotFusable("the model is wrapped")
         if not (anatomy.takes_positions and anatomy.takes_logit_rows) or anatomy.needs_safety_net:
             raise NotFusable("its forward has no position_ids and logits_to_keep, or needs a net")
-        if not all(layer.is_complete for layer in layers):
+        slots = [anatomy.slots[id(layer.attention), 0] for layer in layers]
+        if slots != [*range(len(anatomy.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         body: Any = inner.get_decoder()
         embedding, head = inner.get_input_embeddings(), head_of(inner)
         norm = next((m for n in _NORM_NAMES if (m := body._modules.get(n)) is not None), None)
         rotary = body._modules.get("rotary_emb")
-        turns = any(layer.turns for layer in layers)
         if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
             raise NotFusable("its ids are not looked up in one table")
-        if head is None or norm is None or norm_parts(norm) is None or (turns and rotary is None):
+        turns = any(layer.turns for layer in layers)
+        if head is None or norm is None or (turns and rotary is None):
             raise NotFusable("its last norm, its head or its angles are not where others have them")
         for part in (inner, body, embedding, rotary, norm, head):
             if part is not None and "forward" in part.__dict__:
                 raise NotFusable("the forward of a part of it was replaced by its owner")
+        parts = norm_parts(norm)
+        if parts is None:
+            raise NotFusable(f"{type(norm).__name__} is no RMS norm of a known family")
         self.dtype = layers[0].dtype
-        self._embed, self._norm, self._head = map(_forward_of, (embedding, norm, head))
-        self._rotate = _forward_of(rotary) if turns and rotary is not None else None
-        self._layers = layers
-        self._slots = [anatomy.slots[id(layer.attention), 0] for layer in layers]
+        self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
+        self._embed = _forward_of(embedding)
+        self._angles = None
+        if turns and rotary is not None:
+            self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
-        # Whatever else is called says itself what it does at the moment.
-        self._own = [type(inner), type(body)]
-        self._codes = [cls.forward for cls in self._own]
-        self._numbers = numbers_of([inner, body])
+        # The embedding and the angles say themselves what they do at the moment.
+        self._classes = [type(m) for m in (inner, body, norm, head)]
+        self._codes = [cls.forward for cls in self._classes]
+        self._numbers = numbers_of([inner, body, norm])
         self._values = self._values_now()
+        self._places: list[Place] = places_of(head)
+        if parts.weight is not None:
+            self._places.append((norm._parameters, parts.weight))
+        self._found: list[Lying] | None = None
+        self._struct = _Model()
+        self._prepare()
 
     def _values_now(self) -> list[Any]:
         return [fields.get(name) for fields, name in self._numbers]
 
-    def unchanged(self) -> bool:
-        """Are the model's own forward and its numbers what they were? Its layers are not looked at."""
-        same_code = [cls.forward for cls in self._own] == self._codes
-        return same_code and self._values_now() == self._values
+    def _prepare(self) -> None:
+        struct, layers = self._struct, self._structs
+        self._found = None  # until all of it is checked
+        struct.layers, struct.count = ctypes.addressof(layers), len(layers)
+        struct.head = matrix_of(self._head, self.dtype)
+        struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
+        self._found = lying(self._places)
 
-    def run(self, walk: Rows) -> Made | None:
-        """The forward of `walk`'s rows; None where its K and V or its dtypes are not for the kernels."""
+    def same_code(self) -> bool:
+        """Do the classes around the layers have the forwards that they had?"""
+        return [cls.forward for cls in self._classes] == self._codes
+
+    def fits(self) -> bool:
+        """Is all around the layers as it was found, but perhaps for the numbers in the weights?"""
+        if not self.same_code() or self._values_now() != self._values:
+            return False
+        try:
+            if lying(self._places) != self._found:
+                self._prepare()
+        except NotFusable:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Keep nothing from call to call."""
+        if self._angles is not None:
+            self._angles.forget()
+
+    def run(self, walk: Rows, *, watched: bool) -> Made | None:
+        """The forward of `walk`'s rows; None where its K and V or its dtypes are not for the kernels.
+
+        Args:
+            watched: somebody has the model, so nothing is kept that it may have changed.
+        """
         direct, batch = walk.direct, walk.batch
         if direct is None or direct.dtype is not self.dtype:
             return None
-        hidden = self._embed(batch.token_ids[None])
-        angles = self._angles(hidden, batch.positions[None])
-        if angles is None or hidden.dtype is not self.dtype or not hidden.is_contiguous():
+        hidden = self._embed(batch.token_ids[None])  # in memory of its own: the kernel writes to it
+        if hidden.dtype is not self.dtype or not hidden.is_contiguous():
             return None
-        out = self._run_layers(hidden[0], angles, direct)
-        rows = batch.logit_rows
-        if len(rows) < len(out):  # they ascend
-            out = out[rows]
-        seen = self._norm(out)
-        return Made(self._head(seen), seen)
-
-    def _angles(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines `[T, angles]`, in float32 or in the model's dtype."""
-        if self._rotate is None:
-            return hidden.new_empty(0), hidden.new_empty(0)
-        cos, sin = (x.flatten(0, -2).contiguous() for x in self._rotate(hidden, positions))
-        fits = cos.dtype is sin.dtype and cos.dtype in (torch.float32, self.dtype)
-        return (cos, sin) if fits and cos.shape == sin.shape else None
-
-    def _run_layers(
-        self, hidden: Tensor, angles: tuple[Tensor, Tensor], direct: DirectRows
-    ) -> Tensor:
-        cos, sin = angles
-        out = torch.empty_like(hidden)
+        cos, sin, angle_rows = None, None, None
+        if self._angles is not None:
+            length = max(batch.context_lens.tolist())
+            found = None if watched else self._angles.table(hidden, length)
+            if found is not None:
+                angle_rows = batch.positions.data_ptr()
+            else:
+                found = self._angles.of(hidden, batch.positions)
+            if found is None:
+                return None
+            cos, sin = found
+        count = len(batch.logit_rows)
+        seen = hidden.new_empty(count, hidden.shape[-1])
+        logits = hidden.new_empty(count, self._struct.head.cols)
         _function(kernels.library())(
-            self._structs,
-            len(self._structs),
+            ctypes.addressof(self._struct),
             direct.address,
-            direct.all_stores(self._slots),
+            direct.all_stores(),
             hidden.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[-1],
-            cos.dtype is torch.float32,
-            out.data_ptr(),
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.shape[-1],
+            cos is not None and cos.dtype is torch.float32,
+            angle_rows,
+            batch.logit_rows.data_ptr(),
+            count,
+            seen.data_ptr(),
+            logits.data_ptr(),
             torch.get_num_threads(),
         )
-        return out
+        return Made(logits, seen)
 
     def check(self, forward: Forward) -> None:
         """Compare with what the model's own forward does around its layers.
@@ -179,25 +236,23 @@ class WholeModel:
         if [note.layer for note in notes] != self._layers:
             raise NotFusable("its layers do not run one behind the other")
         hidden = self._embed(ids)
-        angles = self._angles(hidden, positions)
-        if angles is None:
-            raise NotFusable("its angles are in another dtype")
+        angles = None if self._angles is None else self._angles.of(hidden, positions[0])
         for note in notes:
             if not same_bits(note.hidden, hidden):
                 raise NotFusable("something happens to the rows before a layer")
             if note.layer.turns and not _same_angles(note.arguments, angles):
                 raise NotFusable("its layers have angles of their own")
             hidden = note.made
-        made = self._head(self._norm(hidden[0][rows]))
-        if not same_bits(made, logits):
+        norm, head = _forward_of(self._norm.module), _forward_of(self._head)
+        if not same_bits(head(norm(hidden[0][rows])), logits):
             raise NotFusable("its logits are not what its head makes of its last norm")
 
 
-def _same_angles(arguments: dict[str, Any], angles: tuple[Tensor, Tensor]) -> bool:
+def _same_angles(arguments: dict[str, Any], angles: tuple[Tensor, Tensor] | None) -> bool:
     given = arguments.get("position_embeddings")
-    return isinstance(given, tuple) and all(
-        same_bits(a.flatten(0, -2), b) for a, b in zip(given, angles, strict=True)
-    )
+    if not isinstance(given, tuple) or angles is None or len(given) != 2:
+        return False
+    return all(same_bits(a.flatten(0, -2), b) for a, b in zip(given, angles, strict=True))
 
 
 def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:
