@@ -10,6 +10,7 @@
 #include "attention_groups.h"
 #include "attention_tile.h"
 #include "attention_work.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <atomic>
@@ -327,8 +328,7 @@ void merge_parts(const Problem &p, Parts &parts, bool pairs, int threads) {
     for (int64_t s = 0; s < p.sequences; s++)
         for (int64_t row = p.query_starts[s]; row < p.query_starts[s + 1]; row++)
             sequence_of[row - first] = s;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < rows * p.heads; i++) {
+    parallel_for(rows * p.heads, threads, [&](int64_t i) {
         Line line;
         begin(line, p, sequence_of[i / p.heads], first + i / p.heads, i % p.heads);
         std::vector<float> acc(vectors * 16, 0.0f);
@@ -338,7 +338,7 @@ void merge_parts(const Problem &p, Parts &parts, bool pairs, int threads) {
             merge(line.all, acc.data(), parts.softmax[at], &parts.acc[at * parts.stride], vectors);
         }
         finish(line, acc.data(), p, pairs);
-    }
+    });
 }
 
 template <class Rows, class Step> void attend(const Problem &p, int threads) {
@@ -358,16 +358,14 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
     // and then helps with what others have left.
     std::vector<std::atomic<size_t>> next(threads);
     for (int t = 0; t < threads; t++) next[t] = work.size() * t / threads;
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(threads, [&](int me) {
         Attention<Rows, Step> worker(p, (int)lines, &parts);
-        const int me = omp_get_thread_num();
         for (int t = 0; t < threads; t++) {
             const int share = (me + t) % threads;
             const size_t end = work.size() * (share + 1) / threads;
             for (size_t i; (i = next[share].fetch_add(1)) < end;) worker.run(work[i]);
         }
-    }
+    });
     if (shared) merge_parts(p, parts, Step::PAIRS, threads);
 }
 
@@ -433,9 +431,8 @@ void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, con
                  int64_t v_bytes, int64_t k_token_stride, int64_t k_head_stride,
                  int64_t v_token_stride, int64_t v_head_stride, int threads) {
     if (threads <= 0) threads = omp_get_max_threads();
-    if (tokens * kv_heads * (k_bytes + v_bytes) < 1 << 20) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t t = 0; t < tokens; t++)
+    if (tokens * kv_heads * (k_bytes + v_bytes) < (Team::mine ? 1 << 14 : 1 << 20)) threads = 1;
+    parallel_for(tokens, threads, [&](int64_t t) {
         for (int64_t h = 0; h < kv_heads; h++) {
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             const int64_t at = (block * kv_heads + h) * block_size + offset;
@@ -444,6 +441,7 @@ void vb_write_kv(const char *k, const char *v, char *k_store, char *v_store, con
             std::memcpy(k_store + at * k_bytes, k_row, k_bytes);
             std::memcpy(v_store + at * v_bytes, v_row, v_bytes);
         }
+    });
 }
 
 // Rows k [T, Hkv, Dk] and v [T, Hkv, Dv], float32 or bf16, to their slots in stores of 8 or 4 bits.

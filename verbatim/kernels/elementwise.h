@@ -8,9 +8,9 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <omp.h>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace vb {
 
@@ -165,17 +165,13 @@ template <typename T> struct Scratch {
     Scratch &operator=(const Scratch &) = delete;
 };
 
-// f(row) for all rows. Few elements stay on this thread: waking the others takes longer.
+// f(row) for all rows. Few elements stay on this thread: waking the others takes longer, unless they
+// are awake.
 template <typename F>
 static inline void each_row(int64_t rows, int64_t width, int threads, F f) {
-    if (rows * width < (1 << 15)) threads = 1;
+    if (rows * width < (Team::mine ? 1 << 13 : 1 << 15)) threads = 1;
     else if (threads <= 0) threads = omp_get_max_threads();
-    if (threads == 1 || rows == 1) {
-        for (int64_t r = 0; r < rows; r++) f(r);
-        return;
-    }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t r = 0; r < rows; r++) f(r);
+    parallel_for(rows, threads, f);
 }
 
 }  // namespace vb

@@ -209,14 +209,18 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
                          const int64_t *angle_rows, const int64_t *logit_rows, int64_t count,
                          void *normed, void *logits, int threads) {
     const Angles found{cos, sin, angles, angles_f32, angle_rows};
-    for (int64_t i = 0; i < m->count; i++)
-        whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, found, hidden,
-              nullptr, threads);
-    if (m->layers[0]->is_bf16)
-        finish(*m, (const bf16 *)hidden, logit_rows, count, (bf16 *)normed, (bf16 *)logits, threads);
-    else
-        finish(*m, (const float *)hidden, logit_rows, count, (float *)normed, (float *)logits,
-               threads);
+    if (threads <= 0) threads = omp_get_max_threads();
+    with_team(threads, [&] {
+        for (int64_t i = 0; i < m->count; i++)
+            whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, found,
+                  hidden, nullptr, threads);
+        if (m->layers[0]->is_bf16)
+            finish(*m, (const bf16 *)hidden, logit_rows, count, (bf16 *)normed, (bf16 *)logits,
+                   threads);
+        else
+            finish(*m, (const float *)hidden, logit_rows, count, (float *)normed, (float *)logits,
+                   threads);
+    });
 }
 
 // Bytes of a Layer, and of a Model, for the one who declares them elsewhere.

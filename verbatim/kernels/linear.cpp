@@ -17,6 +17,7 @@
 
 #include "matrix.h"
 #include "packed_tile.h"
+#include "threads.h"
 
 namespace {
 
@@ -334,19 +335,9 @@ template <typename T, typename O> static void multiply_in(Work<T, O> work, int t
             }
         }
     };
-    // One block is interleaved sooner than all threads could meet.
-    const bool together = work.interleaved && blocks > 1 && threads > 1;
-    if (work.interleaved && !together)
-        for (int64_t block = 0; block < blocks; block++) prepare(block);
-    if (threads == 1) return help(0);
-#pragma omp parallel num_threads(threads)
-    {
-        if (together) {
-#pragma omp for schedule(static)
-            for (int64_t block = 0; block < blocks; block++) prepare(block);
-        }
-        help(omp_get_thread_num());
-    }
+    if (work.interleaved)
+        parallel_for(blocks, blocks > 1 ? threads : 1, prepare);
+    parallel(threads, help);
 }
 
 // Waking the other threads costs some microseconds, and many more where other programs want the

@@ -43,6 +43,8 @@ from verbatim.model.layer_trial import noise, same_bits
 from verbatim.model.norms import norm_parts
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# Ctrl-C waits for a call of the kernels. With more rows the layers take long, and a call each costs nothing.
+_MOST_ROWS = 256
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f")
 
 # A forward with these callables in the layers' places: ids, positions, the rows that have logits, logits.
@@ -182,13 +184,13 @@ class WholeModel:
             self._angles.forget()
 
     def run(self, walk: Rows, *, watched: bool) -> Made | None:
-        """The forward of `walk`'s rows; None where its K and V or its dtypes are not for the kernels.
+        """The forward of `walk`'s rows; None where they are many, or their K, V or dtypes not the kernels'.
 
         Args:
             watched: somebody has the model, so nothing is kept that it may have changed.
         """
         direct, batch = walk.direct, walk.batch
-        if direct is None or direct.dtype is not self.dtype:
+        if direct is None or direct.dtype is not self.dtype or direct.count > _MOST_ROWS:
             return None
         hidden = self._embed(batch.token_ids[None])  # in memory of its own: the kernel writes to it
         if hidden.dtype is not self.dtype or not hidden.is_contiguous():

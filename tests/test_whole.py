@@ -1,0 +1,260 @@
+"""Whole models: the bits of layers that run one by one, and everything that an owner does is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_fused import BATCHES, DTYPES, outputs, wrong
+from torch import nn
+from toys import make_toy
+
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder, Output
+from verbatim.model.whole import WholeModel
+
+WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4".split()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each forward in one call whether it came to something."""
+    found: list[bool] = []
+    run = WholeModel.run
+
+    def counted(self: WholeModel, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, *args, **kwargs)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(WholeModel, "run", counted)
+    return found
+
+
+def whole(model: nn.Module, *, unseen: bool = False) -> Decoder:
+    decoder = Decoder(model, unseen=unseen)
+    assert decoder.fused is not None and decoder.fused["whole"] == "yes"
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_model_gives_the_bits_of_plain_layers(
+    name: str, dtype: str, runs: list[bool]
+) -> None:
+    model = make_toy(name, dtype=DTYPES[dtype])
+    expected = outputs(Decoder(model, fused=False))
+    assert not runs
+    for unseen in (False, True):
+        decoder = whole(model, unseen=unseen)
+        assert outputs(decoder, 1 + unseen) == expected
+        assert outputs(decoder, 3) == expected, "again"
+    assert runs == [True] * 4 * len(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("granite", "something happens to the rows"),
+        ("gemma2", "its logits are not"),
+        ("qwen3_moe", "needs a net"),
+        ("gpt2", "not all of its layers"),
+    ],
+    ids=["granite", "gemma2", "qwen3_moe", "gpt2"],
+)
+def test_what_is_no_whole_model_says_why(name: str, reason: str, runs: list[bool]) -> None:
+    model = make_toy(name)
+    decoder = Decoder(model)
+    assert decoder.fused is not None and reason in decoder.fused["whole"]
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("place", "formula"),
+    [
+        ("model.norm", lambda out, x: out * 1.1),
+        ("model.embed_tokens", lambda out, x: out * 1.1),
+        ("lm_head", lambda out, x: out * 1.1),
+        ("model.rotary_emb", lambda out, x: (out[0] * 1.01, out[1])),
+    ],
+    ids=["norm", "embedding", "head", "angles"],
+)
+def test_parts_with_another_formula(place: str, formula: Callable[[Any, Any], Any]) -> None:
+    """Whether it is whole or not: it says what the module says."""
+    model = make_toy("llama", dtype=torch.bfloat16)
+    clean = outputs(Decoder(model))
+    module = model.get_submodule(place)
+    base = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return formula(base.forward(self, *args, **kwargs), None)
+
+    module.__class__ = type(base.__name__, (base,), {"forward": forward})
+    assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False)) != clean
+
+
+def test_something_between_two_layers_is_seen() -> None:
+    model = wrong(make_toy("llama"), "model.layers.1", lambda out, x: out)
+    assert Decoder(model).fused["whole"] == "yes"  # type: ignore[index]
+
+    class Body(type(model.model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            handle = self.layers[1].register_forward_hook(lambda m, a, out: out * 1.001)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                handle.remove()
+
+    model.model.__class__ = Body
+    decoder = Decoder(model)
+    assert decoder.fused is not None and "before a layer" in decoder.fused["whole"]
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
+
+
+def new_head(model: Any) -> None:
+    model.lm_head = nn.Linear(64, 128)
+
+
+def replace_norm(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(torch.randn(64))
+
+
+def change_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.5
+
+
+def replace_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data.neg_()
+
+
+def turn_faster(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(1.5)
+
+
+def scale_angles(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 0.5
+
+
+def hook_the_body(model: Any) -> None:
+    def double(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    model.model.register_forward_hook(double)
+
+
+def replace_the_forward(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = forward
+
+
+EDITS = (
+    replace_head,
+    new_head,
+    replace_norm,
+    change_epsilon,
+    replace_embedding,
+    turn_faster,
+    scale_angles,
+    hook_the_body,
+    replace_the_forward,
+)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_edits_around_the_layers_are_seen(edit: Callable[[Any], None]) -> None:
+    model = make_toy("llama")
+    decoder = whole(model)
+    before = outputs(decoder)
+    edit(model)
+    after = outputs(decoder)
+    assert after == outputs(Decoder(model, fused=False)) != before
+    assert outputs(decoder) == after, "again"
+
+
+def test_who_asks_for_an_unseen_module_may_edit_it() -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    before = outputs(decoder)
+    for edit in (turn_faster, replace_norm, hook_the_body):
+        edit(decoder.module)
+        after = outputs(decoder)
+        assert after == outputs(Decoder(model, fused=False)) != before
+        before = after
+
+
+def test_an_unseen_module_whose_weights_moved_is_looked_at_once() -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    before = outputs(decoder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0).clone()
+    decoder.weights_moved()
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
+
+
+def test_a_hook_that_every_module_has_is_called() -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    clean = outputs(decoder)
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if module is model.lm_head else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        assert outputs(decoder) == outputs(Decoder(model, fused=False)) != clean
+    finally:
+        handle.remove()
+    assert outputs(decoder) == clean
+
+
+def test_rotations_that_depend_on_the_context_are_made_each_time() -> None:
+    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0)
+    settings: dict[str, Any] = dict(rope_parameters=rope, max_position_embeddings=16)
+    model = make_toy("llama", **settings)
+    decoder = Decoder(model, unseen=True)
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+
+
+def test_hidden_states_are_what_the_head_saw() -> None:
+    model = make_toy("qwen3", dtype=torch.bfloat16)
+    batch = replace(BATCHES[3], logit_rows=torch.tensor([0, 3, 30]), wants_hidden=True)
+    found: list[Output] = []
+    for decoder in (whole(model), Decoder(model, fused=False)):
+        anatomy = decoder.anatomy
+        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        for held in (held for pair in store.layers for held in pair):
+            held.zero_()
+        found.append(decoder.run(batch, store))
+    ours, theirs = found
+    assert ours.hidden is not None and theirs.hidden is not None
+    assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.hidden, theirs.hidden)
+
+
+def test_a_batch_without_rows_of_logits_writes_k_and_v() -> None:
+    model = make_toy("llama")
+    batch = replace(BATCHES[1], logit_rows=torch.empty(0, dtype=torch.int64))
+    held = []
+    for decoder in (whole(model), Decoder(model, fused=False)):
+        anatomy = decoder.anatomy
+        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        for k, v in store.layers:
+            k.zero_(), v.zero_()
+        assert decoder.forward(batch, store).shape == (0, 128)
+        held.append(torch.stack([kv for pair in store.layers for kv in pair]))
+    assert torch.equal(held[0], held[1]) and held[0].any()
