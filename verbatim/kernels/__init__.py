@@ -14,10 +14,11 @@ from pathlib import Path
 
 VERSION = 3  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first. The second column is what /proc/cpuinfo or the operating system calls the features.
 _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("avx512_bf16", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})),
-    ("avx512", frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})),
+    ("avx512_bf16", _AVX512 | {"avx512_bf16", "avx512_vnni"}),  # no processor has the first alone
+    ("avx512", _AVX512),
     ("avx2", frozenset({"avx2", "fma", "f16c"})),
     ("generic", frozenset()),
 )

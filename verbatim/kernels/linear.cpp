@@ -15,6 +15,7 @@
 #include <memory>
 #include <omp.h>
 
+#include "integer.h"
 #include "matrix.h"
 #include "packed_tile.h"
 #include "threads.h"
@@ -348,8 +349,8 @@ static int threads_for(int64_t rows, int64_t numbers, int threads) {
 }
 
 template <typename T, typename O>
-static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
-                         int count, O *out, int64_t out_stride, int threads) {
+static void multiply_numbers(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
+                             int count, O *out, int64_t out_stride, int threads) {
     int64_t cols = 0, numbers = 0;
     for (int i = 0; i < count; i++)
         cols += matrices[i].cols, numbers += matrices[i].cols * matrices[i].depth;
@@ -361,11 +362,29 @@ static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matri
                     threads);
 }
 
+// Neighbours of one kind go together: those whose activations become codes, of one size of groups, and
+// those whose activations stay numbers.
+template <typename T, typename O>
+static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
+                         int count, O *out, int64_t out_stride, int threads) {
+    const auto kind = [](const Matrix &m) { return of_integers(m) ? m.format + 64 * m.group : 0; };
+    for (int begin = 0, end; begin < count; begin = end) {
+        const Matrix *first = matrices + begin;
+        int64_t cols = 0;
+        for (end = begin; end < count && kind(matrices[end]) == kind(*first); end++)
+            cols += matrices[end].cols;
+        if (of_integers(*first))
+            multiply_integers(x, rows, x_stride, first, end - begin, out, out_stride, threads);
+        else multiply_numbers(x, rows, x_stride, first, end - begin, out, out_stride, threads);
+        out += cols;
+    }
+}
+
 template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 
 template <typename T, typename O> static void by_rows(const Product<T, O> &p, int threads) {
     const Matrix m{p.w, p.bias, p.cols, p.depth, p.w_stride, PLAIN<T>, 0};
-    multiply_all(p.x, p.rows, p.x_stride, &m, 1, p.out, p.out_stride, threads);
+    multiply_numbers(p.x, p.rows, p.x_stride, &m, 1, p.out, p.out_stride, threads);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.model.integers import integer_linear
 from verbatim.model.quantize import WeightPacking, unpack
 
 _Function = Callable[..., None]
@@ -163,9 +164,14 @@ def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
     return function
 
 
+def packing_format(packing: WeightPacking) -> int:
+    """`vb::Format` of kernels/matrix.h."""
+    return packing.quantization.bits + (16 if packing.interleaved else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] in few bits, as `quantize.pack` makes it: rows, one matrix."""
+    """A weight [N, K] in few bits, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
@@ -184,7 +190,7 @@ def packed_linear(
 
     packed is `[packing.nbytes]` uint8 at any address, so an expert's slice of a stack of rows serves;
     `packing.shape` is [N, K], or [K, N] with `packing.columns`, which is unpacked first. The rest is
-    as in `linear`.
+    as in `linear`. With `packing.interleaved` activations become codes, too (`integers.py`).
     """
     return linear_many(x, [Packed(packed, packing)], [bias], backend=backend, float32=float32)
 
@@ -234,7 +240,7 @@ def linear_many(
         if isinstance(weight, Packed):
             assert weight.data.is_contiguous() and weight.data.shape == (weight.packing.nbytes,)
             matrix.data = weight.data.data_ptr()
-            matrix.format = weight.packing.quantization.bits
+            matrix.format = packing_format(weight.packing)
             matrix.group = weight.packing.quantization.group_size
         else:
             matrix.data, matrix.stride = weight.data_ptr(), weight.stride(0)
@@ -242,6 +248,9 @@ def linear_many(
     if function is None:
         outs = []
         for weight, bias in zip(weights, biases, strict=True):
+            if isinstance(weight, Packed) and weight.packing.interleaved:
+                outs.append(integer_linear(x, weight.data, weight.packing, bias, float32))
+                continue
             if isinstance(weight, Packed):
                 columns = weight.packing.columns
                 weight = unpack(weight.data, weight.packing)

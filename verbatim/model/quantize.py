@@ -46,6 +46,9 @@ class Quantization:
         group_size: weights that share a scale and a lower end: 32, 64 or 128.
         head_bits: of a code of the embedding of tokens and of the head, 8 or 4; None leaves both as they
             are.
+        activation_bits: 8 rounds what linear layers and the head multiply their weights with to codes of
+            8 bits, group by group of each row (`integers.py`): faster at many rows, and another
+            model. None leaves activations as they are.
 
     Raises:
         InvalidRequest: another number.
@@ -54,12 +57,14 @@ class Quantization:
     bits: int = 4
     group_size: int = 64
     head_bits: int | None = 8
+    activation_bits: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("bits", (8, 4)),
             ("group_size", GROUP_SIZES),
             ("head_bits", (8, 4, None)),
+            ("activation_bits", (8, None)),
         ):
             value = getattr(self, name)
             if type(value) not in (int, type(None)) or value not in allowed:
@@ -67,14 +72,29 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """ "int4-g64-head8": part of the numerics key. Without the last part where it says nothing new."""
+        """ "int4-g64-head8-a8": part of the numerics key. Without the parts that say nothing new."""
         head = {self.bits: "", None: "-head-exact"}.get(self.head_bits, f"-head{self.head_bits}")
-        return f"int{self.bits}-g{self.group_size}{head}"
+        activations = "" if self.activation_bits is None else f"-a{self.activation_bits}"
+        return f"int{self.bits}-g{self.group_size}{head}{activations}"
+
+    @property
+    def of_weights(self) -> Quantization:
+        """How weights are packed, whatever becomes of activations."""
+        return replace(self, activation_bits=None)
 
     @property
     def of_head(self) -> Quantization | None:
         """How the embedding and the head are packed; None: they are not."""
         return None if self.head_bits is None else replace(self, bits=self.head_bits)
+
+
+# w8a8: weights and activations in 8 bits, as others call it.
+_NAMES = {
+    "int8": Quantization(8),
+    "int4": Quantization(4),
+    "w8a8": Quantization(8, activation_bits=8),
+    "w4a8": Quantization(4, activation_bits=8),
+}
 
 
 def settle_quantization(value: Any) -> Quantization | None:
@@ -85,13 +105,11 @@ def settle_quantization(value: Any) -> Quantization | None:
     """
     if value is None or isinstance(value, Quantization):
         return value
-    found = {"int8": Quantization(8), "int4": Quantization(4)}.get(
-        value if type(value) is str else ""
-    )
+    found = _NAMES.get(value) if type(value) is str else None
     if found is None:
         raise NotSupported(
-            f"quantization={value!r}: must be None, 'int8', 'int4' or a Quantization(bits, group_size, "
-            "head_bits)"
+            f"quantization={value!r}: must be None, {', '.join(map(repr, _NAMES))} or a "
+            "Quantization(bits, group_size, head_bits, activation_bits)"
         )
     return found
 
@@ -108,12 +126,15 @@ class WeightPacking:
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the last dimension but one; else it is the last.
+        interleaved: a matrix of rows, laid out anew for products of whole numbers (`integers.py`), which
+            is how its activations are multiplied then. `pack` and `unpack` don't know of it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     quantization: Quantization
     columns: bool = False
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
@@ -135,8 +156,17 @@ class WeightPacking:
         return (self.depth * self.quantization.bits + 7) // 8 + groups * _HEAD_BYTES
 
     @property
+    def vector_words(self) -> int:
+        """What K elements take where they are interleaved, in words of four bytes."""
+        bits = self.quantization.bits
+        groups = stretches(self.depth, self.quantization.group_size)
+        return sum(count * (1 + -(-size * bits // 32)) for count, size in groups)
+
+    @property
     def nbytes(self) -> int:
         """Packed."""
+        if self.interleaved:
+            return -(-self.shape[0] // 32) * 32 * self.vector_words * 4
         return self.vectors * self.vector_bytes
 
 
@@ -206,6 +236,7 @@ def unpack(
             `kernels.available()`. All give the same bits.
     """
     assert packed.dtype == torch.uint8 and packed.shape == (packing.nbytes,)
+    assert not packing.interleaved
     if out is None:
         out = torch.empty(packing.shape, dtype=packing.dtype)
     assert out.is_contiguous() and tuple(out.shape) == packing.shape and out.dtype == packing.dtype
@@ -270,7 +301,7 @@ def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tup
 @functools.cache
 def _pack_function(backend: str) -> Callable[..., int] | None:
     """The kernel that packs rows; None is torch."""
-    library = _library(backend)
+    library = find_library(backend)
     if library is None:
         return None
     function: Any = library.vb_pack_rows
@@ -280,7 +311,7 @@ def _pack_function(backend: str) -> Callable[..., int] | None:
     return function  # type: ignore[no-any-return]
 
 
-def _library(backend: str) -> ctypes.CDLL | None:
+def find_library(backend: str) -> ctypes.CDLL | None:
     """The library that `backend` means; None is torch."""
     if backend == "torch":
         return None
@@ -298,7 +329,7 @@ def _library(backend: str) -> ctypes.CDLL | None:
 @functools.cache
 def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
     """The kernels that unpack rows and columns, by `WeightPacking.columns`; None is torch."""
-    library = _library(backend)
+    library = find_library(backend)
     if library is None:
         return None
     found: dict[bool, Callable[..., None]] = {}
@@ -367,7 +398,7 @@ def _as_heads(data: Tensor) -> Tensor:
     return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
-def _stretches(depth: int, group: int) -> list[tuple[int, int]]:
+def stretches(depth: int, group: int) -> list[tuple[int, int]]:
     """(groups, size of each): the whole ones, then the short one."""
     found = [(depth // group, group), (1, depth % group)]
     return [(count, size) for count, size in found if count and size]
@@ -384,7 +415,7 @@ def _pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -
     for begin in range(0, len(rows), step):
         x = rows[begin : begin + step].float()
         codes, heads, at = [], [], 0
-        for count, size in _stretches(depth, packing.quantization.group_size):
+        for count, size in stretches(depth, packing.quantization.group_size):
             groups = x[:, at : at + count * size].reshape(len(x), count, size)
             code, scale, low = _encode(groups, -1, bits, name)
             codes.append(code.flatten(1))
@@ -403,7 +434,7 @@ def _unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
         codes = rows[:, : (depth * bits + 7) // 8]
         heads = _as_heads(rows[:, codes.shape[1] :])
         at, code_at, head_at = 0, 0, 0
-        for count, size in _stretches(depth, packing.quantization.group_size):
+        for count, size in stretches(depth, packing.quantization.group_size):
             nbytes = (size * bits + 7) // 8
             code = codes[:, code_at : code_at + count * nbytes].reshape(len(rows), count, nbytes)
             head = heads[:, head_at : head_at + 2 * count].reshape(len(rows), count, 2)
@@ -448,9 +479,9 @@ def _unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None
 
 
 def _pieces(packing: WeightPacking) -> list[tuple[int, int]]:
-    """`_stretches`, in pieces that are worked on at once."""
+    """`stretches`, in pieces that are worked on at once."""
     found = []
-    for count, size in _stretches(packing.depth, packing.quantization.group_size):
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
         step = max(1, _PIECE // (size * packing.shape[-1]))
         found += [(min(step, count - done), size) for done in range(0, count, step)]
     return found

@@ -1,0 +1,168 @@
+// Products of whole numbers (integer.h): which piece is computed when, and by whom.
+//
+// A piece is a block of columns against some rows. It is cut along K where the weights would not stay in
+// the first cache for all of its rows; that, and how rows are put into tiles, decides nothing but time.
+
+#include <atomic>
+#include <omp.h>
+
+#include "elementwise.h"
+#include "integer.h"
+#include "integer_tile.h"
+
+namespace {
+
+constexpr int64_t MOST_ROWS = 128, PART = 32 << 10;  // of a piece; bytes of weights
+
+// f(R) for a tile of so many rows.
+template <typename F> static inline void of_rows(int64_t rows, F f) {
+    switch (rows) {
+#define ROWS_ARE(R)                                                                                \
+    case R: return f(std::integral_constant<int, std::min(R, TILE_ROWS)>());
+        ROWS_ARE(1)
+        ROWS_ARE(2)
+        ROWS_ARE(3)
+        ROWS_ARE(4)
+        ROWS_ARE(5)
+        ROWS_ARE(6)
+#undef ROWS_ARE
+    }
+}
+
+template <typename T, typename O> struct IntegerWork {
+    const Matrix *matrices;
+    CodeLayout layout;
+    int bits;
+    Codes x;
+    O *out;
+    int64_t out_stride;
+
+    int64_t block_bytes() const {
+        const int64_t whole = (layout.groups - 1) * (layout.group / layout.per_word);
+        return (layout.groups + whole + layout.rest) * WORD_BYTES;
+    }
+
+    // Block n of all matrices, against rows `begin` to `end`.
+    void run(int64_t n, int64_t begin, int64_t end) const {
+        const Matrix *m = matrices;
+        int64_t out_col = 0;
+        for (int64_t count; n >= (count = (m->cols + BLOCK_COLS - 1) / BLOCK_COLS); m++)
+            n -= count, out_col += m->cols;
+        const char *w = (const char *)m->data + n * block_bytes();
+        const int64_t col = n * BLOCK_COLS, cols = std::min<int64_t>(BLOCK_COLS, m->cols - col);
+        const T *bias = m->bias ? (const T *)m->bias + col : nullptr;
+        if (bits == 8) sums<8>(w, begin, end);
+        else sums<4>(w, begin, end);
+        for (int64_t r = begin; r < end; r++) {
+            O *to = out + r * out_stride + out_col + col;
+            for (int v = 0; v < BLOCK_VECTORS; v++) {
+                const int left = (int)std::min<int64_t>(16, cols - 16 * v);
+                if (left <= 0) break;
+                f32x16 sum = kept()[r - begin][v];
+                if (bias) sum += left == 16 ? load(bias + 16 * v) : load_first(bias + 16 * v, left);
+                if (left == 16) store_all(to + 16 * v, sum);
+                else {
+                    O lanes[16];
+                    store_all(lanes, sum);
+                    std::memcpy(to + 16 * v, lanes, left * sizeof(O));
+                }
+            }
+        }
+    }
+
+  private:
+    typedef f32x16 Sums[BLOCK_VECTORS];
+    static Sums *kept() {
+        alignas(64) static thread_local Sums held[MOST_ROWS];
+        return held;
+    }
+
+    template <int BITS> void sums(const char *w, int64_t begin, int64_t end) const {
+        const int64_t rows = end - begin, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t group_bytes = (1 + layout.group / layout.per_word) * WORD_BYTES;
+        const int64_t part = tiles == 1 ? layout.groups : std::max<int64_t>(1, PART / group_bytes);
+        for (int64_t g = 0; g < layout.groups; g += part, w += part * group_bytes) {
+            const int64_t stop = std::min(g + part, layout.groups);
+            for (int64_t i = 0; i < tiles; i++) {
+                const int64_t row = rows * i / tiles, height = rows * (i + 1) / tiles - row;
+                of_rows(height, [&](auto r) {
+                    if (i) integer_tile<r, BITS, false>(x, begin + row, layout, w, g, stop,
+                                                        kept() + row);
+                    else integer_tile<r, BITS, true>(x, begin, layout, w, g, stop, kept());
+                });
+            }
+        }
+    }
+};
+
+// Each thread goes through a range of its own, so that what it fetches ahead is what it wants next,
+// and then helps the others.
+template <typename T, typename O>
+static void run_all(const IntegerWork<T, O> &work, int64_t blocks, int64_t rows, int threads,
+                    const T *from, int64_t stride, int8_t *codes, GroupHead *heads) {
+    constexpr int MOST_THREADS = 256;
+    struct alignas(64) Range {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    const int64_t heights = (rows + MOST_ROWS - 1) / MOST_ROWS, pieces = blocks * heights;
+    threads = (int)std::min<int64_t>(threads, std::min<int64_t>(pieces, MOST_THREADS));
+    Range ranges[MOST_THREADS];
+    for (int t = 0; t < threads; t++) {
+        ranges[t].next = pieces * t / threads;
+        ranges[t].end = pieces * (t + 1) / threads;
+    }
+    const auto encode = [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++)
+            row_codes(codes + r * work.x.stride, heads + r * work.x.groups, from + r * stride,
+                      work.layout);
+    };
+    const auto help = [&](int me) {
+        for (int t = 0; t < threads; t++) {
+            Range &range = ranges[(me + t) % threads];
+            for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+                const int64_t height = n / blocks;
+                work.run(n % blocks, rows * height / heights, rows * (height + 1) / heights);
+            }
+        }
+    };
+    const bool together = threads > 1 && rows * work.layout.depth >= (1 << 17);
+    if (!together) encode(0, rows);
+    if (threads == 1) return help(0);
+#pragma omp parallel num_threads(threads)
+    {
+        const int me = omp_get_thread_num(), all = omp_get_num_threads();
+        if (together) {
+            encode(rows * me / all, rows * (me + 1) / all);
+#pragma omp barrier
+        }
+        help(me);
+    }
+}
+
+}  // namespace
+
+template <typename T, typename O>
+void vb::multiply_integers(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
+                           int count, O *out, int64_t out_stride, int threads) {
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i++) blocks += (matrices[i].cols + BLOCK_COLS - 1) / BLOCK_COLS;
+    if (!rows || !blocks) return;
+    const int64_t numbers = blocks * BLOCK_COLS * matrices->depth;
+    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) threads = 1;  // as in linear.cpp
+    else if (threads <= 0) threads = omp_get_max_threads();
+    const int bits = matrices->format == INT8_A8 ? 8 : 4;
+    const CodeLayout layout(matrices->depth, matrices->group, bits);
+    Scratch<int8_t> codes(rows * layout.stride);
+    Scratch<GroupHead> heads(rows * layout.groups);
+    const IntegerWork<T, O> work{matrices, layout, bits,
+                                 {codes.data, heads.data, layout.stride, layout.groups},
+                                 out, out_stride};
+    run_all(work, blocks, rows, threads, x, x_stride, codes.data, heads.data);
+}
+#define INSTANCE(T, O)                                                                             \
+    template void vb::multiply_integers(const T *, int64_t, int64_t, const Matrix *, int, O *,     \
+                                        int64_t, int);
+INSTANCE(float, float)
+INSTANCE(bf16, bf16)
+INSTANCE(bf16, float)

@@ -1,0 +1,193 @@
+"""Products of whole numbers: weights in few bits with activations in eight.
+
+Of a row x and a group of K (the weight's): `xs = max|x| / 127` and the codes `round(x * (127 / max|x|))`, to
+even, in float32. A group whose largest is below 2^-100 is zero; one with a NaN or an infinity in it makes
+its row NaN. A weight is `low + scale * code` (`quantize.py`), so a group contributes
+
+    xs * (scale * D + low * S)        D: the sum of both codes' products, S: of the activations' codes
+
+in float32, each step rounded; contributions are added in the order of the groups, then the bias, and the sum
+is rounded to the model's dtype. D and S are whole numbers below 2^24, so they are the same in whatever order
+they are added: `kernels/integer*` and the torch below give the same bits on every machine.
+
+Such a matrix lies interleaved: `[blocks, words, 32]` of int32, block by block of 32 columns of the product
+(rows of the matrix), zeros where there are none. A column's words are, group by group, its (scale, low), then
+its codes: in 8 bits four neighbours a word; in 4 bits eight, the later four in the upper halves of the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.model.quantize import WeightPacking, find_library, stretches, unpack
+
+BLOCK = 32  # columns; `WeightPacking.nbytes` counts them, too
+_SMALLEST = 2.0**-100
+
+
+def interleave(
+    packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
+) -> tuple[Tensor, WeightPacking]:
+    """A matrix `[N, K]` as `pack` makes it, laid out for products of whole numbers, and how it lies then.
+
+    Args:
+        backend: as of `quantize.unpack`. All give the same bytes.
+    """
+    assert not packing.columns and not packing.interleaved and len(packing.shape) == 2
+    laid = replace(packing, interleaved=True)
+    assert packed.shape == (packing.nbytes,) and packed.is_contiguous()
+    function = _interleave(backend)
+    if function is not None and packed.is_cpu:
+        out = torch.empty(laid.nbytes, dtype=torch.uint8)
+        kind = packing.quantization
+        function(
+            out.data_ptr(),
+            packed.data_ptr(),
+            *packing.shape,
+            kind.bits,
+            kind.group_size,
+            torch.get_num_threads(),
+        )
+        return out, laid
+    rows = packed.view(packing.shape[0], packing.vector_bytes)
+    words = _words(rows, packing)
+    missing = -len(words) % BLOCK
+    words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
+    blocks = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2).contiguous()
+    return blocks.view(torch.uint8).flatten(), laid
+
+
+def interleaved_rows(
+    data: Tensor, packing: WeightPacking, rows: Tensor | None = None
+) -> tuple[Tensor, WeightPacking]:
+    """The other way round: some rows, `rows` `[n]` by number, or all, as `pack` makes them."""
+    assert packing.interleaved and data.shape == (packing.nbytes,)
+    blocks = data.view(torch.int32).view(-1, packing.vector_words, BLOCK)
+    if rows is None:
+        words = blocks.transpose(1, 2).reshape(-1, packing.vector_words)[: packing.shape[0]]
+    else:
+        words = blocks[rows // BLOCK, :, rows % BLOCK]
+    plain = replace(packing, interleaved=False, shape=(len(words), packing.depth))
+    return _rows(words, plain).flatten(), plain
+
+
+def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
+    """`quantize.unpack`, of a matrix that may be interleaved."""
+    packed = packed.contiguous()
+    return unpack(
+        *(interleaved_rows(packed, packing) if packing.interleaved else (packed, packing))
+    )
+
+
+def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows `[R, K]` as codes: `(codes, xs, S)`, all float32: `[R, K]`, and `[R, groups]` twice."""
+    codes, scales, sums = [], [], []
+    for part in x.float().split(group, 1):
+        peak = part.abs().amax(1, keepdim=True)
+        most = torch.full_like(peak, 127.0)  # a tensor: torch turns a number over x into a product
+        fit = (peak >= _SMALLEST) & (peak < torch.inf)
+        code = torch.where(fit, (part * (most / peak)).round(), 0.0)
+        scales.append(torch.where(fit, peak / most, torch.where(peak < 1, 0.0, torch.nan)))
+        codes.append(code)
+        sums.append(code.sum(1, keepdim=True))
+    return torch.cat(codes, 1), torch.cat(scales, 1), torch.cat(sums, 1)
+
+
+def integer_linear(
+    x: Tensor, data: Tensor, packing: WeightPacking, bias: Tensor | None, float32: bool
+) -> Tensor:
+    """The product in torch, slowly: `[..., N]` of x `[..., K]`, in x's dtype or in float32."""
+    group, bits = packing.quantization.group_size, packing.quantization.bits
+    rows = x.reshape(-1, packing.depth)
+    codes, scales, sums = activation_codes(rows, group)
+    weights, heads = _codes(*interleaved_rows(data, packing))
+    weights = weights.to(x.device, torch.float32)
+    heads = heads.to(x.device).float()
+    out = torch.zeros(len(rows), packing.shape[0], device=x.device)
+    assert bits in (8, 4)
+    for g in range(heads.shape[1]):
+        at = slice(g * group, (g + 1) * group)
+        dots = codes[:, at].double() @ weights[:, at].double().t()
+        part = heads[:, g, 0] * dots.float() + heads[:, g, 1] * sums[:, g : g + 1]
+        out += scales[:, g : g + 1] * part
+    if bias is not None:
+        out += bias.float()
+    return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.shape[0])
+
+
+@functools.cache
+def _interleave(backend: str) -> Any:
+    library = find_library(backend)
+    if library is None:
+        return None
+    function = library.vb_interleave
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int] * 3
+    return function
+
+
+# ---- rows of bytes, as `pack` makes them, and rows of words ----
+
+
+def _groups(rows: Tensor, packing: WeightPacking) -> list[tuple[Tensor, Tensor, int]]:
+    """Of each stretch of groups: codes `[n, groups, bytes]`, heads `[n, groups, 4]`, codes of a group."""
+    bits, found, at, count_before = packing.quantization.bits, [], 0, 0
+    heads = rows[:, (packing.depth * bits + 7) // 8 :].reshape(len(rows), -1, 4)
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
+        nbytes = (size * bits + 7) // 8
+        codes = rows[:, at : at + count * nbytes].reshape(len(rows), count, nbytes)
+        found.append((codes, heads[:, count_before : count_before + count], size))
+        at, count_before = at + count * nbytes, count_before + count
+    return found
+
+
+def _codes(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
+    """Codes `[N, K]` uint8, and heads `[N, groups, 2]` bf16."""
+    codes, heads = [], []
+    for part, head, size in _groups(packed.view(-1, packing.vector_bytes), packing):
+        if packing.quantization.bits == 4:
+            part = torch.cat([part & 15, part >> 4], -1)[..., :size]
+        codes.append(part.flatten(1))
+        heads.append(head)
+    return torch.cat(codes, 1), torch.cat(heads, 1).contiguous().view(torch.bfloat16)
+
+
+def _words(rows: Tensor, packing: WeightPacking) -> Tensor:
+    """Rows of bytes as rows of words: `[n, packing.vector_words]` int32."""
+    bits, found = packing.quantization.bits, []
+    for codes, heads, size in _groups(rows, packing):
+        if bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], -1)[..., :size]
+        missing = -size % (32 // bits)
+        codes = torch.cat([codes, codes.new_zeros(*codes.shape[:2], missing)], -1)
+        if bits == 4:
+            pairs = codes.unflatten(-1, (-1, 2, 4))
+            codes = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(-2)
+        found.append(torch.cat([heads, codes], -1).flatten(1))
+    return torch.cat(found, 1).contiguous().view(torch.int32)
+
+
+def _rows(words: Tensor, packing: WeightPacking) -> Tensor:
+    """Rows of words as rows of bytes: `[n, packing.vector_bytes]` uint8."""
+    bits, codes, heads, at = packing.quantization.bits, [], [], 0
+    data = words.contiguous().view(torch.uint8)
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
+        width = 4 * (1 + -(-size * bits // 32))
+        part = data[:, at : at + count * width].reshape(len(words), count, width)
+        heads.append(part[..., :4].flatten(1))
+        code = part[..., 4:]
+        if bits == 4:
+            fours = code.unflatten(-1, (-1, 4))
+            code = torch.stack([fours & 15, fours >> 4], -2).flatten(-3)[..., :size]
+            half = (size + 1) // 2
+            upper = torch.nn.functional.pad(code[..., half:], (0, 2 * half - size))
+            code = code[..., :half] | upper << 4
+        codes.append(code[..., : (size * bits + 7) // 8].flatten(1))
+        at += count * width
+    return torch.cat(codes + heads, 1)
