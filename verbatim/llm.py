@@ -77,7 +77,9 @@ class LLM:
             `Cluster`, a `TensorParallel`, a `PipelineParallel` or an `ExpertParallel`.
         quantization: of the weights of a folder or hub id, in memory or with `placement=Offload(...)`:
             "int8", "int4", or a `Quantization` with another size of its groups. Packed once and kept in the
-            user's cache. None leaves them as they are. Of what is packed and how far off it is, `info` tells.
+            user's cache. "w8a8" and "w4a8" (`activation_bits=8`) round what linear layers multiply them with
+            to 8 bits, too: faster at many rows, a little further off, and not with a placement. None leaves
+            them as they are. Of what is packed and how far off it is, `info` tells.
         fused: run layers of the common shape by a call of the compiled kernels each, which changes no bit of
             what comes out; `info` tells which layers are. False runs them module by module; a `Cluster` and
             a `PipelineParallel` don't take it, and an `Offload` never fuses.

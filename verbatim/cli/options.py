@@ -200,7 +200,12 @@ MODEL = (
     Option(
         "kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32, bfloat16, int8, int4."
     ),
-    Option("quantization", str, _ENGINE, "Of the weights, in memory or offloaded: int8 or int4."),
+    Option(
+        "quantization",
+        str,
+        _ENGINE,
+        "Of weights, in memory or offloaded: int8, int4; w8a8, w4a8: of activations, too, in memory.",
+    ),
     Option("fused", bool, _ENGINE, "Run layers by fused kernels; no word depends on it.", on=True),
     Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
     Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),

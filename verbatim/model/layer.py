@@ -26,9 +26,10 @@ from verbatim.model.context import active_pass
 from verbatim.model.elementwise import Activation, NormKind
 from verbatim.model.norms import NormParts
 from verbatim.model.packed import PackedLinear
+from verbatim.model.products import packing_format
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format; packed ones are called by their bits
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
 # Where a tensor's numbers are: address, number, strides. None: there is no tensor.
 Lying = tuple[int, int, tuple[int, ...]] | None
 Place = tuple[
@@ -490,7 +491,7 @@ def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
         data = _checked(linear._buffers["packed"], torch.uint8)
         (cols, depth), kind = packing.shape, packing.quantization
         _check_bias(own_bias, cols)
-        return Matrix(data, bias, cols, depth, depth, kind.bits, kind.group_size)
+        return Matrix(data, bias, cols, depth, depth, packing_format(packing), kind.group_size)
     if type(linear) is not nn.Linear:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
     weight: Any = linear._parameters["weight"]

@@ -5,6 +5,9 @@ whatever is computed with it has, bit for bit, what the unpacked matrix gives. A
 `PackedLinear` or `PackedConv1D`, an embedding looks up and unpacks the rows that are asked for, and any other
 layer (experts above all) keeps its class and its attributes: reading the parameter unpacks it.
 
+Where the matrix is interleaved (`integers.py`), a linear layer rounds its activations, too; all else reads
+the same weights back.
+
 Such a layer has `packings`: the names of its parameters in few bits, and how each lies in the buffer
 `<name>_packed`. Linear layers and embeddings have one weight: `packed`, and how it lies: `packing`.
 """
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model import products
+from verbatim.model.integers import interleaved_rows, unpack_any
 from verbatim.model.quantize import WeightPacking, unpack, unpack_rows
 
 _POISON = 255  # of bytes: scales that are NaN
@@ -34,11 +38,11 @@ class _OneWeight:
     @property
     def weight(self) -> Tensor:
         """The matrix, unpacked anew each time: for who asks for its dtype, say, and not to multiply with."""
-        return unpack(self.packed.contiguous(), self.packing)
+        return unpack_any(self.packed, self.packing)
 
 
 class PackedLinear(_OneWeight, nn.Module):
-    """A linear layer with its matrix `[N, K]` in few bits.
+    """A linear layer with its matrix `[N, K]` in few bits; where it is interleaved, activations become codes.
 
     Args:
         packed: uint8 `[packing.nbytes]`.
@@ -100,7 +104,11 @@ class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = unpack_rows(self.packed, self.packing, input.reshape(-1))
+        ids = input.reshape(-1)
+        if self.packing.interleaved:  # as a head that it is tied to wants it
+            rows = unpack(*interleaved_rows(self.packed, self.packing, ids))
+        else:
+            rows = unpack_rows(self.packed, self.packing, ids)
         return rows.view(*input.shape, -1)
 
 
@@ -150,7 +158,7 @@ def _with_unpacked(kind: type, name: str) -> type:
 
     def read(self: Any) -> Tensor:
         packed: Tensor = self._buffers[f"{name}_packed"]
-        return unpack(packed.contiguous(), self.packings[name])
+        return unpack_any(packed, self.packings[name])
 
     return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
 

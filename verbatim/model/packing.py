@@ -31,6 +31,8 @@ def choose_packings(
     experts, and, in `head_bits`, the embedding of tokens and the head. Other embeddings, norms, biases and
     what routes tokens to experts stay exact, and so does a matrix that would not become smaller.
 
+    With `activation_bits`, those have it that lie as rows and that linear layers multiply with.
+
     Args:
         module: a transformers model, whose parameters need not have any memory.
 
@@ -38,8 +40,12 @@ def choose_packings(
         NotSupported: there are none.
     """
     found: dict[nn.Parameter, WeightPacking] = {}
+    linear = {  # whose products are ours alone: a class of its own may do anything with its weight
+        m.weight for m in module.modules() if type(m) is nn.Linear
+    }
 
     def add(parameter: Any, kind: Quantization, columns: bool) -> None:
+        kind = kind if parameter in linear else kind.of_weights
         packing = WeightPacking(tuple(parameter.shape), parameter.dtype, kind, columns)
         if packing.nbytes < parameter.numel() * parameter.element_size():
             found[parameter] = packing
@@ -58,6 +64,11 @@ def choose_packings(
         raise NotSupported(
             f"quantization={quantization.name!r}: the model has no linear layers or stacked experts that "
             "would be smaller for it"
+        )
+    if quantization.activation_bits and not any(p.multiplies_codes for p in found.values()):
+        raise NotSupported(
+            f"quantization={quantization.name!r}: nothing that the model multiplies is an nn.Linear, which "
+            f"activations in 8 bits need; {quantization.of_weights.name} leaves them as they are"
         )
     return found
 
@@ -127,12 +138,21 @@ class PackingReport:
             "packed": _patterns(self.packed),
             **({"rounded": _patterns(self.rounded)} if self.rounded else {}),
             "exact": _patterns(self.exact),
+            **self._of_activations(),
             "bytes_before": sum(n * p.dtype.itemsize for n, p in zip(numbers, kept, strict=True)),
             "bytes_after": after,
             "bits_per_weight": round(8 * after / sum(numbers), 3),
             "relative_error": _ratio(*every),
             "worst": f"{worst}: {error[worst]:.2g}",
         }
+
+    def _of_activations(self) -> dict[str, Any]:
+        """What is multiplied with activations in few bits; all else multiplies them as they are."""
+        bits = self.quantization.activation_bits
+        if bits is None:
+            return {}
+        names = [name for name, packing in self.packed.items() if packing.multiplies_codes]
+        return {"activation_bits": bits, "activations_packed": _patterns(names)}
 
 
 def _patterns(names: Iterable[str]) -> list[str]:

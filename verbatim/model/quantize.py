@@ -140,6 +140,11 @@ class WeightPacking:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
 
     @property
+    def multiplies_codes(self) -> bool:
+        """Does it multiply activations in few bits, as it will when it is interleaved?"""
+        return self.quantization.activation_bits is not None
+
+    @property
     def depth(self) -> int:
         """K."""
         return self.shape[-2 if self.columns else -1]

@@ -62,11 +62,14 @@ class PackedCache:
         if root is None or sum(s.nbytes for s in parts) < _WORTH:
             return
         dtype = dtype_name(next(iter(loaded.recipes)).dtype)
-        where = f"{loaded.folder}\n{quantization.name}\n{dtype}"
+        kind = (
+            quantization.of_weights.name
+        )  # the bytes are the same whatever becomes of activations
+        where = f"{loaded.folder}\n{kind}\n{dtype}"
         digest = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
-        self.path = root / f"{loaded.folder.name[:80]}-{quantization.name}-{digest}.safetensors"
+        self.path = root / f"{loaded.folder.name[:80]}-{kind}-{digest}.safetensors"
         files = sorted({(s.path.name, *(s.stamp or ())[1:], _changed(s.path)) for s in parts})
-        made_of = [FORMAT, transformers.__version__, quantization.name, dtype, files]
+        made_of = [FORMAT, transformers.__version__, kind, dtype, files]
         self._key = hashlib.blake2b(
             f"{fingerprint(loaded)} {made_of}".encode(), digest_size=16
         ).hexdigest()

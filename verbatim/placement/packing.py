@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
+from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed
 from verbatim.model.packing import PackingReport, choose_packings, owners
@@ -93,6 +94,12 @@ def fill(
         tensors = found[0]
         report.squares = {name: (a, b) for name, (a, b) in found[1].items()}
     recipes.clear()
+    for parameter, name in names.items():
+        if parameter in packings and packings[parameter].multiplies_codes:
+            with torch.inference_mode(False):
+                tensors[name], laid = interleave(tensors[name], packings[parameter])
+            packings[parameter] = report.packed[name] = laid
+    give_back_freed()
     _put(module, {p: tensors[name] for p, name in names.items()}, packings)
     return report
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from verbatim.errors import UnsupportedModel
+from verbatim.errors import NotSupported, UnsupportedModel
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
@@ -140,10 +140,16 @@ def units_of(
     """What is lent in one piece, and what of it will be in few bits.
 
     Raises:
-        NotSupported: nothing can be in few bits.
+        NotSupported: nothing can be in few bits, or activations can't.
     """
     assert loaded.recipes is not None
     units, kind = find_units(loaded.module, loaded.recipes), options.quantization
+    if kind is not None and kind.activation_bits is not None:
+        raise NotSupported(
+            f"quantization={kind.name!r}: offloaded weights are unpacked before they multiply, and leave "
+            f"activations as they are; Quantization(activation_bits=None) does so, and without a "
+            "placement activations can be in 8 bits"
+        )
     packings = {} if kind is None else choose_packings(loaded.module, kind)
     if offload.weights is None or offload.weights[2]:
         split_head(units, head_of(inner_model(loaded.module)), packings)
