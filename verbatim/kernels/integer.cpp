@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 128, PART = 32 << 10;  // of a piece; bytes of weights
+constexpr int64_t MOST_ROWS = 128, PART = 36 << 10;  // of a piece; bytes of weights
 
 // f(R) for a tile of so many rows.
 template <typename F> static inline void of_rows(int64_t rows, F f) {
@@ -25,6 +25,8 @@ template <typename F> static inline void of_rows(int64_t rows, F f) {
         ROWS_ARE(4)
         ROWS_ARE(5)
         ROWS_ARE(6)
+        ROWS_ARE(7)
+        ROWS_ARE(8)
 #undef ROWS_ARE
     }
 }
@@ -38,8 +40,7 @@ template <typename T, typename O> struct IntegerWork {
     int64_t out_stride;
 
     int64_t block_bytes() const {
-        const int64_t whole = (layout.groups - 1) * (layout.group / layout.per_word);
-        return (layout.groups + whole + layout.rest) * WORD_BYTES;
+        return (layout.groups + (layout.groups - 1) * layout.words + layout.rest) * WORD_BYTES;
     }
 
     // Block n of all matrices, against rows `begin` to `end`.
@@ -79,8 +80,9 @@ template <typename T, typename O> struct IntegerWork {
 
     template <int BITS> void sums(const char *w, int64_t begin, int64_t end) const {
         const int64_t rows = end - begin, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        const int64_t group_bytes = (1 + layout.group / layout.per_word) * WORD_BYTES;
-        const int64_t part = tiles == 1 ? layout.groups : std::max<int64_t>(1, PART / group_bytes);
+        const int64_t group_bytes = (1 + layout.words) * WORD_BYTES;
+        const int64_t parts = tiles == 1 ? 1 : (layout.groups * group_bytes + PART - 1) / PART;
+        const int64_t part = (layout.groups + parts - 1) / parts;
         for (int64_t g = 0; g < layout.groups; g += part, w += part * group_bytes) {
             const int64_t stop = std::min(g + part, layout.groups);
             for (int64_t i = 0; i < tiles; i++) {

@@ -24,15 +24,14 @@ struct GroupHead {
 // How the codes of a row lie: as the words of a weight want them, the last group filled up with zeros.
 struct CodeLayout {
     int64_t depth, groups, stride;
-    int group, rest;  // rest: words of the last group
-    int per_word;     // codes of a weight's word: 4 or 8
+    int group, words, rest;  // words of a weight's group, and of its last one
     CodeLayout(int64_t depth, int group, int bits)
-        : depth(depth), groups((depth + group - 1) / group), group(group), per_word(32 / bits) {
-        rest = (int)((depth - (groups - 1) * group + per_word - 1) / per_word);
+        : depth(depth), groups((depth + group - 1) / group), group(group),
+          words(group * bits / 32) {
+        rest = (int)(((depth - (groups - 1) * group) * bits + 31) / 32);
         // rows that are a power of two apart would share few places of the cache
         stride = (groups * group + 127) / 128 * 128 + 64;
     }
-    int words(int64_t g) const { return g + 1 < groups ? group / per_word : rest; }
 };
 
 struct Codes {
@@ -51,21 +50,37 @@ static inline void put_codes(int8_t *to, i32x16 codes) {
 #endif
 }
 
-// One group of `size` numbers, 128 at most; whole sixteens of codes are written.
+#if defined(__AVX512F__)
+static INLINE inline int32_t largest_of(i32x16 v) { return _mm512_reduce_max_epi32((__m512i)v); }
+static INLINE inline int32_t sum_of(i32x16 v) { return _mm512_reduce_add_epi32((__m512i)v); }
+#else
+static inline int32_t largest_of(i32x16 v) {
+    int32_t found = v[0];
+    for (int i = 1; i < 16; i++) found = std::max(found, v[i]);
+    return found;
+}
+static inline int32_t sum_of(i32x16 v) {
+    int32_t found = 0;
+    for (int i = 0; i < 16; i++) found += v[i];
+    return found;
+}
+#endif
+
+// One group: `vectors` sixteens of numbers, of the last of which `last` exist. Whole sixteens of codes
+// are written.
 template <typename T>
-static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int size) {
-    const int vectors = (size + 15) / 16;
-    const auto at = [&](int i) INLINE {
-        return 16 * i + 16 <= size ? load(x + 16 * i) : load_first(x + 16 * i, size - 16 * i);
+static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int vectors, int last) {
+    const auto each_vector = [&](auto f) INLINE {
+        for (int i = 0; i < vectors - 1; i++) f(i, load(x + 16 * i));
+        f(vectors - 1, last == 16 ? load(x + 16 * (vectors - 1))
+                                  : load_first(x + 16 * (vectors - 1), last));
     };
     i32x16 most = {};
-    for (int i = 0; i < vectors; i++) {  // as whole numbers, a NaN is the largest
-        const i32x16 bits = (i32x16)at(i) & 0x7fffffff;
+    each_vector([&](int, f32x16 v) INLINE {  // as whole numbers, a NaN is the largest
+        const i32x16 bits = (i32x16)v & 0x7fffffff;
         most = bits > most ? bits : most;
-    }
-    int32_t lanes[16], largest = 0;
-    std::memcpy(lanes, &most, sizeof lanes);
-    for (int32_t lane : lanes) largest = std::max(largest, lane);
+    });
+    const int32_t largest = largest_of(most);
     float peak;
     std::memcpy(&peak, &largest, sizeof peak);
     if (largest < SMALLEST || largest >= INFINITE) {
@@ -74,25 +89,22 @@ static INLINE inline GroupHead group_codes(int8_t *codes, const T *x, int size) 
     }
     const f32x16 by = splat(127.0f / peak), rounder = splat(ROUNDER);
     i32x16 sums = {};
-    for (int i = 0; i < vectors; i++) {
-        const i32x16 whole = (i32x16)(at(i) * by + rounder) - (i32x16)rounder;
+    each_vector([&](int i, f32x16 v) INLINE {
+        const i32x16 whole = (i32x16)(v * by + rounder) - (i32x16)rounder;
         put_codes(codes + 16 * i, whole);
         sums += whole;
-    }
-    std::memcpy(lanes, &sums, sizeof lanes);
-    int32_t sum = 0;
-    for (int32_t lane : lanes) sum += lane;
-    return {peak / 127.0f, (float)sum};
+    });
+    return {peak / 127.0f, (float)sum_of(sums)};
 }
 
 template <typename T>
 static void row_codes(int8_t *codes, GroupHead *heads, const T *x, const CodeLayout &layout) {
     std::memset(codes + (layout.groups - 1) * layout.group, 0,
                 layout.stride - (layout.groups - 1) * layout.group);
-    for (int64_t g = 0; g < layout.groups; g++) {
-        const int64_t at = g * layout.group;
-        heads[g] = group_codes(codes + at, x + at,
-                               (int)std::min<int64_t>(layout.group, layout.depth - at));
+    for (int64_t g = 0; g < layout.groups; g++, codes += layout.group, x += layout.group) {
+        const int size = (int)std::min<int64_t>(layout.group, layout.depth - g * layout.group);
+        if (size == 64) heads[g] = group_codes(codes, x, 4, 16);  // unrolled
+        else heads[g] = group_codes(codes, x, (size + 15) / 16, (size + 15) % 16 + 1);
     }
 }
 

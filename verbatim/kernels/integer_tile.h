@@ -12,10 +12,10 @@ namespace {
 
 constexpr int BLOCK_COLS = 32, BLOCK_VECTORS = BLOCK_COLS / 16;
 constexpr int WORD_BYTES = 4 * BLOCK_COLS;  // a word of each column
-constexpr int64_t AHEAD = 4096;             // bytes, of what comes from memory
+constexpr int64_t AHEAD_BYTES = 4096;       // of what comes from memory
 
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6;  // 12 sums of whole numbers and 12 of floats fit 32 registers
+constexpr int TILE_ROWS = 8;  // 16 sums of whole numbers, 2 weights and a row fit 32 registers
 #else
 constexpr int TILE_ROWS = 2;
 #endif
@@ -80,28 +80,32 @@ static INLINE inline int32_t four_codes(const int8_t *p) {
 // ---- a tile ----
 
 // Groups `begin` to `end` of a block, whose first one lies at `w`, against R rows of `x`. `kept` has the
-// sums before, unless `begin` is 0, and gets those after.
+// sums before, unless `begin` is 0, and gets those after. COLD: the weights come from memory.
 template <int R, int BITS, bool COLD>
 static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout &layout,
                                   const char *w, int64_t begin, int64_t end,
                                   f32x16 (*kept)[BLOCK_VECTORS]) {
     constexpr int C = BLOCK_VECTORS;
+    const auto fetch = [](const char *at) INLINE {
+        if (COLD) each<C>([&](auto c) INLINE { __builtin_prefetch(at + AHEAD_BYTES + 64 * c); });
+    };
     const int8_t *codes = x.codes + row * x.stride + begin * layout.group;
-    const GroupHead *heads = x.heads + row * x.groups;
+    const GroupHead *heads = x.heads + row * x.groups + begin;
     f32x16 total[R][C];
     each<R>([&](auto r) INLINE {
         each<C>([&](auto c) INLINE { total[r][c] = begin ? kept[r][c] : f32x16{}; });
     });
     for (int64_t g = begin; g < end; g++) {
         const char *head = w;
-        if (COLD) __builtin_prefetch(w + AHEAD), __builtin_prefetch(w + AHEAD + 64);
+        fetch(w);
         w += WORD_BYTES;
         i32x16 dots[R][C] = {};
         const int8_t *at = codes;
-        for (const char *stop = w + layout.words(g) * WORD_BYTES; w < stop; w += WORD_BYTES) {
+        const int64_t words = g + 1 < layout.groups ? layout.words : layout.rest;
+        for (const char *stop = w + words * WORD_BYTES; w < stop; w += WORD_BYTES) {
             i32x16 word[C];
             each<C>([&](auto c) INLINE { word[c] = load_word(w + 64 * c); });
-            if (COLD) __builtin_prefetch(w + AHEAD), __builtin_prefetch(w + AHEAD + 64);
+            fetch(w);
             const auto step = [&](i32x16 (&part)[C]) INLINE {
                 each<R>([&](auto r) INLINE {
                     const int32_t four = four_codes(at + r * x.stride);
@@ -124,12 +128,12 @@ static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout 
             const i32x16 both = load_word(head + 64 * c);
             const f32x16 scale = (f32x16)(both << 16), low = (f32x16)(both & (int32_t)0xffff0000);
             each<R>([&](auto r) INLINE {
-                const GroupHead own = heads[r * x.groups + g];
+                const GroupHead &own = heads[r * x.groups];
                 const f32x16 dot = __builtin_convertvector(dots[r][c], f32x16);
                 total[r][c] += splat(own.scale) * (scale * dot + low * splat(own.sum));
             });
         });
-        codes += layout.group;
+        codes += layout.group, heads++;
     }
     each<R>([&](auto r) INLINE { each<C>([&](auto c) INLINE { kept[r][c] = total[r][c]; }); });
 }
