@@ -1,6 +1,7 @@
 """What weights in few bits cost in perplexity and save in bytes, and how fast they are unpacked.
 
     python benchmarks/quantize.py              # the packaged model on stories that it was not trained on
+    python benchmarks/quantize.py --activations    # the same with activations in 8 bits beside as they are
     python benchmarks/quantize.py --formats    # ways to spend the same bits, on its matrices and random ones
     python benchmarks/quantize.py --speed      # unpacking 4096 x 4096, by rows and by columns
 
@@ -71,6 +72,13 @@ def errors(args: argparse.Namespace) -> None:
         for head in heads
         for size in GROUP_SIZES
     ]
+    if args.activations:
+        packed = [
+            Quantization(bits, size, activation_bits=activations)
+            for bits in (8, 4)
+            for size in GROUP_SIZES
+            for activations in (None, 8)
+        ]
     kinds: list[tuple[str, Quantization | None]] = [("float32", None), ("bfloat16", None)]
     kinds += [("float32", q) for q in packed]
     kinds += [("bfloat16", q) for q in packed if q.group_size == 64 and q.head_bits == 8]
@@ -197,6 +205,7 @@ def speed(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--texts", type=int, default=150)
+    parser.add_argument("--activations", action="store_true", help="in 8 bits, beside as they are")
     parser.add_argument("--formats", action="store_true")
     parser.add_argument("--speed", action="store_true")
     args = parser.parse_args()

@@ -20,7 +20,7 @@ from benchmarks.peers.protocol import decode, encode, enough
 from benchmarks.peers.run import BF16_ALONE, SYSTEMS, Plan, Run, relative_error
 from benchmarks.peers.setup import ENVIRONMENT, REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import FORMATS, Machine, Shape
-from benchmarks.peers.table import Cell, Measured, markdown, rows_of, text
+from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured, markdown, rows_of, text
 
 SHAPE = Shape(2, 256, 512, 4, 2, 64, 1000)
 
@@ -207,7 +207,7 @@ def config(shape: Shape) -> dict[str, object]:
 def test_every_system_has_a_module_and_every_option_a_default():
     folder = Path(__file__).parent.parent / "benchmarks" / "peers" / "systems"
     assert all((folder / f"{module}.py").exists() for module in SYSTEMS.values())
-    assert set(REQUIREMENTS) | set(BF16_ALONE) | {"Verbatim"} == set(SYSTEMS)
+    assert set(REQUIREMENTS) | set(BF16_ALONE) | {OURS, OURS_A8} == set(SYSTEMS)
     options = arguments().parse_args([])
     assert (options.rows, options.prompts, options.prefills) == (
         [1, 8, 32],
@@ -272,6 +272,23 @@ def test_peers_run_a_toy_in_every_format(tmp_path):
     assert all(set(measured.seconds) == set(plan.systems) for measured in run.measured)
     errors = [line for line in run.remarks if "off transformers' bf16 by" in line]
     assert len(errors) == len(run.remarks) == 6
+
+
+def test_ours_in_another_setting_is_no_peer():
+    seconds = {OURS: [1.0], OURS_A8: [0.1], "OpenVINO": [0.5]}
+    assert Measured(Cell("int8", 20, 1), [0.2], seconds).best_peer == ("OpenVINO", 2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_activations_in_few_bits_run_where_weights_are(tmp_path):
+    plan = Plan([OURS, OURS_A8], ["bf16", "int4"], [1], [20], [40], rounds=1, steps=3)
+    run = Run(plan, tmp_path, tmp_path)
+    run.prepare("toy", None)
+    run.measure()
+    assert [set(measured.seconds) for measured in run.measured] == [{OURS}] * 2 + [
+        {OURS, OURS_A8}
+    ] * 2
 
 
 @pytest.mark.slow

@@ -20,15 +20,17 @@ from benchmarks.peers.client import ROOT, Peer, PeerFailed
 from benchmarks.peers.protocol import random_ids
 from benchmarks.peers.setup import REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import Machine, Shape
-from benchmarks.peers.table import OURS, Cell, Measured
+from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured
 
 SYSTEMS = {
     OURS: "verbatim",
+    OURS_A8: "verbatim_a8",
     "transformers": "transformers",
     "llama.cpp": "llama_cpp",
     "OpenVINO": "openvino",
 }
 BF16_ALONE = ("transformers",)  # its quantizers are other packages
+FEW_BITS_ALONE = (OURS_A8,)
 # Of logits against transformers' in bf16, by norm; other weights give about 1.4.
 WORST_ERROR = {"bf16": 0.1, "int8": 0.15, "int4": 0.6}
 CHECKED = (2, 40, 3)  # rows, prompt, decoded
@@ -144,7 +146,7 @@ class Run:
         with ExitStack() as stack:
             peers: dict[str, Peer] = {}
             for name in self.systems:
-                if fmt != "bf16" and name in BF16_ALONE:
+                if name in (FEW_BITS_ALONE if fmt == "bf16" else BF16_ALONE):
                     continue
                 peer = stack.enter_context(self.start(name))
                 try:

@@ -24,6 +24,8 @@ class Verbatim:
     timed.
     """
 
+    activation_bits: int | None = None
+
     def about(self) -> dict[str, Any]:
         return {"version": __version__, "settings": f"torch {torch.__version__}, blocks of {BLOCK}"}
 
@@ -42,7 +44,10 @@ class Verbatim:
         quantization = None
         if fmt != "bf16":
             bits = int(fmt.removeprefix("int"))
-            quantization = Quantization(bits, head_bits=max(bits, head_bits))
+            head_bits = max(bits, head_bits)
+            quantization = Quantization(
+                bits, head_bits=head_bits, activation_bits=self.activation_bits
+            )
         self.llm = LLM(
             folder,
             dtype="bfloat16",
