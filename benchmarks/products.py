@@ -1,10 +1,11 @@
 """Matrix products at Qwen3-0.6B's shapes, beside torch's.
 
-    python benchmarks/products.py [--dtype bfloat16] [--format bf16,int8,int4] [--rows 1,8,32]
+    python benchmarks/products.py [--dtype bfloat16] [--format bf16,int8,int4,w8a8,w4a8] [--rows 1,8,32]
                                   [--threads 2] [--quick]
 
 Beside ours stand `F.linear`, for int8 `torch._weight_int8pack_mm` (a scale for each column), for int4
-`torch.ops.aten._weight_int4pack_mm_for_cpu` (groups of 64, as ours).
+`torch.ops.aten._weight_int4pack_mm_for_cpu` (groups of 64, as ours); both leave activations as they are, as
+ours do but for w8a8 and w4a8.
 
 Weights come from memory: each round runs through matrices that together do not fit the last cache.
 The two are interleaved, and medians of rounds are compared, so a busy machine shows in both. The
@@ -29,8 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verbatim import kernels
+from verbatim.model.integers import interleave
 from verbatim.model.products import linear, packed_linear
-from verbatim.model.quantize import Quantization, WeightPacking, pack
+from verbatim.model.quantize import WeightPacking, pack, settle_quantization
 
 SHAPES = {  # name: (N, K)
     "q": (2048, 1024),
@@ -104,19 +106,24 @@ def operands(
             "ours": lambda x, w: linear(x, w.ours),
         }
     else:
-        packing = WeightPacking((num_out, depth), dtype, Quantization(8 if form == "int8" else 4))
+        kind = settle_quantization(form)
+        assert kind is not None
+        packing = WeightPacking((num_out, depth), dtype, kind)
         codes = torch.randint(-128, 128, (num_out, depth), dtype=torch.int8)
-        if form == "int8":
+        if kind.bits == 8:
             theirs: tuple[Tensor, ...] = (codes, torch.ones(num_out, dtype=dtype))
         else:
             nibbles = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes & 15).int(), 1)
             theirs = (nibbles, torch.ones(depth // 64, num_out, 2, dtype=dtype))
-        one = Operand(pack(weight, packing), theirs)
+        ours = pack(weight, packing)
+        if kind.activation_bits:
+            ours, packing = interleave(ours, packing)
+        one = Operand(ours, theirs)
         int4 = torch.ops.aten._weight_int4pack_mm_for_cpu
         calls = {
             "torch": lambda x, w: (
                 torch._weight_int8pack_mm(x, *w.theirs)
-                if form == "int8"
+                if kind.bits == 8
                 else int4(x, w.theirs[0], 64, w.theirs[1])
             ),
             "ours": lambda x, w: packed_linear(x, w.ours, packing),
@@ -129,7 +136,7 @@ def operands(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--format", default="bf16", help="of bf16 (plain weights), int8, int4")
+    parser.add_argument("--format", default="bf16", help="of bf16, int8, int4, w8a8, w4a8")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no head")
