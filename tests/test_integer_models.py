@@ -71,7 +71,7 @@ def test_the_words_do_not_depend_on_the_schedule(
     name: str, dtype: torch.dtype, quantization: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = saved(name, tmp_path, dtype, **changes)
-    prompts, params = mixed_requests(12)
+    prompts, params = mixed_requests(8)
     options: dict[str, Any] = dict(quantization=quantization, prefix_cache=False)
     with LLM(folder, **options) as llm:
         expected = all_facts(llm.generate(prompts, params))
