@@ -9,6 +9,7 @@
 #include "elementwise.h"
 #include "integer.h"
 #include "integer_tile.h"
+#include "threads.h"
 
 namespace {
 
@@ -114,10 +115,9 @@ static void run_all(const IntegerWork<T, O> &work, int64_t blocks, int64_t rows,
         ranges[t].next = pieces * t / threads;
         ranges[t].end = pieces * (t + 1) / threads;
     }
-    const auto encode = [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++)
-            row_codes(codes + r * work.x.stride, heads + r * work.x.groups, from + r * stride,
-                      work.layout);
+    const auto encode = [&](int64_t r) {
+        row_codes(codes + r * work.x.stride, heads + r * work.x.groups, from + r * stride,
+                  work.layout);
     };
     const auto help = [&](int me) {
         for (int t = 0; t < threads; t++) {
@@ -128,18 +128,10 @@ static void run_all(const IntegerWork<T, O> &work, int64_t blocks, int64_t rows,
             }
         }
     };
-    const bool together = threads > 1 && rows * work.layout.depth >= (1 << 17);
-    if (!together) encode(0, rows);
-    if (threads == 1) return help(0);
-#pragma omp parallel num_threads(threads)
-    {
-        const int me = omp_get_thread_num(), all = omp_get_num_threads();
-        if (together) {
-            encode(rows * me / all, rows * (me + 1) / all);
-#pragma omp barrier
-        }
-        help(me);
-    }
+    // Few codes are made sooner than all threads could meet.
+    const bool together = rows * work.layout.depth >= (1 << 17);
+    parallel_for(rows, together ? threads : 1, encode);
+    parallel(threads, help);
 }
 
 }  // namespace
