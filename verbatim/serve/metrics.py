@@ -114,6 +114,6 @@ class _Engine(Collector):
                 yield CounterMetricFamily(f"verbatim_{name}", text, stats[name])
         draft = stats.get("draft")
         if draft is not None:
-            drafted, accepted = sum(draft.num_drafted), sum(draft.num_accepted)
+            drafted, accepted = draft["drafted"], draft["accepted"]
             yield CounterMetricFamily("verbatim_drafted_tokens", "Tokens guessed ahead", drafted)
             yield CounterMetricFamily("verbatim_accepted_tokens", "Of those, that stood", accepted)
