@@ -13,18 +13,18 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import bench, chat, cluster, generate, info, plan, serve
+from verbatim.cli import bench, chat, cluster, generate, info, plan, score, serve
 
 app = typer.Typer(
     name="verbatim",
     help="Generate text from any causal language model: the same words everywhere.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(score.score)
 app.command()(bench.bench)
 app.command()(info.info)
 app.command()(plan.plan)

@@ -144,7 +144,7 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     if prompt is not None:
         return prompt
     if ids is not None:
-        return _parse_ids(ids)
+        return parse_ids(ids)
     if file is not None and file != "-":
         return read_text(file, Path(file).read_bytes)
     if sys.stdin is None:
@@ -154,7 +154,8 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     return read_text("stdin", sys.stdin.buffer.read)
 
 
-def _parse_ids(text: str) -> list[int]:
+def parse_ids(text: str) -> list[int]:
+    """Ids as they are given on a command line."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:

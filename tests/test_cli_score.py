@@ -1,0 +1,118 @@
+"""`verbatim score`, and shell completion."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from verbatim import LLM
+from verbatim.cli import app
+
+TEXT = "Once upon a time there was a fox."
+IDS = [5, 17, 9]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    # Without kernels the commands say so in a line of their own.
+    monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
+
+    def run(*args, input=b""):
+        return CliRunner().invoke(app, ["score", *args], input=input)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with LLM() as llm:
+        ids = llm.tokenizer.encode(TEXT)
+        return llm.score([ids, IDS]), ids
+
+
+def test_json_has_the_bits_that_python_scores(run, expected, tmp_path):
+    (of_text, of_ids), ids = expected
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT + "\n")
+    done = run(TEXT, "--file", str(file), "--ids", "5 17 9", "--json")
+    assert done.exit_code == 0
+    said, read, given = map(json.loads, done.stdout.splitlines())
+    assert said["logprobs"] == read["logprobs"] == of_text
+    assert said["ids"] == ids
+    assert "".join(said["tokens"]) == TEXT
+    assert given["logprobs"] == of_ids
+    assert given["text"] is None
+    known = of_text[1:]
+    assert said["num_scored"] == len(known)
+    assert said["perplexity"] == math.exp(-math.fsum(known) / len(known))
+
+
+def test_a_text_is_a_table_of_its_tokens_and_a_line(run, expected):
+    (logprobs, _), ids = expected
+    done = run(input=TEXT.encode() + b"\n")
+    head, *rows, last = done.stdout.splitlines()
+    assert head.split() == ["at", "id", "log-prob", "prob", "token"]
+    assert [int(row.split()[1]) for row in rows] == ids
+    assert rows[0].split()[2:4] == ["-", "-"]
+    assert [row.split()[2] for row in rows[1:]] == [f"{p:.4f}" for p in logprobs[1:]]
+    mean = math.fsum(logprobs[1:]) / len(logprobs[1:])
+    assert last.startswith(f"{len(ids)} tokens, log-prob ")
+    assert last.endswith(f", perplexity {math.exp(-mean):.4f}")
+    done = run(TEXT, "--ids", "5", "--summary")
+    assert done.stdout.splitlines() == [
+        f"1: {last}",
+        "2: 1 token, of which none has one before it: no perplexity",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "said"),
+    [
+        pytest.param(["--json", "--summary", "a"], 2, "give one of them", id="two-forms"),
+        pytest.param(["--ids", "5 x"], 2, "must be integers", id="no-ids"),
+        pytest.param(["--file", "-", "--file", "-"], 2, "stdin can be read once", id="stdin-twice"),
+        pytest.param(["--file", "/nowhere"], 1, "can't read /nowhere", id="no-file"),
+        pytest.param([""], 1, "the prompt is empty", id="empty"),
+        pytest.param(["--ids", "5 99999"], 1, "99999", id="no-such-id"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(run, args, status, said):
+    done = run(*args)
+    assert done.exit_code == status
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_the_shell_completes_commands_and_options_without_torch():
+    script = """
+import sys
+from verbatim.cli import main
+import os
+leave = os._exit
+os._exit = lambda status: (print("torch" in sys.modules, flush=True), leave(status))
+main()
+"""
+
+    def complete(*words):
+        env = dict(
+            os.environ,
+            _VERBATIM_COMPLETE="complete_bash",
+            COMP_WORDS=" ".join(("verbatim", *words)),
+            COMP_CWORD=str(len(words)),
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        *found, torch_was_there = done.stdout.split()
+        assert torch_was_there == "False"
+        return found
+
+    assert complete("ver") == ["verify"]
+    assert complete("batch", "--in-f") == ["--in-flight"]

@@ -1,0 +1,141 @@
+"""`verbatim score`: how likely texts are, token by token."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.generate import parse_ids
+from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.options import MODEL, open_llm, read_text, takes
+from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.terminal import WrongUsage, command
+from verbatim.params import SamplingParams
+from verbatim.plain import to_json
+
+if TYPE_CHECKING:
+    from verbatim.core import Result
+    from verbatim.llm import LLM
+
+
+@command
+@takes(*MODEL, *OFFLOAD, *CLUSTER)
+def score(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts to score.")
+    ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option("--file", metavar="PATH", help="A file is one text, too; - is stdin."),
+    ] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--ids", metavar="IDS", help='Token ids in place of a text, as "5 17 9".'),
+    ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="One line a text, without its tokens.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a text, a line each.")
+    ] = False,
+    **values: Any,
+) -> None:
+    """Tell the log-prob of each token given those before it, at temperature 1, and the perplexity.
+
+    Texts are given here, in files, as token ids, or piped in. The numbers are the bits that generation
+    reports for the same ids.
+    """
+    if summary and as_json:
+        raise WrongUsage("--summary and --json: give one of them")
+    sources = _sources(prompts or [], file or [], ids or [])
+    placement = placement_of(values)
+    with open_llm(values, placement) as llm:
+        tell_placement(llm, placement)
+        # What LLM.score asks for, with the ids that the log-probs are of.
+        results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        scores = [_score(llm, result) for result in results]
+        tell_stats(llm, values)
+    for number, found in enumerate(scores, start=1):
+        if as_json:
+            sys.stdout.write(to_json(found) + "\n")
+            continue
+        if not summary:
+            sys.stdout.write(_table(found))
+        head = f"{number}: " if len(scores) > 1 else ""
+        sys.stdout.write(f"{head}{_sentence(found)}\n")
+        if not summary and number < len(scores):
+            sys.stdout.write("\n")
+
+
+def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str | list[int]]:
+    """Everything that was given, texts before files before ids."""
+    if files.count("-") > 1:
+        raise WrongUsage("--file -: stdin can be read once")
+    found: list[str | list[int]] = list(prompts)
+    found += [_read(path) for path in files]
+    found += [parse_ids(text) for text in ids]
+    if found:
+        return found
+    if sys.stdin is None or sys.stdin.isatty():
+        raise WrongUsage("no text: give it as an argument, by --file or --ids, or pipe it in")
+    return [_read("-")]
+
+
+def _read(path: str) -> str:
+    if path != "-":
+        return read_text(path, Path(path).read_bytes)
+    if sys.stdin is None:
+        raise WrongUsage("--file -: stdin is closed")
+    return read_text("stdin", sys.stdin.buffer.read)
+
+
+def _score(llm: LLM, result: Result) -> dict[str, Any]:
+    """One text's scores; the first token has none, since nothing stands before it."""
+    from verbatim.serve.tokens import TokenTexts
+
+    logprobs = result.prompt_logprobs or []
+    known = [p for p in logprobs if p is not None]
+    total = math.fsum(known)
+    texts = TokenTexts(llm.tokenizer)
+    return {
+        "text": result.prompt,
+        "ids": result.prompt_token_ids,
+        "tokens": None if llm.tokenizer is None else list(map(texts.text, result.prompt_token_ids)),
+        "logprobs": logprobs,
+        "num_scored": len(known),
+        "logprob": total,
+        "perplexity": _exp(-total / len(known)) if known else None,
+    }
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def _table(found: dict[str, Any]) -> str:
+    """A line a token: its position, id, log-prob, probability and text."""
+    ids: Sequence[int] = found["ids"]
+    tokens = found["tokens"] or [""] * len(ids)
+    wide = max(2, len(str(len(ids) - 1))), max(2, *(len(str(i)) for i in ids))
+    lines = [f"{'at':>{wide[0]}}  {'id':>{wide[1]}}  {'log-prob':>10}  {'prob':>8}  token"]
+    for at, (i, p, token) in enumerate(zip(ids, found["logprobs"], tokens, strict=True)):
+        numbers = f"{'-':>10}  {'-':>8}" if p is None else f"{p:>10.4f}  {math.exp(p):>8.2%}"
+        shown = repr(token) if found["tokens"] is not None else ""
+        lines.append(f"{at:>{wide[0]}}  {i:>{wide[1]}}  {numbers}  {shown}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(found: dict[str, Any]) -> str:
+    count = len(found["ids"])
+    tokens = f"{count} token{'' if count == 1 else 's'}"
+    if not found["num_scored"]:
+        return f"{tokens}, of which none has one before it: no perplexity"
+    return f"{tokens}, log-prob {found['logprob']:.4f}, perplexity {found['perplexity']:.4f}"
