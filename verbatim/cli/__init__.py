@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import bench, chat, cluster, generate, info, plan, score, serve
+from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve
 
 app = typer.Typer(
     name="verbatim",
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(batch.batch)
 app.command()(score.score)
 app.command()(bench.bench)
 app.command()(info.info)

@@ -19,7 +19,7 @@ from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import chat, completions, native, responses
-from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
+from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of, refusal_of_body
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
@@ -204,7 +204,7 @@ def _refusals(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error).response()
+        return refusal_of_body(error.errors(), skip=1).response()
 
     async def by_status(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -221,23 +221,3 @@ def _refusals(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, by_status)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(Exception, refuse)
-
-
-def _is_type(part: Any) -> bool:
-    """Is a part of a field's path the name of the type that was tried there?"""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
-
-
-def _invalid(error: RequestValidationError) -> Refusal:
-    """The first thing wrong with a body, by the name of its field."""
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:] if not _is_type(part)) or None
-    if first["type"] == "extra_forbidden":
-        return Refusal(400, f"{param}: no field that is served here", param=param)
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {first['ctx']['error']}")
-    given = first.get("input")
-    shown = (
-        "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
-    )
-    return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -137,6 +137,31 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(500, f"the request failed: {type(error).__name__}")
     log.error("unforeseen", exc_info=error)
     return Refusal(500, "the server has met an error that it did not foresee")
+
+
+def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
+    """The first thing wrong with a body, by the name of its field.
+
+    Args:
+        errors: pydantic's.
+        skip: parts of a field's path that come before its name.
+    """
+    first = errors[0]
+    param = ".".join(str(part) for part in first["loc"][skip:] if not _is_type(part)) or None
+    if first["type"] == "extra_forbidden":
+        return Refusal(400, f"{param}: no field that is served here", param=param)
+    if first["type"] == "json_invalid":
+        return Refusal(400, f"the body is no JSON: {first['ctx']['error']}")
+    given = first.get("input")
+    shown = (
+        "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
+    )
+    return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)
+
+
+def _is_type(part: Any) -> bool:
+    """Is a part of a field's path the name of the type that was tried there?"""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
 
 
 def too_many(message: str) -> Refusal:

@@ -1,0 +1,164 @@
+"""`verbatim batch`: a file of requests in OpenAI's batch format, answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.options import MODEL, open_llm, takes
+from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.terminal import EXIT_ERROR, EXIT_INTERRUPTED, WrongUsage, command, note
+from verbatim.errors import VerbatimError
+
+if TYPE_CHECKING:
+    from verbatim.serve.batch import BatchRun
+    from verbatim.serve.records import Records
+
+_TELL_S = 30.0  # between two lines where stderr is no terminal
+
+
+@command
+@takes(*MODEL, *OFFLOAD, *CLUSTER)
+def batch(
+    source: Annotated[
+        str, typer.Argument(metavar="IN.jsonl", help="Requests: custom_id, method, url and body.")
+    ],
+    target: Annotated[
+        str, typer.Argument(metavar="OUT.jsonl", help="Gets the answers; a run goes on from them.")
+    ],
+    name: Annotated[str | None, typer.Option(help="What the requests call the model.")] = None,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests read ahead of their answers. Default: twice --max-sequences.", min=1
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Answer a file of requests for /v1/completions, /v1/chat/completions or /v1/responses.
+
+    Answers are written as they end, line by line. Started again with the same files, it goes on where
+    it was ended, in whatever way. The exit status is 1 if an answer in OUT is an error.
+    """
+    try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+    except ImportError as error:
+        raise WrongUsage(f"batch needs {error.name}: pip install 'verbatim[serve]'") from None
+    from verbatim.serve.records import Records
+
+    _check_paths(source, target)
+    placement = placement_of(values)
+    with Records(target) as records, open_llm(values, placement) as llm:
+        tell_placement(llm, placement)
+        from verbatim.serve.batch import BatchRun
+
+        run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
+        _warn(run, records)
+        go_on = "the same command goes on from there"
+        try:
+            with _shown(run) as on_record:
+                asyncio.run(run.run(on_record))
+        except KeyboardInterrupt:
+            note(f"verbatim: interrupted; {_count(records)} in {target}; {go_on}")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except VerbatimError as error:
+            raise VerbatimError(f"{error}; {_count(records)} in {target}; {go_on}") from error
+        tell_stats(llm, values)
+    note(_summary(run, records))
+    if records.num_errors:
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _check_paths(source: str, target: str) -> None:
+    """Before OUT is made for nothing."""
+    from verbatim.serve.records import check_source
+
+    path = check_source(source)
+    if os.path.exists(target) and path.samefile(target):
+        raise WrongUsage(f"{source}: the answers can't go to the file of the requests")
+
+
+def _warn(run: BatchRun, records: Records) -> None:
+    now = run.service.name, run.service.fingerprint
+    if records.begun_with not in (None, now):
+        before = " with ".join(records.begun_with or ())
+        note(f"{records.path} was begun by {before}; it goes on with {' with '.join(now)}")
+
+
+def _count(records: Records) -> str:
+    number = records.num_records
+    return "1 line is" if number == 1 else f"{number:,} lines are"
+
+
+def _summary(run: BatchRun, records: Records) -> str:
+    errors = f", {records.num_errors:,} of them errors" if records.num_errors else ""
+    before = f" ({run.num_skipped:,} from before)" if run.num_skipped else ""
+    speed = f"{run.num_tokens:,} tokens in {run.seconds:.2f} s ({_speed(run)})"
+    return f"{_count(records)} in {records.path}{errors}{before}; {speed}"
+
+
+def _speed(run: BatchRun) -> str:
+    return f"{run.num_tokens / max(run.seconds, 1e-9):,.0f} tokens/s"
+
+
+def _progress(run: BatchRun) -> str:
+    """Lines, errors, speed and time left."""
+    errors = run.records.num_errors
+    parts = [f"{run.num_done + run.num_skipped:,} lines"]
+    parts += [f"{errors:,} error{'' if errors == 1 else 's'}"] if errors else []
+    left = run.seconds_left
+    parts += [_speed(run), "" if left is None else f"{_clock(left)} left"]
+    return ", ".join(part for part in parts if part)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+@contextmanager
+def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
+    """A bar on a terminal, a line now and then elsewhere; what is to be called after each record."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield _Lines(run).tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Figures(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_progress(run))
+
+    figures = Figures(table_column=Column(no_wrap=True))
+    columns = (BarColumn(bar_width=20), TaskProgressColumn(), figures)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=run.num_bytes)
+        yield lambda: bar.update(task, completed=run.bytes_done)
+
+
+class _Lines:
+    """Tells how far it is, not too often."""
+
+    def __init__(self, run: BatchRun) -> None:
+        self._run = run
+        self._last = time.monotonic()
+
+    def tell(self) -> None:
+        now = time.monotonic()
+        if now - self._last >= _TELL_S:
+            self._last = now
+            share = self._run.bytes_done / max(1, self._run.num_bytes)
+            note(f"{share:.0%}: {_progress(self._run)}")

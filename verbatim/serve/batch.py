@@ -1,0 +1,265 @@
+"""A file of requests in OpenAI's batch format, answered in this process: no HTTP, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    OutOfBlocks,
+    QueueFull,
+    StageFailed,
+    TierFailed,
+    VerbatimError,
+)
+from verbatim.llm import LLM
+from verbatim.params import MAX_N
+from verbatim.serve import chat, completions, responses
+from verbatim.serve.errors import Refusal, refusal_of, refusal_of_body
+from verbatim.serve.fields import ChatCompletions, Completions
+from verbatim.serve.records import Records, check_source, lines_of
+from verbatim.serve.responses_fields import Responses
+from verbatim.serve.service import Service
+from verbatim.serve.settings import ServeSettings
+
+MAX_LINE_BYTES = 64 << 20
+_ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
+    "/v1/completions": (Completions, completions.Asked),
+    "/v1/chat/completions": (ChatCompletions, chat.Asked),
+    "/v1/responses": (Responses, responses.Asked),
+}
+_FIELDS = ("custom_id", "method", "url", "body")
+_SKIPS = 1024  # lines that were answered before, until somebody else gets a turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One request."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    nbytes: int
+
+
+class _Fault(Exception):
+    """A line that is no request. `custom_id`: as far as it has one of its own."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.custom_id = code, custom_id
+
+
+class BatchRun:
+    """Answers the lines of `source` that have no answer in `records` yet.
+
+    A line that is no request, or one that is refused, gets a record that says so, and the run goes on.
+    Every answer is what `verbatim serve` would have answered, and its words those of a request alone.
+
+    Args:
+        name: what the requests call the model; None takes the engine's own name.
+        in_flight: requests that are read ahead of their answers; None: twice as many as run at once.
+
+    Attributes:
+        num_bytes: of the source.
+        bytes_done: of those, the ones of lines that are answered, now or before.
+        num_skipped: lines that were answered before.
+        num_done: lines that this run answered.
+
+    Raises:
+        InvalidRequest: `in_flight` out of range, a source that is no plain file.
+        NotSupported: an engine whose steps are made by several processes of the user's together.
+        VerbatimError: the source can't be read.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        source: str | os.PathLike[str],
+        records: Records,
+        *,
+        name: str | None = None,
+        in_flight: int | None = None,
+    ) -> None:
+        if not llm._driver.alone:
+            raise NotSupported("a batch for an engine that each rank drives; use Cluster(...)")
+        scheduler = llm._engine.scheduler
+        self.in_flight = 2 * scheduler.max_sequences if in_flight is None else in_flight
+        if self.in_flight < 1:
+            raise InvalidRequest(f"in_flight={in_flight}: must be 1 or more")
+        settings = ServeSettings(name=name, max_requests=self.in_flight, max_choices=MAX_N)
+        self.service = Service(llm, settings)
+        self.source = check_source(source)
+        if records.path.samefile(self.source):
+            raise InvalidRequest(f"{source}: the answers can't go to the file of the requests")
+        self.records = records
+        self.num_bytes = self.source.stat().st_size
+        self.bytes_done = self._bytes_skipped = 0
+        self.num_skipped = self.num_done = 0
+        self._begin = time.perf_counter()
+        self._tokens_before = llm._engine.num_tokens
+        self._seen: set[str] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._begin
+
+    @property
+    def num_tokens(self) -> int:
+        """Made so far, those of unfinished answers included."""
+        return self.service.llm._engine.num_tokens - self._tokens_before
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the speed so far; None where nothing is known of that."""
+        worked = self.bytes_done - self._bytes_skipped
+        if not worked:
+            return None
+        return (self.num_bytes - self.bytes_done) * self.seconds / worked
+
+    async def run(self, on_record: Callable[[], object] = lambda: None) -> None:
+        """Answer all lines. Cancelling it ends what is under way, and keeps what is written.
+
+        Args:
+            on_record: called after each record.
+
+        Raises:
+            VerbatimError: the engine failed, or the records can't be written. What was under way has no
+                record then, so that another run answers it.
+        """
+        gate = asyncio.Semaphore(self.in_flight)
+
+        async def answer(line: _Line) -> None:
+            try:
+                status, body = await self._answer(line)
+                self.records.answer(line.custom_id, status, body)
+                self._note(line.nbytes, on_record)
+            finally:
+                gate.release()
+
+        try:
+            with open(self.source, "rb") as file:
+                async with asyncio.TaskGroup() as group:
+                    lines = enumerate(lines_of(file, MAX_LINE_BYTES), start=1)
+                    for number, (text, nbytes) in lines:
+                        if number % _SKIPS == 0:
+                            await asyncio.sleep(0)
+                        try:
+                            line = self._line(number, text, nbytes)
+                        except _Fault as fault:
+                            if number in self.records.told:
+                                self._skip(text, nbytes)
+                                continue
+                            message = f"line {number}: {fault}"
+                            self.records.fault(fault.custom_id, fault.code, message, number)
+                            self._note(nbytes, on_record)
+                        else:
+                            if line is None:
+                                self._skip(text, nbytes)
+                                continue
+                            await gate.acquire()
+                            group.create_task(answer(line))
+        except BaseExceptionGroup as failed:
+            error = _first(failed)
+            if isinstance(error, OSError) and not isinstance(error, VerbatimError):
+                error = VerbatimError(f"can't read {self.source}: {error.strerror}")
+            raise error from None
+
+    def _skip(self, text: bytes | None, nbytes: int) -> None:
+        """A line that was answered before, or an empty one."""
+        self.num_skipped += text is None or bool(text.strip())
+        self._bytes_skipped += nbytes
+        self.bytes_done += nbytes
+
+    def _note(self, nbytes: int, on_record: Callable[[], object]) -> None:
+        self.bytes_done += nbytes
+        self.num_done += 1
+        on_record()
+
+    def _line(self, number: int, text: bytes | None, nbytes: int) -> _Line | None:
+        """A request that has no record yet; None where there is none to answer.
+
+        Raises:
+            _Fault: it is none.
+        """
+        if text is None:
+            raise _Fault("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
+        if number == 1:
+            text = text.removeprefix(b"\xef\xbb\xbf")
+        if not text.strip():
+            return None
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            why = str(error) if isinstance(error, json.JSONDecodeError) else "it can't be read"
+            raise _Fault("invalid_line", f"no JSON: {why}") from None
+        if not isinstance(fields, dict):
+            raise _Fault("invalid_line", f"must be a JSON object, with {', '.join(_FIELDS)}")
+        custom_id = fields.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a text")
+        custom_id = custom_id.encode(errors="replace").decode()  # as it is written, and read again
+        if custom_id in self._seen:
+            raise _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
+        self._seen.add(custom_id)
+        if custom_id in self.records.done:
+            return None
+        return self._checked(fields, custom_id, nbytes)
+
+    def _checked(self, fields: dict[str, Any], custom_id: str, nbytes: int) -> _Line:
+        unknown = next((name for name in fields if name not in _FIELDS), None)
+        if unknown is not None:
+            message = f"{unknown!r:.80}: no field of a batch; there are {', '.join(_FIELDS)}"
+            raise _Fault("invalid_request", message, custom_id)
+        method, url, body = (fields.get(name) for name in _FIELDS[1:])
+        if method != "POST":
+            raise _Fault("invalid_method", f"method={method!r:.80}: must be 'POST'", custom_id)
+        if not isinstance(url, str) or url not in _ENDPOINTS:
+            allowed = ", ".join(_ENDPOINTS)
+            raise _Fault("invalid_url", f"url={url!r:.80}: must be one of {allowed}", custom_id)
+        if not isinstance(body, dict):
+            raise _Fault("invalid_request", "body must be a JSON object", custom_id)
+        return _Line(custom_id, url, body, nbytes)
+
+    async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
+        """A status and a body, as a server has them."""
+        model, asked = _ENDPOINTS[line.url]
+        try:
+            try:
+                body: Any = model.model_validate(line.body)
+            except ValidationError as error:
+                raise refusal_of_body(error.errors()) from None
+            if body.stream:
+                raise Refusal(400, "stream: a batch has whole answers", param="stream")
+            return 200, await asked(self.service, body).answer("")
+        except (EngineClosed, StageFailed, TierFailed):
+            raise  # not this request's fault, and that of all the others
+        except Exception as error:
+            refusal = _refusal(error)
+            return refusal.status_code, refusal.body()
+
+
+_FORESEEN = (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks)
+
+
+def _refusal(error: Exception) -> Refusal:
+    """As the server has it; but here the message of whatever it is may be told."""
+    if isinstance(error, _FORESEEN):
+        return refusal_of(error)
+    return Refusal(500, f"{type(error).__name__}: {error}")
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
