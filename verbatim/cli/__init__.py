@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from verbatim._version import __version__
-from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve
+from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve, verify
 
 app = typer.Typer(
     name="verbatim",
@@ -26,6 +26,7 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(batch.batch)
 app.command()(score.score)
+app.command()(verify.verify)
 app.command()(bench.bench)
 app.command()(info.info)
 app.command()(plan.plan)

@@ -262,14 +262,19 @@ def seeded(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
 
-def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = None) -> LLM:
-    """The engine on the model that the options name."""
+def prepare() -> None:
+    """What every command does before it opens a model: silence others, tell what is missing."""
     from verbatim import kernels
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore", message=kernels.MISSING)  # said here, in our own way
     if kernels.missing():
         typer.echo(f"verbatim: {kernels.MISSING}", err=True)
+
+
+def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = None) -> LLM:
+    """The engine on the model that the options name."""
+    prepare()
     settings = given(values, MODEL)
     if placement is not None:
         settings["placement"] = placement

@@ -1,0 +1,134 @@
+"""`verbatim verify`: the promise, tried on a model and this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verbatim.cli.options import MODEL, given, prepare, takes
+from verbatim.cli.terminal import EXIT_ERROR, command, note
+from verbatim.plain import to_json
+
+if TYPE_CHECKING:
+    from verbatim.verify import Report, Row
+
+# The schedules settle the others.
+_SHAPING = (
+    "config revision trust_remote_code dtype device num_threads max_length kv_dtype quantization fused"
+).split()
+_OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
+_WIDTH = 150  # where no terminal says
+
+
+@command
+@takes(*_OPTIONS)
+def verify(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder or a hub id; the small model in the package if left out."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of the longest completions. Default: 16.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and draws.", min=0)] = 0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run this schedule alone.", metavar="ROW")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **values: Any,
+) -> None:
+    """Run the same requests alone, batched, chunked, evicted and so on, and compare them bit for bit.
+
+    The schedules: again, batched, reordered, prefix-hit, streamed, threads, chunked, evicted, drafted,
+    unfused, int8-kv, offloaded, two-stages. The exit status is 1 if one differs or fails.
+    """
+    settings = given(values, _OPTIONS)
+    if tokens is not None:
+        settings["tokens"] = tokens
+    prepare()
+    from transformers.utils import logging
+
+    from verbatim import verify as room
+
+    logging.disable_progress_bar()  # of weights, which are read many times
+
+    with _shown(room.NAMES if not only else [name for name in room.NAMES if name in only]) as tell:
+        report = room.verify(model, seed=seed, only=only or None, on_row=tell, **settings)
+    if as_json:
+        sys.stdout.write(to_json(report.as_dict()) + "\n")
+    else:
+        _print(report)
+    if not report.ok:
+        raise typer.Exit(EXIT_ERROR)
+
+
+@contextmanager
+def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
+    """What runs now, on a terminal's last line; the rows that are no good stay above it."""
+    from rich.console import Console
+
+    console, left = Console(stderr=True), ["alone", *names]
+    if not console.is_terminal:
+        yield lambda row: None
+        return
+    with console.status("opening the model") as status:
+
+        def tell(row: Row) -> None:
+            del left[0]
+            if row.status in ("differs", "failed"):
+                console.print(f"{row.name} {row.status}", style="red", highlight=False)
+            status.update(left[0] if left else "done")
+
+        yield tell
+
+
+def _print(report: Report) -> None:
+    """The table, what differs, and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{report.model}, {report.numerics_key}", title_justify="left")
+    for name in ("schedule", "tokens", "log-probs"):
+        table.add_column(name, no_wrap=True)
+    for name in ("largest", "compared", "forwards", "rows each", "at once"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what it was", ratio=1)
+    for row in report.rows:
+        table.add_row(*(Text(cell, style=style) for cell, style in _cells(row)))
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=_WIDTH)
+    console.print(table)
+    for row in report.of("differs", "failed"):
+        where = f" ({', '.join(row.differing)})" if row.differing else ""
+        sys.stdout.write(f"{row.name}{where}: {row.first_difference or row.note}\n")
+    sys.stdout.write(report.verdict() + "\n")
+    sys.stdout.flush()
+    if not report.ok and report.of("differs"):
+        note("seed and schedule make it happen again: --seed, --only")
+
+
+def _cells(row: Row) -> list[tuple[str, str]]:
+    def word(equal: bool | None) -> tuple[str, str]:
+        if equal is None:
+            bad = row.status == "failed"
+            return row.status, "bold red" if bad else "dim"
+        return ("equal", "green") if equal else ("differ", "bold red")
+
+    ran, largest = bool(row.forwards), row.largest_difference
+    return [
+        (row.name, "bold"),
+        word(row.ids_equal),
+        word(row.logprobs_equal) if row.logprobs_equal is not None else ("", ""),
+        ("" if largest is None else f"{largest:.3g}", ""),
+        (f"{row.num_tokens:,}" if row.num_tokens else "", ""),
+        (f"{row.forwards:,}" if ran else "", ""),
+        (f"{row.rows_per_forward:.1f}" if ran else "", ""),
+        (str(row.sequences_at_once) if ran else "", ""),
+        ("; ".join(filter(None, (row.what, row.note))), ""),
+    ]

@@ -1,0 +1,133 @@
+"""`verify`: the matrix of schedules, run on one model and this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from verbatim.errors import InvalidRequest
+from verbatim.model.borrow import threads
+from verbatim.options import positive
+from verbatim.placement.cluster.choice import Cluster
+from verbatim.verify.compare import Comparison
+from verbatim.verify.report import DIFFERS, EQUAL, FAILED, NOT_RUN, REFERENCE, Report, Row
+from verbatim.verify.requests import make_requests
+from verbatim.verify.schedules import NAMES, SCHEDULES, Schedule
+from verbatim.verify.trial import NotRun, Subject, Trial
+
+DEFAULT_TOKENS = 16
+OPTIONS = (
+    "tokenizer config revision trust_remote_code dtype device max_length kv_dtype quantization fused"
+).split()
+
+
+def verify(
+    model: Any = None,
+    *,
+    tokens: int = DEFAULT_TOKENS,
+    seed: int = 0,
+    only: SequenceOf[str] | None = None,
+    on_row: Callable[[Row], object] = lambda row: None,
+    cluster: Cluster | None = None,
+    num_threads: int | None = None,
+    **options: Any,
+) -> Report:
+    """Run the same requests alone and in every schedule, and compare them bit for bit.
+
+    Requests, prompts from the vocabulary and seeds are settled by `seed`. The model is opened several
+    times, one at a time.
+
+    Args:
+        model: as `LLM` takes it. A live module can't be offloaded or put in stages, which rows say then.
+        tokens: of the longest completions.
+        seed: of prompts and draws.
+        only: names of schedules, of `verbatim.verify.NAMES`; None runs all. The reference always is.
+        on_row: called with each row when it is done.
+        cluster: the placement of the row "two-stages"; None: two stages on this machine, by Ray.
+        num_threads: of torch's pool, for all schedules but "threads".
+        options: of `LLM`, for all schedules: tokenizer, config, revision, trust_remote_code, dtype, device,
+            max_length, kv_dtype, quantization, fused.
+
+    Raises:
+        InvalidRequest: an unknown option or schedule, a number out of range.
+        ModelError, and whatever else `LLM` raises: the model can't be opened.
+    """
+    unknown = next((name for name in options if name not in OPTIONS), None)
+    if unknown is not None:
+        raise InvalidRequest(
+            f"{unknown}={options[unknown]!r}: the schedules settle it; there are {', '.join(OPTIONS)}"
+        )
+    unknown = next((name for name in only or () if name not in NAMES), None)
+    if unknown is not None:
+        raise InvalidRequest(f"only={unknown!r}: must be one of {', '.join(NAMES)}")
+    if num_threads is not None:
+        positive("num_threads", num_threads)
+    chosen = [schedule for schedule in SCHEDULES if only is None or schedule.name in only]
+    subject = Subject(model, options, cluster or Cluster(stages=2))
+    rows = []
+    with threads(num_threads):
+        try:
+            llm = subject.plain()
+            subject.requests = make_requests(llm, tokens, seed)
+            name, key = llm.name, subject.info["numerics_key"]
+            rows.append(_reference(subject))
+            on_row(rows[-1])
+            for schedule in chosen:
+                rows.append(_row(subject, schedule))
+                on_row(rows[-1])
+        finally:
+            subject.close()
+    return Report(name, key, seed, len(subject.requests), tuple(rows))
+
+
+def _reference(subject: Subject) -> Row:
+    begin, trial = time.perf_counter(), Trial(subject, "alone")
+    with trial.plain() as llm:
+        subject.expected = trial.alone(llm)
+    subject.most_alone = trial.most
+    tokens = sum(len(output.token_ids) for result in subject.expected for output in result.outputs)
+    figures = {**_figures(trial, begin), "num_tokens": tokens}
+    return Row("alone", "one after the other", REFERENCE, **figures)
+
+
+def _row(subject: Subject, schedule: Schedule) -> Row:
+    """Run one schedule and compare."""
+    begin, trial = time.perf_counter(), Trial(subject, schedule.name)
+
+    def row(status: str, **rest: Any) -> Row:
+        return Row(schedule.name, schedule.what, status, **{**_figures(trial, begin), **rest})
+
+    try:
+        schedule.run(trial)
+    except NotRun as why:
+        return row(NOT_RUN, note=str(why))
+    except Exception as error:  # whatever it is, the other rows are run
+        subject.close()  # whatever state it is in
+        return row(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())}")
+    found = Comparison()
+    for run in trial.runs:
+        for number, before, now in zip(run.numbers, run.expected, run.found, strict=True):
+            found.add(number, before, now, run.label)
+    differing = sorted(found.ids_differ | found.logprobs_differ)
+    return row(
+        EQUAL if found.equal else DIFFERS,
+        ids_equal=not found.ids_differ,
+        logprobs_equal=not found.logprobs_differ,
+        first_difference=None if found.first is None else str(found.first),
+        largest_difference=found.largest,
+        differing=tuple(subject.requests[i].kind for i in differing),
+        num_tokens=found.num_tokens,
+        num_logprobs=found.num_logprobs,
+    )
+
+
+def _figures(trial: Trial, begin: float) -> dict[str, Any]:
+    return {
+        "note": "; ".join(trial.notes),
+        "forwards": trial.forwards,
+        "rows_per_forward": trial.rows / max(1, trial.forwards),
+        "sequences_at_once": trial.most,
+        "seconds": time.perf_counter() - begin,
+    }

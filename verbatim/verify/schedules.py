@@ -1,0 +1,199 @@
+"""The schedules: each forces the engine to make the same words in another way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from verbatim.core import Sequence
+from verbatim.model.borrow import threads
+from verbatim.placement.offload.choice import Offload
+from verbatim.verify.trial import NotRun, Subject, Trial
+
+_CHUNK_ROWS, _CHUNK_BLOCK = 7, 5  # neither divides the other, nor the lengths of prompts
+_EVICTION_BLOCK = 8
+_DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One row of the matrix. `run` leaves its results and what shows them in the trial."""
+
+    name: str
+    what: str
+    run: Callable[[Trial], None]
+
+
+def _again(trial: Trial) -> None:
+    some = list(range(1, len(trial.subject.requests), 3))  # alone is slow
+    with trial.plain() as llm:
+        trial.add(trial.alone(llm, some), numbers=some)
+    trial.notes.append(f"{len(some)} of the requests")
+
+
+def _batched(trial: Trial) -> None:
+    with trial.plain() as llm:
+        trial.add(trial.together(llm))
+    trial.check_batched()
+
+
+def _reordered(trial: Trial) -> None:
+    order = list(range(len(trial.subject.requests)))
+    random.Random(len(order)).shuffle(order)
+    with trial.plain() as llm:
+        trial.add(trial.together(llm, order), numbers=order)
+    trial.check_batched()
+
+
+def _prefix_hit(trial: Trial) -> None:
+    # Each prompt twice: the second one waits for the first one's blocks, also of a live module.
+    twice = [i for number in range(len(trial.subject.requests)) for i in (number, number)]
+    with trial.plain() as llm:
+        found = trial.together(llm, twice)
+    cached = sum(result.num_cached_tokens for result in found)
+    if not cached:
+        raise NotRun("no prompt is long enough to fill a block of keys and values")
+    trial.add(found, numbers=twice)
+    trial.notes.append(f"{cached} prompt tokens found")
+
+
+def _streamed(trial: Trial) -> None:
+    with trial.plain() as llm:
+
+        async def all_at_once() -> None:
+            streams = (trial.streamed(llm, i) for i in range(len(trial.subject.requests)))
+            trial.add(list(await asyncio.gather(*streams)))
+
+        asyncio.run(all_at_once())
+    trial.check_batched()
+
+
+def _threads(trial: Trial) -> None:
+    import torch
+
+    now = torch.get_num_threads()
+    counts = [count for count in (1, 3, os.cpu_count() or 1) if count != now]
+    counts = list(dict.fromkeys(counts))[:2]
+    with trial.plain() as llm:
+        for count in counts:
+            with threads(count):
+                found = trial.together(llm)
+            trial.add(found, label=f"{count} thread{'' if count == 1 else 's'}")
+    trial.notes.append(f"{' and '.join(map(str, counts))}, not {now}")
+
+
+def _chunked(trial: Trial) -> None:
+    with trial.opened(max_batch_tokens=_CHUNK_ROWS, block_size=_CHUNK_BLOCK) as llm:
+        trial.add(trial.together(llm))
+    longest = max(len(asked.prompt) for asked in trial.subject.requests)
+    if longest <= _CHUNK_ROWS:
+        raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
+    trial.notes.append(f"{_CHUNK_ROWS} rows a forward, prompts up to {longest}")
+
+
+def _evicted(trial: Trial) -> None:
+    subject = trial.subject
+    # Room for the longest request and a half, and not for two; the scratch block comes on top.
+    longest = max(asked.num_tokens for asked in subject.requests)
+    subject.plain()
+    blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
+    nbytes = subject.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
+    with trial.opened(kv_memory=nbytes, block_size=_EVICTION_BLOCK) as llm:
+        trial.add(trial.together(llm))
+        evictions = llm.stats()["preemptions"]
+    if not evictions:
+        raise NotRun("no request lost its keys and values")
+    trial.notes.append(f"evictions: {evictions}")
+
+
+def _drafted(trial: Trial) -> None:
+    for label, proposer in (("ngram", "ngram"), ("oracle", _Oracle(trial.subject))):
+        with trial.opened(draft=proposer, num_draft_tokens=_DRAFT_TOKENS) as llm:
+            trial.add(trial.together(llm), label=label)
+            figures = llm.stats()["draft"]
+        trial.notes.append(f"{label}: {figures['drafted']} guessed, {figures['accepted']} stood")
+    if not 0 < figures["accepted"] < figures["drafted"]:
+        raise NotRun("; ".join(trial.notes))
+
+
+class _Oracle:
+    """A proposer that knows what comes, and says something else now and then: drafts that stand, and drafts
+    that don't, whatever the model.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._words = {
+            (tuple(result.prompt_token_ids), output.index): output.token_ids
+            for result in subject.expected
+            for output in result.outputs
+        }
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        """See `verbatim.draft.Proposer`."""
+        drafts = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            made, prompt = len(sequence.output_ids), tuple(sequence.request.prompt_ids)
+            words = self._words.get((prompt, sequence.index), [])[made : made + length]
+            wrong = sequence.request.prompt_ids[0]
+            drafts.append([wrong if (made + j) % 3 == 1 else i for j, i in enumerate(words)])
+        return drafts
+
+
+def _unfused(trial: Trial) -> None:
+    subject = trial.subject
+    subject.plain()
+    layers = subject.info.get("fused", {}).get("layers", 0)
+    if not layers:
+        raise NotRun("no layer is fused here")
+    with trial.opened(fused=False) as llm:
+        trial.add(trial.together(llm))
+    trial.notes.append(f"{layers} layers, module by module")
+
+
+def _int8_kv(trial: Trial) -> None:
+    if trial.subject.options.get("kv_dtype") in ("int8", "int4"):
+        raise NotRun("all rows have their keys and values in few bits")
+    some = list(range(0, len(trial.subject.requests), 2))
+    with trial.opened(kv_dtype="int8") as llm:
+        alone = trial.alone(llm, some)
+        trial.add(trial.together(llm, some), numbers=some, expected=alone)
+    trial.notes.append("in a batch, against themselves alone")
+
+
+def _offloaded(trial: Trial) -> None:
+    with trial.opened(placement=Offload(weights=(0, 50, 50), policy=None)) as llm:
+        trial.add(trial.together(llm))
+    trial.notes.append("half of the weights on the disk")
+
+
+def _two_stages(trial: Trial) -> None:
+    options = trial.subject.options
+    if options.get("fused") is False:
+        raise NotRun("stages decide themselves about fused layers")
+    with trial.opened(placement=trial.subject.cluster) as llm:
+        trial.add(trial.together(llm))
+        stages = llm.info()["stages"]
+    layers = (f"{first} to {end - 1}" for first, end in (stage["layers"] for stage in stages))
+    trial.notes.append(f"layers {' and '.join(layers)}")
+
+
+# Those that share an engine come first.
+SCHEDULES = (
+    Schedule("again", "alone, once more", _again),
+    Schedule("batched", "all at once", _batched),
+    Schedule("reordered", "all at once, in another order", _reordered),
+    Schedule("prefix-hit", "with prompts that are cached", _prefix_hit),
+    Schedule("streamed", "all at once, put together from their streams", _streamed),
+    Schedule("threads", "with other numbers of threads", _threads),
+    Schedule("chunked", "with prompts in chunks, and other blocks", _chunked),
+    Schedule("evicted", "evicted and computed again", _evicted),
+    Schedule("drafted", "with drafts, right ones and wrong ones", _drafted),
+    Schedule("unfused", "without fused layers", _unfused),
+    Schedule("int8-kv", "keys and values in int8", _int8_kv),
+    Schedule("offloaded", "with weights on the disk", _offloaded),
+    Schedule("two-stages", "in two processes", _two_stages),
+)
+NAMES = tuple(schedule.name for schedule in SCHEDULES)
