@@ -223,6 +223,35 @@ def test_a_module_with_the_method_is_a_proposer_and_no_draft_model() -> None:
         assert llm.stats()["draft"]["drafted"] > 0
 
 
+def test_a_stream_tells_which_tokens_were_drafted() -> None:
+    prompt, params = random_ids(9, 4), LONG.replace(n=1)
+    with open_toy("llama") as llm:
+        answers = answers_of(llm.generate([prompt], params))
+    proposer = Noted(answers, lambda sequence: len(sequence.output_ids) % 3)
+    with open_toy("llama", draft=proposer, num_draft_tokens=4) as llm:
+        deltas = list(llm.stream(prompt, params))
+    place = 0
+    for delta in deltas:
+        drafted = proposer.drafts.get(place, [])[: delta.num_accepted]
+        assert delta.token_ids[:-1] == drafted and len(drafted) == delta.num_accepted
+        place += len(delta.token_ids)
+    assert deltas[-1].result is not None
+    figures = deltas[-1].result.metrics.draft
+    assert sum(delta.num_accepted for delta in deltas) == sum(figures.num_accepted) > 10
+
+
+class Noted(Oracle):
+    """Remembers what it said, by how many tokens there were."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.drafts: dict[int, list[int]] = {}
+
+    def draft(self, sequence: Any, length: int) -> list[int]:
+        self.drafts[len(sequence.output_ids)] = found = super().draft(sequence, length)
+        return found
+
+
 # ---- structures, stops and text
 
 

@@ -195,6 +195,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
+    num_accepted: int = 0  # of `token_ids`: so many of the first were drafted, and stand
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -129,8 +129,12 @@ def finish(request: Request, reason: FinishReason) -> list[Sequence]:
     return ending
 
 
-def delta(sequence: Sequence) -> Delta:
-    """Everything that was added since the last one; the request's last one carries its result."""
+def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
+    """Everything that was added since the last one; the request's last one carries its result.
+
+    Args:
+        num_accepted: of what was added, so many of the first tokens were drafted.
+    """
     request = sequence.request
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
@@ -148,6 +152,7 @@ def delta(sequence: Sequence) -> Delta:
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
         result=request.result,
+        num_accepted=num_accepted,
     )
 
 

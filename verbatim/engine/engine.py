@@ -160,13 +160,13 @@ class Engine:
                 if self.drafting is not None:
                     self.drafting.note_commit(chunk)
                 for sequence in grown:
-                    self._hand_out(sequence)
+                    self._hand_out(sequence, chunk.num_accepted)
                 if chunk.error is not None and not request.finished:
                     self.fail(request, chunk.error)
             except Exception as error:
                 self.fail(request, error)  # whatever it is, it is this request's
 
-    def _hand_out(self, sequence: Sequence) -> None:
+    def _hand_out(self, sequence: Sequence, num_accepted: int = 0) -> None:
         """Send what is new; a sequence that has ended gives its blocks back, or to its session."""
         request = sequence.request
         self.num_tokens += len(sequence.output_ids) - sequence.num_sent
@@ -178,7 +178,7 @@ class Engine:
         if request.request_id not in self._active:
             return  # whoever took the last delta has aborted it
         deliver = self._active[request.request_id][1]
-        added = delta(sequence)
+        added = delta(sequence, num_accepted)
         if request.finished:
             del self._active[request.request_id]
             self.on_end(request)

@@ -25,6 +25,7 @@ from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
 from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
+from verbatim.serve.places import places_of
 from verbatim.serve.responses_fields import Responses
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
@@ -177,7 +178,8 @@ def _operations(app: FastAPI, service: Service) -> None:
         """What was opened, where its layers live, and what it holds now."""
         stats = await asyncio.to_thread(service.llm.stats)
         info = await asyncio.to_thread(service.llm.info)
-        return Json(to_plain({"info": info, "stats": stats, "under_way": service.under_way}))
+        told = {"info": info, "places": places_of(info), "stats": stats}
+        return Json(to_plain(told | {"under_way": service.under_way}))
 
     if service.settings.playground:
 

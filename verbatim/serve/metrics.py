@@ -24,7 +24,7 @@ _GAUGES = {
 }
 _COUNTS = {
     "forwards": "Forwards of the model",
-    "tokens": "Rows computed, of prompts and completions",
+    "tokens": "Tokens made",
     "cached_tokens": "Prompt tokens whose K and V were there already",
     "preemptions": "Times that a sequence gave its blocks up",
 }

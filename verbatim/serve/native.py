@@ -33,6 +33,9 @@ class Generate(Strict):
     prompt: str | list[int]
     params: dict[str, Any] = Field(default_factory=dict, description=f"Any of {', '.join(PARAMS)}.")
     stream: Switch = None
+    return_tokens: Switch = Field(
+        None, description="The text of each id, under `tokens`; in a stream each once."
+    )
 
 
 class Score(Strict):
@@ -86,7 +89,10 @@ async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]
     with service.seat():
         requests = await service.admit([body.prompt], params, key)
         (result,) = await service.results(requests)
-    return _told(service, result)
+    told = _told(service, result)
+    if body.return_tokens:
+        told["tokens"] = _new_texts(service, result, set())
+    return told
 
 
 async def generate_events(
@@ -95,16 +101,35 @@ async def generate_events(
     """`Delta`s as JSON; the last one has the result."""
     service.check_model(body.model)
     params = _settled(body)
+    known: set[int] = set()
     with service.seat():
         requests = await service.admit([body.prompt], params, key)
         async with aclosing(service.deltas(requests)) as deltas:
             async for _, delta in deltas:
-                yield _told(service, delta)
+                told = _told(service, delta)
+                if body.return_tokens:
+                    told["tokens"] = _new_texts(service, delta, known)
+                yield told
 
 
 def _told(service: Service, value: Result | Delta) -> dict[str, Any]:
     plain: dict[str, Any] = to_plain(value)
     return plain | {"model": service.name, "numerics_key": service.fingerprint}
+
+
+def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict[int, str]:
+    """By id, the texts of all that stand in it, but for the `known` ones, which these join."""
+    ids: set[int] = set()
+    result = value if isinstance(value, Result) else value.result
+    for part in [value] if isinstance(value, Delta) else value.outputs:
+        ids.update(part.token_ids)
+        ids.update(i for best in part.top_logprobs or () for i, _ in best)
+    if result is not None:
+        ids.update(result.prompt_token_ids)
+        ids.update(i for best in result.prompt_top_logprobs or () for i, _ in best or ())
+    new = sorted(ids - known)
+    known.update(new)
+    return {i: service.texts.text(i) for i in new}
 
 
 async def score(service: Service, body: Score, key: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.schedule import BlockSchedule
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.units import Unit
 from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident, give_back_freed
@@ -98,6 +99,7 @@ class Offloaded(Resident):
             **super().info(),
             "placement": "offload",
             "quantization": packed,
+            "unit_tiers": {unit.name: _tiers_of(unit) for unit in self.weights.units.order},
             "kv_tiers": self.store.bytes_by_tier(),
             "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
             "plan_summary": plan_line(self.plan, self.forecast.prediction),
@@ -189,6 +191,14 @@ def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
     """Some of the rows."""
     where = plan.logits_rows or range(len(plan.rows))
     return SamplePlan(plan.rows[first:end], list(where[first:end]))
+
+
+def _tiers_of(unit: Unit) -> dict[str, int]:
+    """Bytes of its weights as they lie in each tier that has any."""
+    held: dict[str, int] = {}
+    for slot in unit.slots:
+        held[slot.tier] = held.get(slot.tier, 0) + slot.tier_bytes
+    return held
 
 
 def _let_go(process: int, weights: Weights, store: TieredKVStore, scratch: Scratch) -> None:
