@@ -526,3 +526,19 @@ OTHERS = toy_tokenizers.EXACT | {"in_python": toy_tokenizers.in_python}
 def test_other_tokenizers_are_refused_by_name(kind, reason):
     with pytest.raises(InvalidRequest, match=reason):
         GrammarCompiler(OTHERS[kind](), 400, EOS)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"grammar": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000)) + 'a9000: "x"'},
+        {
+            "json_schema": {"$ref": "#/$defs/a0"}
+            | {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)} | {"a3000": {}}}
+        },
+    ],
+    ids=["rules", "references"],
+)  # fmt: skip
+def test_a_long_chain_does_not_overrun_the_stack(structure):
+    """It would take the whole process along, server and all."""
+    assert bool(start(**structure).mask().any())

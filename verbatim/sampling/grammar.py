@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
 MAX_COMPILED = 32  # grammars kept; a large one can take some megabytes
+# llguidance walks a chain of rules, or of references, by recursion. The longest that MAX_STRUCTURE_CHARS
+# allow take less than a quarter of this; a thread's usual stack they would overrun, which ends the process.
+_STACK_BYTES = 256 << 20
 
 NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
 
@@ -101,7 +104,9 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: Any) -> LLMatcher:
         try:
-            matcher = LLMatcher(self._ll, _source(kind, text), log_level=0, limits=self._limits)
+            matcher = _with_deep_stack(
+                lambda: LLMatcher(self._ll, _source(kind, text), log_level=0, limits=self._limits)
+            )
         except UnicodeEncodeError:
             raise InvalidRequest(
                 f"{kind}: the text is not Unicode, it has half a surrogate pair"
@@ -197,6 +202,33 @@ class GrammarState:
         raise RequestFailed(
             NO_TOKEN if "NoExtensionBias" in reason else f"llguidance: {_one_line(reason)}"
         )
+
+
+def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
+    """What `make` gives, called in a thread with `_STACK_BYTES` of stack."""
+    made: list[LLMatcher] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            raised.append(error)
+
+    with _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="verbatim-grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return made[0]
+
+
+_stack_lock = threading.Lock()
 
 
 def _bits(ids: Iterable[int], num_words: int) -> Tensor:
