@@ -19,7 +19,8 @@ from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import chat, completions, native, responses
-from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of, refusal_of_body
+from verbatim.serve.bodies import refusal_of_body
+from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
@@ -37,6 +38,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No API key, or one of another server."},
     404: {"description": "Another model than the one that is served."},
     408: {"description": "The body took too long to arrive."},
+    415: {"description": "The body is not sent as JSON."},
     413: {"description": "The body is too long."},
     429: {"description": "As much is under way as may be; Retry-After says when to come again."},
     503: {"description": "The server is shutting down, or has lost its model."},
@@ -170,14 +172,14 @@ def _operations(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", tags=["Operations"])
     async def metrics() -> Response:
         """Prometheus' text format."""
-        text = await asyncio.to_thread(service.metrics.text)
+        text = service.metrics.text(await service.stats())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/engine", tags=["Operations"])
     async def engine() -> Response:
         """What was opened, where its layers live, and what it holds now."""
-        stats = await asyncio.to_thread(service.llm.stats)
-        info = await asyncio.to_thread(service.llm.info)
+        stats = await service.stats()
+        info = await asyncio.to_thread(service.llm.info) | {"model": service.name}
         told = {"info": info, "places": places_of(info), "stats": stats}
         return Json(to_plain(told | {"under_way": service.under_way}))
 
@@ -212,6 +214,8 @@ def _refusals(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error, Refusal):
             return error.response()
+        if error.status_code == 400:  # of FastAPI's own there is one
+            return Refusal(400, _UNREADABLE).response()
         return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def gone(http: Request, _: Exception) -> Response:
@@ -223,3 +227,8 @@ def _refusals(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, by_status)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(Exception, refuse)
+
+
+_UNREADABLE = (
+    "the body is no JSON that can be read: not UTF-8, nested too deeply, or a number too long"
+)

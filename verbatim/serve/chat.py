@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -31,7 +32,7 @@ from verbatim.serve.fields import (
     ToolMessage,
 )
 from verbatim.serve.service import Service
-from verbatim.serve.tools import ANY_OBJECT, Call, CallReader, ToolUse
+from verbatim.serve.tools import ANY_OBJECT, Call, CallReader, ToolUse, said_and_called
 from verbatim.text.chat import render_chat
 
 
@@ -61,6 +62,9 @@ class Talk:
         self.service = service
         self._messages = messages
         self._variables = dict(template_kwargs or {})
+        if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
+            raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
+        _check_read(messages, template_of(service, tools is not None))
         if tools is not None:
             self._variables["tools"] = tools
         self.use = use
@@ -88,13 +92,33 @@ class Talk:
         return None if self.use is None else self.use.reader()
 
 
-def template_of(service: Service) -> str:
-    """The chat template for conversations with tools; "" where there is none."""
+# Variables of a template that are no client's to set, and why.
+_NOT_FOR_CLIENTS = {
+    "chat_template": "a template is a program, which this server doesn't take from its clients",
+    "tools": "is a field of its own",
+    "tokenizer": "is no variable of a chat template",
+    "messages": "is a field of its own",
+    "sanitize_control_tokens": "is not for clients to change",
+}
+
+
+def template_of(service: Service, tools: bool) -> str:
+    """The chat template for conversations with or without tools; "" where there is none."""
     hf = getattr(service.llm.tokenizer, "hf", None)
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
-        template = template.get("tool_use") or template.get("default")
+        template = (template.get("tool_use") if tools else None) or template.get("default")
     return template if isinstance(template, str) else ""
+
+
+def _check_read(messages: list[dict[str, Any]], template: str) -> None:
+    """Refuse what a message has and the template would leave out."""
+    for index, message in enumerate(messages):
+        for key in ("name", "tool_calls"):
+            if key in message and not re.search(rf"\b{key}\b", template):
+                raise NotSupported(
+                    f"messages[{index}].{key} would have no effect: the chat template doesn't use it"
+                )
 
 
 class Asked:
@@ -111,8 +135,13 @@ class Asked:
         self.body = body
         self.id = f"chatcmpl-{uuid4().hex}"
         self.created = int(time.time())
+        service.note_user(self.id, body.user)
         use = ToolUse.settle(
-            body.tools, body.tool_choice, body.parallel_tool_calls, template_of(service)
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+            template_of(service, bool(body.tools)),
+            service.llm.tokenizer,
         )
         self.talk = Talk(
             service,
@@ -175,7 +204,7 @@ class Asked:
         text, calls, done = delta.text, list[Call](), 0
         if reader is not None:
             done = reader.num_calls
-            text, calls = reader.push(text, last=delta.finish_reason is not None)
+            text, calls = said_and_called(reader.push(text, last=delta.finish_reason is not None))
         pieces: list[dict[str, Any]] = []
         logprobs = self._logprobs(delta)
         if text or (logprobs is not None and delta.token_ids):
@@ -188,7 +217,7 @@ class Asked:
         reader = self.talk.reader()
         text, calls = output.text, list[Call]()
         if reader is not None:
-            text, calls = reader.push(text, last=True)
+            text, calls = said_and_called(reader.push(text, last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = [call.wire() for call in calls]

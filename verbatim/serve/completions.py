@@ -35,6 +35,7 @@ class Asked:
         self.echo = bool(body.echo)
         self.id = f"cmpl-{uuid4().hex}"
         self.created = int(time.time())
+        service.note_user(self.id, body.user)
         check_stream_options(body.stream_options, body.stream)
 
     async def answer(self, key: str) -> dict[str, Any]:

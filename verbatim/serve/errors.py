@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -18,13 +19,16 @@ from verbatim.errors import (
     OutOfBlocks,
     PromptTooLong,
     QueueFull,
+    RequestFailed,
     StageFailed,
     TierFailed,
     VerbatimError,
 )
+from verbatim.params import SamplingParams
 
 log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
+_FIELDS = frozenset(SamplingParams.__slots__) | {"prompt", "messages", "tools", "tool_choice"}
 
 
 class Refusal(HTTPException):
@@ -119,7 +123,7 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, PromptTooLong):
         return Refusal(400, str(error), code="context_length_exceeded")
     if isinstance(error, InvalidRequest | NotSupported):
-        return Refusal(400, str(error))
+        return Refusal(400, str(error), param=_param(str(error)))
     if isinstance(error, QueueFull):
         return too_many(str(error))
     if isinstance(error, EngineClosed):
@@ -129,6 +133,9 @@ def refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, StageFailed):  # the next request tries to fill the stage's place
         retry = {"Retry-After": str(RETRY_AFTER_S)}
         return Refusal(503, str(error), headers=retry)
+    if isinstance(error, RequestFailed) and error.__cause__ is None:
+        # What it asked for can't be: nothing can be drawn, or its structure met a limit.
+        return Refusal(400, str(error))
     if isinstance(error, TierFailed):  # its message names files of this machine
         log.error("a tier of the model's weights failed: %s", error)
         return Refusal(503, "the engine can't reach the model's weights any more")
@@ -139,29 +146,10 @@ def refusal_of(error: BaseException) -> Refusal:
     return Refusal(500, "the server has met an error that it did not foresee")
 
 
-def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
-    """The first thing wrong with a body, by the name of its field.
-
-    Args:
-        errors: pydantic's.
-        skip: parts of a field's path that come before its name.
-    """
-    first = errors[0]
-    param = ".".join(str(part) for part in first["loc"][skip:] if not _is_type(part)) or None
-    if first["type"] == "extra_forbidden":
-        return Refusal(400, f"{param}: no field that is served here", param=param)
-    if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {first['ctx']['error']}")
-    given = first.get("input")
-    shown = (
-        "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
-    )
-    return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)
-
-
-def _is_type(part: Any) -> bool:
-    """Is a part of a field's path the name of the type that was tried there?"""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+def _param(message: str) -> str | None:
+    """The field that a message begins with, as those of SamplingParams do: `top_p=2.0: must be ...`."""
+    found = re.match(r"(?:params\.)?([a-z_]+)(?:=|: | has | is empty)", message)
+    return found[1] if found is not None and found[1] in _FIELDS else None
 
 
 def too_many(message: str) -> Refusal:

@@ -62,7 +62,8 @@ async def streamed(
     except BaseException:
         await events.aclose()
         raise
-    return _Events(first, events, done, http.app.state.service.metrics.left.inc)
+    service = http.app.state.service
+    return _Events(first, events, done, service.settings.read_timeout_s, service.metrics.left.inc)
 
 
 class _Events(Response):
@@ -73,11 +74,13 @@ class _Events(Response):
         first: Event,
         rest: AsyncGenerator[Event, None],
         done: bool,
+        patience_s: float,
         on_gone: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._rest, self._done = first, rest, done
+        self._patience_s = patience_s
         self._on_gone = on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,6 +96,8 @@ class _Events(Response):
             await self._send(send, _line(self._first))
             async for event in self._rest:
                 await self._send(send, _line(event))
+        except ClientGone:
+            raise
         except Exception as error:
             await self._send(send, _line(refusal_of(error).body()))
         else:
@@ -100,9 +105,13 @@ class _Events(Response):
                 await self._send(send, DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    @staticmethod
-    async def _send(send: Send, body: bytes) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, body: bytes) -> None:
+        """Returns when there is room for more; whoever reads nothing counts as gone."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
 
 
 def _line(event: Event) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,7 +11,6 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.core import Result
-from verbatim.llm import LLM
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -31,11 +31,12 @@ _COUNTS = {
 
 
 class Metrics:
-    """Counters of requests, and the engine's own figures, read when somebody asks."""
+    """Counters of requests, and the engine's own figures at the moment of asking."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(llm))
+        self._engine = _Engine()
+        self.registry.register(self._engine)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"verbatim_{name}", text, labels, registry=self.registry)
@@ -68,8 +69,9 @@ class Metrics:
                 if result.metrics.per_token_s > 0:
                     self._each.observe(result.metrics.per_token_s)
 
-    def text(self) -> bytes:
-        """All of it. May wait for a step of the engine, so no event loop should call it."""
+    def text(self, stats: dict[str, Any]) -> bytes:
+        """All of it, with the engine's `stats` of now."""
+        self._engine.stats = stats
         return generate_latest(self.registry)
 
 
@@ -85,27 +87,37 @@ class Counted:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
         async def noted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # its pattern, so that nobody can invent paths
                 path = getattr(route, "path", "other")
                 self._metrics.answers.labels(path, str(message["status"])).inc()
+                begun = True
             await send(message)
 
-        await self._app(scope, receive, noted)
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:  # what was not foreseen is answered further out
+            if not begun:
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.answers.labels(path, "500").inc()
+            raise
 
 
 class _Engine(Collector):
-    """The engine's figures at the moment of asking."""
+    """The engine's figures."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self) -> None:
+        self.stats: dict[str, Any] = {}
 
     def describe(self) -> list[Metric]:
         return []  # asked for when it is registered, before anybody wants the figures
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._llm.stats()
+        stats = self.stats
         for name, text in _GAUGES.items():
             if name in stats:
                 yield GaugeMetricFamily(f"verbatim_{name}", text, stats[name])

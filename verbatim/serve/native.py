@@ -52,7 +52,7 @@ class Tokenize(Strict):
     model: str | None = None
     text: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: bool = True
+    add_special_tokens: Switch = Field(None, description="Of a text; true unless given.")
     return_tokens: bool = False
 
 
@@ -159,11 +159,15 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     tokenizer = _tokenizer(service)
     if (body.text is None) == (body.messages is None):
         raise InvalidRequest("give text or messages, one of them")
+    if body.messages is not None and body.add_special_tokens is not None:
+        raise InvalidRequest("add_special_tokens with messages: the template alone puts them there")
 
     def ids_of() -> list[int]:
         if body.messages is not None:
             return render_chat(tokenizer, [message_of(message) for message in body.messages])
-        return tokenizer.encode(body.text or "", special_tokens=body.add_special_tokens)
+        return tokenizer.encode(
+            body.text or "", special_tokens=body.add_special_tokens is not False
+        )
 
     ids = await asyncio.to_thread(ids_of)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
@@ -176,9 +180,10 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     """The text of ids."""
     service.check_model(body.model)
     tokenizer = _tokenizer(service)
-    wrong = next((i for i in body.ids if not 0 <= i < 2**31), None)
+    limit = service.llm._admission.vocab_size
+    wrong = next((i for i in body.ids if not 0 <= i < limit), None)
     if wrong is not None:
-        raise InvalidRequest(f"ids: {wrong} is not a token id")
+        raise InvalidRequest(f"ids: {wrong} is not a token id (0 to {limit - 1})")
     text = await asyncio.to_thread(tokenizer.decode, body.ids, body.skip_special_tokens)
     return {"text": text}
 

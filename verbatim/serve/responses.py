@@ -33,7 +33,7 @@ from verbatim.serve.responses_fields import (
     Responses,
 )
 from verbatim.serve.service import Service
-from verbatim.serve.tools import Call, ToolUse
+from verbatim.serve.tools import Call, Part, ToolUse
 
 
 class Asked:
@@ -49,9 +49,16 @@ class Asked:
         self.body = body
         self.id = f"resp_{uuid4().hex}"
         self.created = int(time.time())
+        service.note_user(self.id, body.user)
         tools = [_tool(tool) for tool in body.tools] if body.tools else None
         several = body.parallel_tool_calls if tools else None
-        use = ToolUse.settle(tools, _choice(body.tool_choice), several, template_of(service))
+        use = ToolUse.settle(
+            tools,
+            _choice(body.tool_choice),
+            several,
+            template_of(service, tools is not None),
+            service.llm.tokenizer,
+        )
         self.logprobs = bool(body.include)
         self.talk = Talk(
             service,
@@ -68,13 +75,16 @@ class Asked:
             requests = await self.service.admit([prompt], self.talk.params, key)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
-        text, calls = output.text, list[Call]()
-        if (reader := self.talk.reader()) is not None:
-            text, calls = reader.push(text, last=True)
-        items = [_call_item(call) for call in calls]
-        if text or not items:
-            message = _message_item(f"msg_{uuid4().hex}", text, self._logprobs(output))
-            items.insert(0, message)
+        reader = self.talk.reader()
+        parts = [output.text] if reader is None else reader.push(output.text, last=True)
+        logprobs = self._logprobs(output)
+        items = []
+        for part in parts or [""]:  # an answer without a word is one
+            if isinstance(part, Call):
+                items.append(_call_item(part))
+            else:
+                items.append(_message_item(f"msg_{uuid4().hex}", part, logprobs))
+                logprobs = []
         return self._response(items, result)
 
     async def events(self, key: str) -> AsyncGenerator[Event, None]:
@@ -86,7 +96,7 @@ class Asked:
             number += 1
             return kind, {"type": kind, **rest, "sequence_number": number}
 
-        message = _Message(self, event)
+        message = _Message(event)
         items: list[dict[str, Any]] = []
         result: Result | None = None
         with self.service.seat():
@@ -99,20 +109,21 @@ class Asked:
                         yield event("response.created", response=self._response([], None))
                         yield event("response.in_progress", response=self._response([], None))
                     result = delta.result or result
-                    text, calls = delta.text, list[Call]()
+                    parts: list[Part] = [delta.text]
                     if reader is not None:
-                        text, calls = reader.push(text, last=delta.finish_reason is not None)
-                    if text:
-                        for piece in message.push(text, self._logprobs(delta), len(items)):
+                        parts = reader.push(delta.text, last=delta.finish_reason is not None)
+                    message.logprobs += self._logprobs(delta)
+                    for part in parts:
+                        if isinstance(part, Call):
+                            pieces = message.end(items)
+                            pieces += _call_events(event, part, len(items))
+                            items.append(_call_item(part))
+                        else:
+                            pieces = message.push(part, len(items))
+                        for piece in pieces:
                             yield piece
-                    for call in calls:
-                        for piece in message.end(items):
-                            yield piece
-                        for piece in _call_events(event, call, len(items)):
-                            yield piece
-                        items.append(_call_item(call))
             if not items and not message.open:  # an answer without a word is one
-                for piece in message.push("", [], 0):
+                for piece in message.push("", 0, empty=True):
                     yield piece
             for piece in message.end(items):
                 yield piece
@@ -168,14 +179,21 @@ class Asked:
 
 
 class _Message:
-    """The message item of a stream, which is open while text comes."""
+    """The message item of a stream, which is open while text comes.
 
-    def __init__(self, asked: Asked, event: Any) -> None:
+    Attributes:
+        logprobs: of tokens whose text has not come yet; they go with the next that does.
+    """
+
+    def __init__(self, event: Any) -> None:
         self._event = event
         self.open = False
+        self.logprobs: list[dict[str, Any]] = []
 
-    def push(self, text: str, logprobs: list[dict[str, Any]], index: int) -> list[Event]:
+    def push(self, text: str, index: int, *, empty: bool = False) -> list[Event]:
         events: list[Event] = []
+        if not text and not empty:
+            return events
         if not self.open:
             self.open, self._text, self._all = True, "", list[dict[str, Any]]()
             self._at: dict[str, Any] = {"item_id": f"msg_{uuid4().hex}", "output_index": index}
@@ -191,6 +209,7 @@ class _Message:
             events.append(
                 self._event("response.content_part.added", **self._at, content_index=0, part=part)
             )
+        logprobs, self.logprobs = self.logprobs, []
         self._text += text
         self._all += logprobs
         if text:
@@ -210,6 +229,8 @@ class _Message:
         if not self.open:
             return []
         self.open = False
+        self._all += self.logprobs
+        self.logprobs = []
         at = self._at | {"content_index": 0}
         item = _message_item(self._at["item_id"], self._text, self._all)
         items.append(item)

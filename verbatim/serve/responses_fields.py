@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from verbatim.serve.fields import MAX_TOP, PlainFormat, Sampling, Strict, Switch
 
@@ -81,10 +81,28 @@ class Text(Strict):
     format: Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None = None
 
 
+def _kind(item: Any) -> str:
+    """A turn needs no type."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="the type must be message, function_call or function_call_output",
+    ),
+]
+
+
 class Responses(Sampling):
     """A conversation, to be answered; nothing of it is kept."""
 
-    input: str | list[InputMessage | CallItem | OutputItem] = Field(min_length=1)
+    input: str | list[Item] = Field(min_length=1)
     instructions: str | None = Field(None, description="A system message before all others.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: Text | None = None

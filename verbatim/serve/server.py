@@ -79,7 +79,10 @@ def run(
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     service: Service = app.state.service
     say(f"serving {service.name} at http://{shown}:{address[1]} ({service.fingerprint})")
-    logging.getLogger("verbatim.serve").setLevel(log_level.upper())
+    log = logging.getLogger("verbatim.serve")
+    log.setLevel(log_level.upper())
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
     Server(config, service, say).run(sockets=[listener])
 
 

@@ -6,10 +6,12 @@ It counts what is under way, and lets go of a request when its client does.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from verbatim.admission import Prompt
@@ -22,6 +24,7 @@ from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
+log = logging.getLogger("verbatim.serve")
 _AHEAD = 64  # pieces of one prompt that may wait to be merged with the others'
 
 
@@ -38,13 +41,20 @@ class Service:
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
         self.llm = llm
         self.settings = settings
-        self.name = settings.name or llm.name
+        self.name = settings.name or _plain_name(llm.name)
         self.created = int(time.time())
         self.fingerprint: str = llm.info()["numerics_key"]
         self.texts = TokenTexts(llm.tokenizer)
-        self.metrics = Metrics(llm)
+        self.metrics = Metrics()
         self.draining = False
         self._under_way = 0
+        self._stats: asyncio.Task[dict[str, Any]] | None = None
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's, between two steps. All who ask meanwhile wait for the same answer, in one thread."""
+        if self._stats is None or self._stats.done():
+            self._stats = asyncio.create_task(asyncio.to_thread(self.llm.stats))
+        return await asyncio.shield(self._stats)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""
@@ -55,6 +65,12 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    @staticmethod
+    def note_user(answer_id: str, user: str | None) -> None:
+        """Write down whom an answer is for, where its client says so."""
+        if user is not None:
+            log.info("%s is for user %.200r", answer_id, user)
 
     @contextmanager
     def seat(self) -> Iterator[None]:
@@ -150,3 +166,8 @@ class Service:
     def _note(self, delta: Delta) -> None:
         if delta.result is not None:
             self.metrics.note([delta.result])
+
+
+def _plain_name(name: str) -> str:
+    """Of a folder its last part: where it lies is nobody's business."""
+    return Path(name).name if name.startswith((".", "/", "~")) else name

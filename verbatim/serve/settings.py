@@ -20,6 +20,7 @@ class ServeSettings:
         max_requests: generations under way or waiting at once; one more is 429.
         max_choices: completions of one request, its prompts times `n`; more are 400.
         body_timeout_s: a body that takes longer to arrive is 408.
+        read_timeout_s: a client that reads nothing of its stream for so long is let go.
         timeout_s: a generation that takes longer ends as it is, with finish reason "length"; None never.
         cors_origins: web pages of these origins may call the server; none may unless told.
         docs: serve the OpenAPI document and its page.
@@ -36,6 +37,7 @@ class ServeSettings:
     max_requests: int = 512
     max_choices: int = 128
     body_timeout_s: float = 30.0
+    read_timeout_s: float = 60.0
     timeout_s: float | None = None
     cors_origins: tuple[str, ...] = ()
     docs: bool = True
@@ -47,7 +49,7 @@ class ServeSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-        for name in ("body_timeout_s", "timeout_s"):
+        for name in ("body_timeout_s", "read_timeout_s", "timeout_s"):
             value = getattr(self, name)
             if value is None and name == "timeout_s":
                 continue
