@@ -153,11 +153,16 @@ def _settings(
 
 
 def _keys(path: str | None) -> tuple[str, ...]:
-    text = os.environ.get(KEYS, "")
+    keys = _lines(os.environ.get(KEYS, ""))
     if path is not None:
-        found = read_text(path, Path(path).read_bytes)
-        if not found.strip():
+        found = _lines(read_text(path, Path(path).read_bytes))
+        if not found:  # or whoever thinks that a key is needed would let everybody in
             raise WrongUsage(f"--api-key-file {path}: there is no key in it")
-        text += "\n" + found
+        keys += found
+    return tuple(dict.fromkeys(keys))
+
+
+def _lines(text: str) -> list[str]:
+    """Keys, one a line; comments are none."""
     lines = (line.strip() for line in text.splitlines())
-    return tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    return [line for line in lines if line and not line.startswith("#")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -83,7 +84,14 @@ def run(
     log.setLevel(log_level.upper())
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
+    logging.getLogger("uvicorn.error").addFilter(_foreseen)
     Server(config, service, say).run(sockets=[listener])
+
+
+def _foreseen(record: logging.LogRecord) -> bool:
+    """Leave out the traceback of an answer that was broken off by the end of the server."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,243 @@
+"""What serving costs, and how a server bears many clients at once.
+
+    python benchmarks/serve.py --overhead [--layers 28] [--rounds 3]
+    python benchmarks/serve.py --load [--streams 200] [--seconds 60]
+
+`--overhead`: 32 streams over HTTP and the same 32 requests in process take turns, on Qwen3-0.6B's shape
+with random weights; tokens/s and time to the first token, medians over the rounds. The client is a
+process of its own, which shares the machine's cores with the server: what it takes counts as overhead.
+
+`--load`: so many streams at once against the storyteller; a tenth of the clients go in the middle, and
+bodies that are no requests come in between. Answers are compared with their solo runs by their seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+PROMPTS = [
+    "Once upon a time",
+    "The dragon",
+    "Lily and Ben",
+    "In the middle of the forest",
+    "One day",
+]
+BROKEN = [b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "x", "nope": 1}', b"\xff", b'{"prompt": []}',
+          b'{"prompt": "x", "n": 100000}', b'{"prompt": "x", "grammar": "start: ("}']  # fmt: skip
+
+
+class Findings:
+    """Of a load: answers by status, whole texts by what was asked, times between pieces."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}
+        self.texts: dict[tuple[str, int, int], str] = {}
+        self.gaps: list[float] = []
+        self.first: list[float] = []
+        self.left = 0
+
+    def count(self, status: int) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+
+
+async def load(url: str, streams: int, seconds: float, seed: int = 0) -> Findings:
+    """So many clients, each asking again and again until the time is over."""
+    found, dice = Findings(), random.Random(seed)
+    end = time.monotonic() + seconds
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def one(number: int) -> None:
+            while time.monotonic() < end:
+                if dice.random() < 0.1:
+                    headers = {"content-type": "application/json"}
+                    answer = await client.post(
+                        "/v1/completions", content=dice.choice(BROKEN), headers=headers
+                    )
+                    found.count(answer.status_code)
+                asked = (dice.choice(PROMPTS), dice.randrange(40), dice.randrange(8, 65))
+                await stream(client, asked, goes=dice.random() < 0.1)
+
+        async def stream(
+            client: httpx.AsyncClient, asked: tuple[str, int, int], goes: bool
+        ) -> None:
+            prompt, seed, length = asked
+            body = {"prompt": prompt, "seed": seed, "max_tokens": length, "stream": True}
+            text, begun, last = "", time.monotonic(), 0.0
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                found.count(answer.status_code)
+                if answer.status_code != 200:
+                    await answer.aread()
+                    return
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.monotonic()
+                    (found.gaps if last else found.first).append(now - (last or begun))
+                    last = now
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    if goes:
+                        found.left += 1
+                        return
+            assert found.texts.setdefault(asked, text) == text, asked
+
+        await asyncio.gather(*(one(number) for number in range(streams)))
+    return found
+
+
+def run_load(streams: int, seconds: float) -> None:
+    from serving import serving
+
+    from verbatim import LLM, SamplingParams
+
+    with LLM() as llm, serving(llm) as server:
+        asyncio.run(load(server.url, 4, 2.0))  # to be warm
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = asyncio.run(load(server.url, streams, seconds))
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert server.idle(), llm.stats()
+        print(
+            f"{streams} streams for {seconds:g} s: answers {found.statuses}, {found.left} clients left"
+        )
+        gaps = sorted(found.gaps)
+        print(f"between tokens: median {1e3 * statistics.median(gaps):.1f} ms, "
+              f"p99 {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms, most {1e3 * gaps[-1]:.0f} ms; "
+              f"first token: median {1e3 * statistics.median(found.first):.0f} ms")  # fmt: skip
+        print(f"memory at most: {before >> 10} MB before, {after >> 10} MB after; "
+              f"blocks used: {llm.stats()['blocks_used']}, tasks: {server.num_tasks()}")  # fmt: skip
+        sample = random.Random(1).sample(sorted(found.texts), min(200, len(found.texts)))
+        wrong = 0
+        for prompt, seed, length in sample:
+            params = SamplingParams(seed=seed, max_tokens=length)
+            (result,) = llm.generate([prompt], params)
+            wrong += result.outputs[0].text != found.texts[prompt, seed, length]
+        print(f"{len(sample)} answers compared with their solo runs: {wrong} differ")
+        assert not wrong
+        assert all(status < 500 for status in found.statuses)
+
+
+# ---- overhead
+
+
+async def _ask_all(url: str, prompts: list[list[int]], length: int) -> tuple[float, list[float]]:
+    """Seconds for all, and until each one's first token."""
+    first: list[float] = []
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def one(prompt: list[int]) -> None:
+            body = {"prompt": prompt, "stream": True}
+            body["params"] = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
+            begun = time.perf_counter()
+            async with client.stream("POST", "/v1/generate", json=body) as answer:
+                assert answer.status_code == 200
+                pieces = 0
+                async for piece in answer.aiter_raw():
+                    if not pieces:
+                        first.append(time.perf_counter() - begun)
+                    pieces += piece.count(b"data: ")
+            assert pieces == length, pieces
+
+        begun = time.perf_counter()
+        await asyncio.gather(*map(one, prompts))
+        return time.perf_counter() - begun, first
+
+
+def _client(url: str, jobs: Any, answers: Any) -> None:
+    while (job := jobs.get()) is not None:
+        answers.put(asyncio.run(_ask_all(url, *job)))
+
+
+def _in_process(llm: Any, prompts: list[list[int]], length: int) -> tuple[float, list[float]]:
+    from verbatim import SamplingParams
+
+    params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
+    begun = time.perf_counter()
+    results = llm.generate(prompts, params)
+    return time.perf_counter() - begun, [result.metrics.first_token_s for result in results]
+
+
+def run_overhead(layers: int, rounds: int, streams: int, length: int) -> None:
+    import torch
+    from decode import WIDTH, make_model
+    from serving import serving
+
+    from verbatim import LLM
+
+    model = make_model(torch.bfloat16, num_hidden_layers=layers)
+    dice = torch.Generator().manual_seed(0)
+
+    def prompts(count: int) -> list[list[int]]:
+        return torch.randint(0, 150_000, (count, 16), generator=dice).tolist()
+
+    context = multiprocessing.get_context("spawn")
+    with (
+        LLM(model, kv_memory="1GB", max_length=2048, prefix_cache=False) as llm,
+        serving(llm) as server,
+    ):
+        jobs, answers = context.Queue(), context.Queue()
+        client = context.Process(target=_client, args=(server.url, jobs, answers))
+        client.start()
+
+        def over_http(asked: list[list[int]], tokens: int) -> tuple[float, list[float]]:
+            jobs.put((asked, tokens))
+            taken: tuple[float, list[float]] = answers.get(timeout=300)
+            return taken
+
+        for ask in (over_http, lambda *job: _in_process(llm, *job)):
+            ask(prompts(streams), 4)  # to be warm
+        speeds: tuple[list[float], list[float]] = ([], [])
+        waits: tuple[list[float], list[float]] = ([], [])
+        for number in range(rounds):
+            many, turns = prompts(streams), [0, 1] if number % 2 else [1, 0]
+            for which in turns:
+                ask = over_http if which else (lambda *job: _in_process(llm, *job))
+                seconds, _ = ask(many, length)
+                speeds[which].append(streams * length / seconds)
+            for one in prompts(5):
+                for which in turns:
+                    ask = over_http if which else (lambda *job: _in_process(llm, *job))
+                    waits[which].extend(ask([one], 2)[1])
+        jobs.put(None)
+        client.join()
+    speed = [statistics.median(each) for each in speeds]
+    wait = [1e3 * statistics.median(each) for each in waits]
+    ratio = statistics.median(b / a for a, b in zip(*speeds, strict=True))
+    print(f"{layers} layers of {WIDTH.get('num_hidden_layers', 28)}, "
+          f"{streams} streams of {length} tokens, {rounds} rounds")  # fmt: skip
+    print(f"tokens/s: {speed[0]:.1f} in process, {speed[1]:.1f} served, ratio {ratio:.3f}")
+    print(f"first token: {wait[0]:.1f} ms in process, {wait[1]:.1f} ms served, "
+          f"{wait[1] - wait[0]:.1f} more")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--load", action="store_true")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=None)
+    parser.add_argument("--seconds", type=float, default=60)
+    args = parser.parse_args()
+    if args.overhead:
+        run_overhead(args.layers, args.rounds, args.streams or 32, args.tokens)
+    if args.load:
+        run_load(args.streams or 200, args.seconds)
+
+
+if __name__ == "__main__":
+    main()
