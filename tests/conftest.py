@@ -8,6 +8,10 @@ import os
 # it saves at toy sizes. Must be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Triton's kernels run under its interpreter where there is no GPU. Must be said before Triton is imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -52,7 +52,7 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
     params, size = row.params, logits.shape[0]
     if row.processed is not None:
         logits = row.processed
-    if not _is_edited(row):
+    if not is_edited(row):
         return logits
     logits = logits.float()
     if params.repetition_penalty != 1:
@@ -86,7 +86,8 @@ def only(logits: Tensor, mask: Tensor) -> Tensor:
     return kept.bitwise_or_(keep.bitwise_not_().bitwise_and_(_MINUS_INF)).view(torch.float32)
 
 
-def _is_edited(row: SampleRow) -> bool:
+def is_edited(row: SampleRow) -> bool:
+    """Do penalties, biases, bans or a structure change this row's logits?"""
     params = row.params
     return bool(
         params.repetition_penalty != 1

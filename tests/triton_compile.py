@@ -1,0 +1,76 @@
+"""Compiles the Triton kernels for an H100 or H200 without one, and prints what came of it.
+
+Run as a process of its own by `test_triton_compiled.py`: the interpreter and the compiler don't go
+together. Each line: the rows, a kernel's name, its binary's number, what its PTX multiplies with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from verbatim.kernels.triton import attention, linear, norm, rope, sampling
+from verbatim.kv.attention import AttentionOptions
+from verbatim.model.elementwise import NormKind
+
+
+class NoDevice:
+    """What the compiler asks a driver for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+driver.set_active(NoDevice())
+launch = JITFunction.run
+binaries: list[Any] = []
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    binary = launch(self, *args, grid=grid, warmup=True, **options)
+    if not any(binary is known for known in binaries):
+        binaries.append(binary)
+    number = next(i for i, known in enumerate(binaries) if known is binary)
+    ptx = binary.asm["ptx"]
+    words = [w for w in ("wgmma", "mma.sync", "fma.rn.f64", "tf32") if w in ptx]
+    assert binary.metadata.shared <= 227 * 1024, binary.metadata.shared
+    print(label, self.__name__, number, *words)
+    return binary
+
+
+JITFunction.run = compile_only  # type: ignore[method-assign]
+
+
+def attend(tokens: int, sequences: int, dtype: torch.dtype, *, head: int = 128) -> None:
+    q = torch.empty(tokens, 16, head, dtype=dtype)
+    store = torch.empty(10, 8, 16, head, dtype=dtype)
+    tables = torch.zeros(sequences, 64, dtype=torch.int32)
+    numbers = torch.zeros(sequences + 1, dtype=torch.int32)
+    options = AttentionOptions(0.1, sinks=torch.zeros(16), alibi=torch.zeros(16), softcap=2.0)
+    attention.paged_attention(q, store, store, numbers, numbers[1:], tables, options)
+
+
+for dtype in (torch.bfloat16, torch.float32):
+    weight, z = torch.empty(512, 256, dtype=dtype), torch.zeros(5, dtype=torch.int64)
+    for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
+        label = f"{tokens}x{sequences}"
+        attend(tokens, sequences, dtype)
+        linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
+    label = "wide"
+    attend(7, 1, dtype, head=256)
+    label = "once"
+    norm.rms_norm(weight, weight[0], 1e-6, NormKind.ROUNDED, residual=weight)
+    heads, angles = torch.empty(5, 8, 64, dtype=dtype), torch.empty(5, 64, dtype=dtype)
+    store = torch.empty(4, 8, 16, 64, dtype=dtype)
+    rope.rope_and_write(heads, heads, heads, angles, angles, store, store, z)
+    sampling.draw(torch.zeros(5, 1000, dtype=dtype), z, z, z, z, torch.ones(5), z)

@@ -1,0 +1,24 @@
+"""Where Triton's kernels run in these tests: on a GPU, or under the interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (torch brings it along on a GPU)")
+
+INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = {"float32": F32, "bfloat16": BF16, "float16": F16}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Byte for byte, so that NaN equals itself and -0.0 is not 0.0."""
+    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and bool((a.view(whole) == b.view(whole)).all())
+
+
+def noise(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)

@@ -1,0 +1,357 @@
+"""Attention over KV blocks: one kernel for decode and prefill, and one that puts the pieces together.
+
+A tile holds the query rows of a few tokens of one sequence and all the heads of one KV head. Its keys
+come in splits of `SPLIT` positions, counted from position 0 of the sequence, and in tiles of `KEYS`
+within them; a row's state (largest score, sum, values) is merged over the splits in their order. How
+many splits one program takes is a matter of speed: in decode one each, in prefill all of them. A row's
+bits depend neither on that nor on the rows beside it, since
+
+- decode and prefill are the same compiled kernel, with the same tile shapes;
+- a tile of keys that a row sees nothing of leaves its state as it is (a factor of 1, a sum of 0);
+- merging a state into an empty one gives that state, so a merge of merges is the merge of all.
+
+`paged_attention` of `verbatim.kv.attention` says what the arguments are, and has the plain reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
+from verbatim.kv.attention import AttentionOptions
+
+SPLIT = 512  # positions; a split's sums are made before they meet the other splits'
+KEYS = 64  # positions in a tile
+ROWS = 16  # rows of a tile, tokens times heads of a KV head: the least that a matrix product takes
+_FAST_ROWS = 64  # of a chunk, where its bits need not be those of a single row
+_PROGRAMS = 1024  # that keep a GPU busy
+_PARTIAL_BYTES = 256 * 2**20  # of states between the two kernels
+MAX_WIDTH = 256  # of a head
+
+
+def served(q: Tensor, k_store: Tensor, v_store: Tensor) -> bool:
+    """Can the kernels take these dtypes and widths?"""
+    return (
+        q.dtype in DTYPES
+        and k_store.dtype in DTYPES
+        and max(q.shape[2], v_store.shape[3]) <= MAX_WIDTH
+    )
+
+
+@helper
+def _merge(top, total, values, top2, total2, values2):
+    """The state of some keys and the state of those behind them, as one."""
+    highest = tl.maximum(top, top2)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    first, second = tl.exp(top - safe), tl.exp(top2 - safe)
+    total = total * first + total2 * second
+    values = values * first[:, None] + values2 * second[:, None]
+    return highest, total, values
+
+
+@triton.jit(do_not_specialize=["num_sequences", "splits_each", "groups"])
+def _attend(
+    q,
+    k_store,
+    v_store,
+    query_starts,
+    context_lens,
+    block_tables,
+    alibi,
+    tops,
+    totals,
+    accs,
+    q_stride,
+    q_head_stride,
+    table_stride,
+    num_sequences,
+    splits_each,
+    groups,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The states of a tile of rows over a group of splits: `tops`, `totals` `[T, H, groups]` and
+    `accs` `[T, H, groups, Dv]`.
+    """
+    tile, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The tiles of sequence s begin at query_starts[s] // TOKENS + s: find the last that is not above.
+    low: tl.int32 = 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // TOKENS + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    s = low - 1
+    start, stop = tl.load(query_starts + s), tl.load(query_starts + s + 1)
+    first_row = start + (tile - start // TOKENS - s) * TOKENS
+    if first_row >= stop:
+        return
+    first_position = tl.load(context_lens + s) - stop + first_row
+    num_keys = first_position + tl.minimum(TOKENS, stop - first_row)
+    first_split = group * splits_each
+    if first_split * SPLIT >= num_keys:
+        return
+
+    row = tl.arange(0, ROWS)
+    token = first_row + row // HEADS_EACH
+    held_row = (row < TOKENS * HEADS_EACH) & (token < stop)
+    head = kv_head * HEADS_EACH + row % HEADS_EACH
+    position = first_position + row // HEADS_EACH
+    at_key, at_value = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    where_q = token.to(tl.int64) * q_stride + head * q_head_stride
+    queries = tl.load(
+        q + where_q[:, None] + at_key[None, :],
+        mask=held_row[:, None] & (at_key < KEY)[None, :],
+        other=0.0,
+    )
+    if queries.dtype != COMPUTE:
+        queries = widened(queries)
+    if HAS_ALIBI:
+        slope = tl.load(alibi + head, mask=held_row, other=0.0)
+
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first_position - WINDOW + 1, 0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    last_split = tl.minimum(first_split + splits_each, (num_keys + SPLIT - 1) // SPLIT)
+    for split in range(tl.maximum(first_split, lowest // SPLIT), last_split):
+        split_top = tl.full([ROWS], float("-inf"), tl.float32)
+        split_total = tl.full([ROWS], 0.0, tl.float32)
+        split_acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+        begin = tl.maximum(split * SPLIT, lowest // KEYS * KEYS)
+        for first_key in range(begin, tl.minimum(split * SPLIT + SPLIT, num_keys), KEYS):
+            key = first_key + tl.arange(0, KEYS)
+            held = key < num_keys  # what lies behind was never written, or is somebody else's
+            block = tl.load(block_tables + s * table_stride + key // BLOCK_SIZE, held, other=0)
+            slot = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+            keys = tl.load(
+                k_store + slot[None, :] * KEY + at_key[:, None],
+                mask=held[None, :] & (at_key < KEY)[:, None],
+                other=0.0,
+            )
+            if keys.dtype != COMPUTE:
+                keys = widened(keys)
+            score = product(queries, keys, tl.zeros([ROWS, KEYS], tl.float32)) * scale
+            if SOFTCAP > 0:  # softcap * tanh(score / softcap)
+                score = SOFTCAP - 2 * SOFTCAP / (tl.exp(score * (2 / SOFTCAP)) + 1)
+            if HAS_ALIBI:
+                score += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+            highest = tl.maximum(split_top, tl.max(score, 1))
+            safe = tl.where(highest == float("-inf"), 0.0, highest)
+            weight = tl.exp(score - safe[:, None])
+            factor = tl.exp(split_top - safe)
+            values = tl.load(
+                v_store + slot[:, None] * VALUE + at_value[None, :],
+                mask=held[:, None] & (at_value < VALUE)[None, :],
+                other=0.0,
+            )
+            if values.dtype != COMPUTE:
+                values = widened(values)
+            split_total = split_total * factor + tl.sum(weight, 1)
+            split_acc = product(rounded(weight, COMPUTE), values, split_acc * factor[:, None])
+            split_top = highest
+        top, total, acc = _merge(top, total, acc, split_top, split_total, split_acc)
+
+    heads: tl.constexpr = KV_HEADS * HEADS_EACH
+    place = (token.to(tl.int64) * heads + head) * groups + group
+    tl.store(tops + place, top, mask=held_row)
+    tl.store(totals + place, total, mask=held_row)
+    tl.store(
+        accs + place[:, None] * VALUE + at_value[None, :],
+        acc,
+        mask=held_row[:, None] & (at_value < VALUE)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_sequences", "splits_each", "groups"])
+def _finish(
+    out,
+    query_starts,
+    context_lens,
+    sinks,
+    tops,
+    totals,
+    accs,
+    num_sequences,
+    splits_each,
+    groups,
+    KV_HEADS: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """One row, the heads of one KV head: the states of its groups of splits in order, then the sink,
+    then the quotient.
+    """
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    low: tl.int32 = 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) <= row:
+            low = middle + 1
+        else:
+            high = middle
+    position = tl.load(context_lens + low - 1) - tl.load(query_starts + low) + row
+    count = position // (SPLIT * splits_each) + 1
+    at_head, at_value = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
+    held = at_head < HEADS_EACH
+    held_values = held[:, None] & (at_value < VALUE)[None, :]
+    place = (row.to(tl.int64) * KV_HEADS + kv_head) * HEADS_EACH + at_head
+    top = tl.full([HEAD_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([HEAD_BLOCK], tl.float32)
+    acc = tl.zeros([HEAD_BLOCK, VALUE_BLOCK], tl.float32)
+    for group in range(count):
+        state = place * groups + group
+        top2 = tl.load(tops + state, mask=held, other=float("-inf"))
+        total2 = tl.load(totals + state, mask=held, other=0.0)
+        acc2 = tl.load(
+            accs + state[:, None] * VALUE + at_value[None, :], mask=held_values, other=0.0
+        )
+        top, total, acc = _merge(top, total, acc, top2, total2, acc2)
+    if HAS_SINKS:  # one more score, without a value
+        sink = tl.load(sinks + kv_head * HEADS_EACH + at_head, mask=held, other=float("-inf"))
+        one = tl.full([HEAD_BLOCK], 1.0, tl.float32)
+        top, total, acc = _merge(top, total, acc, sink, one, tl.zeros_like(acc))
+    total = tl.where(held, total, 1.0)
+    tl.store(
+        out + place[:, None] * VALUE + at_value[None, :],
+        rounded(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), OUT),
+        mask=held_values,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+    *,
+    same_bits: bool = True,
+) -> Tensor:
+    """`verbatim.kv.attention.paged_attention` for tensors that are all on one GPU; `served` must hold.
+
+    Nothing is read back from the GPU: how long a context may be is told by the width of `block_tables`.
+
+    Args:
+        same_bits: chunks are cut into the tiles of single rows. False takes taller tiles for them, which
+            are faster and round otherwise.
+    """
+    num_tokens, heads, key_size = q.shape
+    _, kv_heads, block_size, value_size = v_store.shape
+    num_sequences = len(context_lens)
+    assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.stride(1) == 1
+    out = q.new_empty((num_tokens, heads, value_size))
+    if not num_tokens:
+        return out
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    heads_each = heads // kv_heads
+    rows = ROWS if same_bits or num_tokens == num_sequences else _FAST_ROWS
+    rows = max(rows, triton.next_power_of_2(heads_each))
+    tokens = rows // heads_each
+    tiles = num_tokens // tokens + num_sequences
+    splits = -(-block_tables.shape[1] * block_size // SPLIT)
+    # As many groups as fill the GPU, and as few as the room for their states asks for.
+    state_bytes = num_tokens * heads * (value_size + 2) * 4
+    groups = min(splits, _PROGRAMS // (tiles * kv_heads) + 1, _PARTIAL_BYTES // state_bytes + 1)
+    splits_each = -(-splits // groups)
+    groups = -(-splits // splits_each)
+    tops, totals = q.new_empty((2, num_tokens, heads, groups), dtype=torch.float32)
+    accs = q.new_empty((num_tokens, heads, groups, value_size), dtype=torch.float32)
+    compute = q.dtype if q.dtype == k_store.dtype else torch.float32
+    key_block = max(16, triton.next_power_of_2(key_size))
+    value_block = max(16, triton.next_power_of_2(value_size))
+    tile_bytes = (key_block + value_block) * KEYS * compute.itemsize
+    _attend[(tiles, kv_heads, groups)](
+        q,
+        k_store,
+        v_store,
+        query_starts,
+        context_lens,
+        block_tables,
+        q if options.alibi is None else options.alibi,
+        tops,
+        totals,
+        accs,
+        q.stride(0),
+        q.stride(1),
+        block_tables.stride(0),
+        num_sequences,
+        splits_each,
+        groups,
+        options.scale,
+        KV_HEADS=kv_heads,
+        HEADS_EACH=heads_each,
+        KEY=key_size,
+        VALUE=value_size,
+        KEY_BLOCK=key_block,
+        VALUE_BLOCK=value_block,
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        TOKENS=tokens,
+        KEYS=KEYS,
+        SPLIT=SPLIT,
+        WINDOW=options.window,
+        SOFTCAP=options.softcap,
+        HAS_ALIBI=options.alibi is not None,
+        COMPUTE=DTYPES[compute],
+        num_warps=4,
+        num_stages=max(1, min(3, 160 * 1024 // tile_bytes)),  # they lie in 227 KB together
+        **EXACT,
+    )
+    _finish[(num_tokens, kv_heads)](
+        out,
+        query_starts,
+        context_lens,
+        q if options.sinks is None else options.sinks,
+        tops,
+        totals,
+        accs,
+        num_sequences,
+        splits_each,
+        groups,
+        KV_HEADS=kv_heads,
+        HEADS_EACH=heads_each,
+        HEAD_BLOCK=triton.next_power_of_2(heads_each),
+        VALUE=value_size,
+        VALUE_BLOCK=value_block,
+        SPLIT=SPLIT,
+        HAS_SINKS=options.sinks is not None,
+        OUT=DTYPES[q.dtype],
+        num_warps=4,
+        **EXACT,
+    )
+    return out

@@ -1,0 +1,92 @@
+"""RMS norms: a program a row, so that nothing of a row depends on the rows beside it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
+from verbatim.model.elementwise import NormKind
+
+BARE, ROUNDED = tl.constexpr(int(NormKind.BARE)), tl.constexpr(int(NormKind.ROUNDED))
+ONE_PLUS = tl.constexpr(int(NormKind.ONE_PLUS))
+
+
+@triton.jit
+def _rms_norm(
+    out,
+    summed,
+    x,
+    residual,
+    weight,
+    width,
+    eps,
+    KIND: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    held = at < width
+    place = tl.program_id(0).to(tl.int64) * width + at
+    values = widened(tl.load(x + place, mask=held, other=0.0))
+    if HAS_RESIDUAL:
+        values += widened(tl.load(residual + place, mask=held, other=0.0))
+        both = rounded(values, DTYPE)
+        tl.store(summed + place, both, mask=held)
+        values = widened(both)
+    mean = tl.sum(values * values, 0) / width
+    normed = values * (1.0 / tl.sqrt_rn(mean + eps))
+    if KIND != BARE:
+        factor = widened(tl.load(weight + at, mask=held, other=0.0))
+        if KIND == ONE_PLUS:
+            factor += 1.0
+        if KIND == ROUNDED:
+            normed = widened(rounded(normed, DTYPE))
+        normed = factor * normed
+    tl.store(out + place, rounded(normed, DTYPE), mask=held)
+
+
+def served(x: Tensor, weight: Tensor | None) -> bool:
+    """Can the kernel take these dtypes?"""
+    return x.dtype in DTYPES and (weight is None or weight.dtype is x.dtype)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    kind: NormKind,
+    *,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm over the last dimension of `x` `[..., N]`, as `verbatim.model.norms.formula` says it.
+
+    With a `residual` of `x`'s shape, of the rounded sum of the two.
+
+    Returns:
+        The norm, and what it is of: `x` or that sum.
+    """
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    summed = x if residual is None else torch.empty_like(x)
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        _rms_norm[(x.numel() // width,)](
+            out,
+            summed,
+            x,
+            x if residual is None else residual.contiguous(),
+            x if weight is None else weight,
+            width,
+            eps,
+            KIND=int(kind),
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=block,
+            DTYPE=DTYPES[x.dtype],
+            num_warps=min(16, max(1, block // 256)),
+            **EXACT,
+        )
+    return out, summed

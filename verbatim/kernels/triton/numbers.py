@@ -1,0 +1,61 @@
+"""Rounding and products, the same in a compiled kernel and under Triton's interpreter.
+
+The interpreter truncates where hardware rounds to bfloat16, multiplies the bit patterns of bfloat16
+matrices as if they were integers, and gives a row of a product other bits at another place. The helpers
+here step around that; compiled, they are the plain operations.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from verbatim.kernels.triton.interpreter import mend
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+if INTERPRETED.value:
+    mend()
+
+# A kernel's helper. The interpreter sets itself up anew at each call of a compiled function, which
+# takes longer than the function; it runs plain ones as well.
+helper: Any = (lambda function: function) if INTERPRETED.value else triton.jit
+
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+# A product and a sum stay two roundings: which of them a compiler fuses may differ between two
+# kernels that must agree in every bit.
+EXACT = {"enable_fp_fusion": False}
+
+
+@helper
+def widened(x):
+    """To float32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@helper
+def rounded(x, dtype: tl.constexpr):
+    """From float32 to `dtype`, to the nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@helper
+def product(a, b, total):
+    """`total + a @ b`, summed in float32; float32 factors are not cut to TF32."""
+    if INTERPRETED:  # numpy's product rounds a row by its place
+        return total + tl.sum(widened(a)[:, :, None] * widened(b)[None, :, :], 1)
+    return tl.dot(a, b, total, input_precision="ieee")
