@@ -7,8 +7,8 @@ logits, `V` the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """This batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
 
     def slots(self, block_size: int) -> Tensor:
         """Where each row's K and V go: block times `block_size` plus offset, `[T]` int64."""
@@ -132,6 +141,13 @@ class Draws:
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
     candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of rows of beams alone
+
+    def some(self, rows: Sequence[int]) -> Draws:
+        """Those of these rows; none of them is a beam's."""
+        if len(rows) == len(self.ids):
+            return self
+        columns = (self.ids, self.logprobs, self.sampled_logprobs, self.top_ids, self.top_logprobs)
+        return Draws(*([column[i] for i in rows] for column in columns))  # type: ignore[arg-type]
 
     def top(self, row: int) -> list[tuple[int, float]]:
         """The likeliest ids of a row with their log-probs."""

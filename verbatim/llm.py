@@ -13,6 +13,7 @@ from torch import nn
 
 from verbatim.admission import Prompt
 from verbatim.core import Delta, Request, Result, TopLogprobs
+from verbatim.device import refuse_on_gpu, settle_device
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
@@ -20,7 +21,7 @@ from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantize import Quantization
 from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_runner
-from verbatim.options import check_device, positive, switch
+from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.runner import Clustered
@@ -45,12 +46,15 @@ class LLM:
             or one with `kv_caches`, which is used in place: never copied, moved or repacked.
         tokenizer: a transformers tokenizer, or a folder or hub id of one; None takes the model's own.
             A live module has none of its own: without one, ids go in and out.
-        device: "auto" or "cpu".
+        device: "cpu", or "cuda" (or "cuda:1" and so on) for a GPU, to which a model that we load is moved.
+            "auto" is where a live module is, and the CPU for everything else. docs/gpu.md says what is done
+            on a GPU and what is not.
         dtype: "auto" (the checkpoint's), "float32" or "bfloat16". A live module keeps its own.
         kv_dtype: of the KV store; "auto" (that of the model's keys), "float32", "bfloat16", or "int8"
             and "int4": groups of 8 or 4 bits, about half and a third of bfloat16's bytes.
-        kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM ("40%"). None takes
-            up to 40% of what is available now, and no more than `max_sequences` full sequences need.
+        kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM or of the GPU's memory
+            ("40%"). None takes up to 40% of what is available now, and no more than `max_sequences` full
+            sequences need.
         block_size: token positions in a KV block.
         max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks. None: 2048, or with
             `Offload` what its plan chooses.
@@ -59,7 +63,8 @@ class LLM:
         max_unread: pieces of a stream that may wait for a reader who does not read; one more, and the
             request ends with RequestFailed.
         max_length: prompt and completion together; None takes the model's limit.
-        deterministic: "auto" or True; on the CPU every answer is the same bits in every schedule.
+        deterministic: True gives every answer the same bits in every schedule. On the CPU it always does;
+            on a GPU "auto" and False leave products to torch, which is faster.
         num_threads: of torch's pool while this engine computes; None leaves torch's setting.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: let a checkpoint's own Python code run.
@@ -118,7 +123,7 @@ class LLM:
         config: Any = None,
         _weak: bool = False,
     ) -> None:
-        check_device(device, deterministic)
+        placed = settle_device(device, deterministic, model)
         if placement is not None and not isinstance(placement, Offload | Cluster | Ranked):
             raise NotSupported(
                 f"placement={placement!r}: must be None, an Offload, a Cluster, a TensorParallel, a "
@@ -138,6 +143,7 @@ class LLM:
             prefix_cache=prefix_cache,
             num_threads=num_threads,
             fused=fused,
+            device=placed,
         )
         if not options.fused and isinstance(placement, Cluster | PipelineParallel):
             raise NotSupported(
@@ -149,6 +155,13 @@ class LLM:
         drafts = DraftOptions(
             settle_draft(draft),
             num_tokens=settle_draft_tokens(num_draft_tokens, draft),
+        )
+        refuse_on_gpu(
+            placed,
+            placement=placement,
+            quantization=quantization,
+            kv_dtype=options.kv_dtype,
+            draft=drafts.draft,
         )
         max_unread = positive("max_unread", max_unread)
 

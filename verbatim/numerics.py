@@ -9,8 +9,21 @@ import torch
 from verbatim import kernels
 
 
-def numerics_key(dtype: str, kv_dtype: str, quantization: dict[str, Any] | None = None) -> str:
-    """What two machines must have in common to give the same bits."""
+def numerics_key(
+    dtype: str,
+    kv_dtype: str,
+    quantization: dict[str, Any] | None = None,
+    gpu: dict[str, Any] | None = None,
+) -> str:
+    """What two machines must have in common to give the same bits.
+
+    Args:
+        gpu: its `name` and whether it is `deterministic`; None is the CPU.
+    """
+    if gpu is not None:
+        computed_by = f"kernels{kernels.VERSION}-torch{torch.__version__}-cuda{torch.version.cuda}"
+        fast = "" if gpu["deterministic"] else "/fast"
+        return f"{gpu['name'].replace(' ', '-')}/{computed_by}{fast}/{dtype}/kv-{kv_dtype}"
     instructions = kernels.instruction_set()
     computed_by = f"kernels{kernels.VERSION}-{instructions}"
     if instructions is None:

@@ -33,7 +33,7 @@ from verbatim.placement.options import EngineOptions
 from verbatim.placement.parallel.choice import ExpertParallel, Ranked
 from verbatim.placement.parallel.opening import open_parallel
 from verbatim.placement.parallel.together import MakeDriver
-from verbatim.placement.resident import open_resident
+from verbatim.placement.resident import move, open_resident
 from verbatim.placement.runner import Runner
 from verbatim.text.tokenizer import Tokenizer
 
@@ -64,7 +64,10 @@ class Opened:
             "num_blocks": runner.num_blocks,
             "draft": None if drafting is None else drafting.info(),
             "numerics_key": numerics_key(
-                placed["dtype"], placed["kv_dtype"], placed.get("quantization")
+                placed["dtype"],
+                placed["kv_dtype"],
+                placed.get("quantization"),
+                placed.get("gpu"),
             ),
             "probe": _probe_findings(),
         }
@@ -89,6 +92,8 @@ def open_engine(
     module: Any = loaded.module
     make_driver: MakeDriver | None = None
     if speaks_kv_caches(module):
+        if options.device.is_gpu:
+            raise NotSupported(f"device={options.device.torch}: kv_caches modules run on the CPU")
         config = module.config
         limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
         runner: Runner = open_kv_caches(module, options, limit, weak=weak)
@@ -135,7 +140,15 @@ def open_engine(
                 f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
                 "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
             )
-        decoder = Decoder(module, weak=weak, fused=options.fused, unseen=not loaded.live)
+        if options.device.is_gpu and not loaded.live:
+            move(loaded, options.device)
+        decoder = Decoder(
+            module,
+            weak=weak,
+            fused=options.fused,
+            unseen=not loaded.live,
+            same_bits=options.device.same_bits,
+        )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None

@@ -9,22 +9,12 @@ from typing import Any
 
 import torch
 
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import InvalidRequest
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _ANY_SIZE = 1 << 62  # a budget may be larger than this machine, for a plan of another one
 _AMOUNT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*$")
-
-
-def check_device(device: str, deterministic: bool | str) -> None:
-    """Only the CPU is built, and there sameness is the only mode."""
-    if device not in ("auto", "cpu"):
-        raise NotSupported(f"device={device!r} is not built yet; 'auto' and 'cpu' are")
-    if deterministic not in ("auto", True):
-        raise NotSupported(
-            f"deterministic={deterministic!r}: on the CPU it is always on; 'auto' or True"
-        )
 
 
 def positive(name: str, value: Any) -> int:

@@ -67,7 +67,7 @@ def open_model(
         loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer
         return loaded
     if isinstance(model, nn.Module):
-        check_runnable(model)
+        check_runnable(model, gpu=True)
         model = unwrap(model)
         _check_live(model, dtype)
         if speaks_kv_caches(model):

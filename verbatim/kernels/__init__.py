@@ -11,6 +11,10 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 3  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
@@ -61,18 +65,32 @@ def load(name: str) -> ctypes.CDLL:
 def instruction_set() -> str | None:
     """The instruction set in use, part of the numerics key; None where nothing was built.
 
-    `VERBATIM_KERNELS=NAME` picks another one of `available()`, and `VERBATIM_KERNELS=none` the
-    torch references.
+    `VERBATIM_KERNELS=NAME` picks another one of `available()`, `VERBATIM_KERNELS=none` the torch
+    references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
+    Triton, under its interpreter.
     """
     wanted = os.environ.get("VERBATIM_KERNELS")
     names = available()
-    if wanted == "none":
+    if wanted in ("none", "triton"):
         return None
     if wanted:
         if wanted not in names:
             raise ValueError(f"VERBATIM_KERNELS={wanted!r}: this build and processor have {names}")
         return wanted
     return names[0] if names else None
+
+
+def triton_serves(device: torch.device) -> bool:
+    """Do the kernels in `verbatim.kernels.triton` compute what lies on `device`? On a GPU; on the CPU
+    where `VERBATIM_KERNELS=triton` asks for it, to check them (which takes seconds for a token).
+    """
+    if device.type == "cuda":
+        return True
+    if device.type != "cpu" or os.environ.get("VERBATIM_KERNELS") != "triton":
+        return False
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("VERBATIM_KERNELS=triton on the CPU needs TRITON_INTERPRET=1 besides")
+    return True
 
 
 MISSING = "installed without compiled kernels, so this will be slow (docs/install.md)"

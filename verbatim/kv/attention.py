@@ -65,6 +65,12 @@ def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tens
     if k.dtype != k_store.dtype or v.dtype != v_store.dtype:
         k, v = k.to(k_store.dtype), v.to(v_store.dtype)
     library = library_for(k_store.device)
+    if library is None and kernels.triton_serves(k_store.device):
+        from verbatim.kernels.triton import rope
+
+        if rope.served(k, v, k_store):
+            rope.write_kv(k, v, k_store, v_store, slots)
+            return
     if library is None or k.stride(2) != 1 or v.stride(2) != 1:
         blocks, offsets = slots // k_store.shape[2], slots % k_store.shape[2]
         k_store[blocks, :, offsets] = k
@@ -102,6 +108,7 @@ def paged_attention(
     options: AttentionOptions,
     *,
     backend: str = "auto",
+    same_bits: bool = True,
 ) -> Tensor:
     """Causal attention of flat query rows over the stored keys and values of their sequences.
 
@@ -112,6 +119,7 @@ def paged_attention(
         context_lens: `[S]` int32; the last row of sequence s has position context_lens[s] - 1.
         block_tables: `[S, max_blocks]` int32.
         backend: "kernel", "reference", or "auto" for the kernel where it can serve.
+        same_bits: on a GPU, False lets a chunk round otherwise than its rows would alone, to be faster.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
@@ -124,6 +132,20 @@ def paged_attention(
         return kernel_attention(
             library, q, k_store, v_store, query_starts, context_lens, block_tables, options
         )
+    if backend == "auto" and kernels.triton_serves(q.device):
+        from verbatim.kernels.triton import attention
+
+        if attention.served(q, k_store, v_store):
+            return attention.paged_attention(
+                q,
+                k_store,
+                v_store,
+                query_starts,
+                context_lens,
+                block_tables,
+                options,
+                same_bits=same_bits,
+            )
     if backend == "kernel":
         raise ValueError(
             f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "

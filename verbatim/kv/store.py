@@ -38,7 +38,12 @@ class KVStore:
     Attributes:
         layers: (K, V) of each layer; empty once released.
         dtype_name: what K and V are held in: "float32", "bfloat16", "int8" or "int4".
+        device: where they lie.
+        same_bits: as for `paged_attention`.
     """
+
+    same_bits = True
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class KVStore:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.dtype_name = str(dtype).removeprefix("torch.")
+        self.device = device
 
         def blocks(heads: int, width: int) -> Tensor:
             return torch.empty(num_blocks, heads, block_size, width, dtype=dtype, device=device)
@@ -92,7 +98,16 @@ class KVStore:
     ) -> Tensor:
         """`paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
         k, v = self.layers[layer]
-        return paged_attention(q, k, v, query_starts, context_lens, block_tables, options)
+        return paged_attention(
+            q,
+            k,
+            v,
+            query_starts,
+            context_lens,
+            block_tables,
+            options,
+            same_bits=self.same_bits,
+        )
 
     @contextmanager
     def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,15 +55,17 @@ def _free_in_child() -> None:
 os.register_at_fork(after_in_child=_free_in_child)
 
 
-def replaced_forwards(module: nn.Module) -> Forwards:
+def replaced_forwards(module: nn.Module, *, same_bits: bool = True) -> Forwards:
     """For each layer we know, its instance dictionary and the forward to put there.
+
+    With `same_bits` False only what a flat batch asks for, and norms, where the kernel is the faster one.
 
     The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
     another module which happens to be shared.
     """
     found: Forwards = []
     for layer in module.modules():
-        forward = forward_for(layer) or adapter_for(layer)
+        forward = forward_for(layer, same_bits=same_bits) or adapter_for(layer)
         if forward is not None:
             found.append((layer.__dict__, _aside(forward, type(layer).forward, layer)))
     return found
@@ -131,7 +133,13 @@ def _borrowed(tree: Tree, forwards: Forwards, configs: list[Any], hooks: bool) -
 @contextmanager
 def plain_numbers() -> Iterator[None]:
     """Run the block without gradients, inference tensors and autocast, whatever the caller has on."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    on_gpu = torch.cuda.is_initialized()
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False) if on_gpu else nullcontext(),
+    ):
         yield
 
 

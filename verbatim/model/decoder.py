@@ -91,6 +91,8 @@ class Decoder:
         fused: run the layers that allow it by a call or two of the kernels each, or all of them by one,
             which changes no bits.
         unseen: nobody else has the module, so nobody edits it, until `module` is asked for.
+        same_bits: False leaves products and activations to the module, whose rows then round as the number
+            of rows pleases; for a GPU, where that is faster.
 
     Attributes:
         fused: how many layers are, and why others are not (`FusedLayers.report`); None: not asked for.
@@ -107,8 +109,10 @@ class Decoder:
         order: Order | None = None,
         fused: bool = True,
         unseen: bool = False,
+        same_bits: bool = True,
     ) -> None:
         register()
+        self._same_bits = same_bits
         self._fuse = fused
         self.fused: dict[str, Any] | None = None
         self._order: Order = InOnePiece() if order is None else order
@@ -123,7 +127,7 @@ class Decoder:
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
-        self._forwards = replaced_forwards(module)
+        self._forwards = replaced_forwards(module, same_bits=self._same_bits)
         self._configs = configs_of(module)
         self._layers: FusedLayers | None = None
         if self._fuse:
@@ -326,7 +330,7 @@ class Decoder:
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
             borrow(self._tree, self._forwards, self._configs, hooks=hooks),
-            _mode(self._tree, anatomy, walks),
+            _mode(self._tree, anatomy, walks, self._same_bits),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
             body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
@@ -358,10 +362,12 @@ def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _mode(tree: Tree, anatomy: Anatomy, walks: list[FlatPass]) -> AbstractContextManager[object]:
+def _mode(
+    tree: Tree, anatomy: Anatomy, walks: list[FlatPass], same_bits: bool
+) -> AbstractContextManager[object]:
     """What must stand between the model and torch in this forward: usually nothing."""
     # What a hook calls was not seen in the look, so the net is out for it.
-    safety_net = bool(anatomy.needs_safety_net) or tree.has_hooks()
+    safety_net = same_bits and (bool(anatomy.needs_safety_net) or tree.has_hooks())
     if walks[0].batch.forced_experts is not None:
         return Replay(_active_routing, safety_net=safety_net)
     return InvariantMode() if safety_net else nullcontext()
@@ -381,8 +387,8 @@ class FlatPass:
         routing: takes note of where the tokens go; None does not.
 
     Attributes:
-        batch, routing: as given.
-        rows: the batch's slots.
+        batch, routing: as given, the batch where the store lies.
+        rows: the batch's slots, there, too.
         direct: where kernels find them and their K and V; None: only `attend` reaches those.
     """
 
@@ -394,10 +400,12 @@ class FlatPass:
         routing: Routing | None = None,
     ) -> None:
         self._slots = slots
+        self.rows = batch.slots(store.block_size)
+        if store.device.type != "cpu":
+            batch, self.rows = batch.to(store.device), self.rows.to(store.device)
         self.batch = batch
         self._store = store
         self.routing = routing
-        self.rows = batch.slots(store.block_size)
         self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
 

@@ -87,6 +87,9 @@ class FusedLayers:
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
         self._look: _Look | None = None
+        if next(module.parameters()).device.type != "cpu":
+            self._plain["fused layers run on the CPU alone"] = len({i for i, _ in anatomy.slots})
+            return
         if kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in anatomy.slots})
             return

@@ -276,8 +276,8 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
 _makers: dict[type[nn.Module], Callable[..., Any]] | None = None
 
 
-def forward_for(module: nn.Module) -> Callable[..., Any] | None:
-    """A row-invariant forward for a module we know, else None.
+def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., Any] | None:
+    """A row-invariant forward for a module we know, else None; of norms alone where `same_bits` is False.
 
     Only exact classes count: a subclass or a parametrized module may do anything, and one whose
     forward was replaced on the instance does what its owner wants.
@@ -285,7 +285,7 @@ def forward_for(module: nn.Module) -> Callable[..., Any] | None:
     global _makers
     if _makers is None:
         _makers = _activations()
-    maker = _makers.get(type(module))
+    maker = _makers.get(type(module)) if same_bits else None
     if "forward" in module.__dict__:
         return None
     return norm_forward(module) if maker is None else maker(module)

@@ -133,7 +133,7 @@ class Checkpoint:
         self.dropped = True
         for parameter in module.parameters():
             with torch.inference_mode(False):
-                nothing = torch.full((), torch.nan, dtype=parameter.dtype)
+                nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
         for _, packed, _ in packed_buffers(module):
             packed.data = nothing_of(packed)
@@ -152,11 +152,15 @@ class Checkpoint:
             again = self._read()
         weights = dict(again.named_parameters())
         for name, parameter in module.named_parameters():  # tied ones come once
-            parameter.data = weights[name].data
+            parameter.data = weights[name].data.to(parameter.device)
         in_few_bits = {name: packed for name, packed, _ in packed_buffers(again)}
         for name, packed, _ in packed_buffers(module):
             packed.data = in_few_bits[name]
         self.dropped = False
+
+    def moved(self, module: nn.Module) -> None:
+        """Its weights are elsewhere now, and still what was read."""
+        self._state = _state(module)
 
     def _check_files(self) -> None:
         now = self.fingerprints(self.folder)

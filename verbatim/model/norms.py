@@ -36,7 +36,7 @@ def norm_parts(module: nn.Module) -> NormParts | None:
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
         return None
-    if kernels.library() is None or type(module) is nn.LayerNorm:
+    if type(module) is nn.LayerNorm or not _has_kernels(module):
         return None
     eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -58,6 +58,15 @@ def norm_parts(module: nn.Module) -> NormParts | None:
     return None if kind is None else NormParts(kind, weight, eps)
 
 
+def _has_kernels(module: nn.Module) -> bool:
+    """Can anything but torch compute its norm? One without a weight may go anywhere."""
+    if kernels.library() is not None or torch.cuda.is_initialized():
+        return True
+    return any(
+        kernels.triton_serves(p.device) for p in module._parameters.values() if p is not None
+    )
+
+
 def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     """A forward by the kernels for a norm of a known family, else None."""
     parts = norm_parts(module)
@@ -71,9 +80,15 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
         fits = weight is None or (
             weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape
         )
-        if args or kwargs or not fits or not elementwise.served(x):
-            return original(module, x, *args, **kwargs)
-        return elementwise.rms_norm(x, weight, fields[eps], kind)
+        if not args and not kwargs and fits:
+            if elementwise.served(x):
+                return elementwise.rms_norm(x, weight, fields[eps], kind)
+            if kernels.triton_serves(x.device):
+                from verbatim.kernels.triton import norm
+
+                if norm.served(x, weight):
+                    return norm.rms_norm(x, weight, fields[eps], kind)[0]
+        return original(module, x, *args, **kwargs)
 
     return forward
 

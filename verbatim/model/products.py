@@ -1,13 +1,14 @@
 """Matrix products in which a row's bits depend on that row alone.
 
 `linear` and `matmul` give each row the same bits whatever the rows beside it, the number of rows and
-the number of threads. Two backends hold to that:
+the number of threads. Three backends hold to that:
 
 - the kernels (`kernels/linear.cpp`), where every element is one fixed sequence of arithmetic;
+- on a GPU, the kernel in Triton (`kernels/triton/linear.py`), the same;
 - torch, where no kernel serves: its choice of method depends on the number of rows and of threads, so
   rows are multiplied in tiles of constant heights, and a probe finds heights that give equal bits.
 
-The two backends round differently, so the backend is part of the numerics key. No gradients.
+They round differently, so the backend is part of the numerics key. No gradients.
 """
 
 from __future__ import annotations
@@ -96,8 +97,7 @@ def linear(
         or not (x.is_cpu and weight.is_cpu)
         or not (bias is None or (bias.dtype is dtype and bias.is_cpu))
     ):
-        out = _torch_linear(x, weight, bias)
-        return out.float() if float32 else out
+        return _other_linear(x, weight, bias, backend, float32)
 
     if x.dim() != 2:
         shape = x.shape[:-1]
@@ -339,6 +339,19 @@ _CANDIDATES = (
 
 _Key = tuple[tuple[int, int], torch.dtype, torch.device, bool, bool, int]
 _found: dict[_Key, RowTiles] = {}
+
+
+def _other_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, float32: bool
+) -> Tensor:
+    """`linear` where no compiled kernel serves."""
+    if backend == "auto" and x.device == weight.device and kernels.triton_serves(x.device):
+        from verbatim.kernels.triton import linear as triton_linear
+
+        if triton_linear.served(x, weight, bias):
+            return triton_linear.linear(x, weight, bias, float32=float32)
+    out = _torch_linear(x, weight, bias)
+    return out.float() if float32 else out
 
 
 def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -96,7 +96,7 @@ class RoutingStore:
 
     def write(self, slots: Tensor, ids: Tensor) -> None:
         """Put `ids` `[T, layers, k]` at `slots` `[T]`."""
-        self.ids.flatten(0, 1)[slots] = ids.to(self.ids)
+        self.ids.flatten(0, 1)[slots.to(self.ids.device)] = ids.to(self.ids)
 
     def read(self, block_table: Sequence[int], num_tokens: int) -> Tensor:
         """A copy of the first `num_tokens` tokens of a sequence, `[num_tokens, layers, k]` int16."""

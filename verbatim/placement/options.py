@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.device import CPU, Device
 from verbatim.errors import OutOfBlocks
 from verbatim.kv.quantized import KVDtype, settle_kv_dtype
 from verbatim.model.quantize import Quantization, settle_quantization
-from verbatim.options import (
-    available_memory,
-    memory_bytes,
-    positive,
-    switch,
-    thread_count,
-    total_memory,
-)
+from verbatim.options import memory_bytes, positive, switch, thread_count
 
 _MAX_BATCH_TOKENS = 2048
 DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
@@ -38,6 +32,7 @@ class EngineOptions:
     default_batch_tokens: bool = False  # nobody asked for max_batch_tokens, so a plan may choose it
     fused: bool = True
     prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
+    device: Device = CPU
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None) -> int:
         """As many blocks as the memory holds, and no more than can ever be used at once; scratch included.
@@ -46,7 +41,7 @@ class EngineOptions:
             OutOfBlocks: the memory doesn't hold one block.
         """
         block_bytes = self.block_size * bytes_per_token
-        budget = self.kv_bytes or int(available_memory() * DEFAULT_KV_SHARE)
+        budget = self.kv_bytes or int(self.device.available_memory * DEFAULT_KV_SHARE)
         blocks = budget // block_bytes - 1
         if blocks < 1:
             raise OutOfBlocks(
@@ -71,6 +66,7 @@ def engine_options(
     prefix_cache: bool = True,
     num_threads: int | None = None,
     fused: bool = True,
+    device: Device = CPU,
 ) -> EngineOptions:
     """`LLM`'s options of these names, checked.
 
@@ -79,7 +75,7 @@ def engine_options(
     """
     return EngineOptions(
         kv_dtype=None if kv_dtype == "auto" else settle_kv_dtype(kv_dtype),
-        kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, total_memory()),
+        kv_bytes=None if kv_memory is None else memory_bytes(kv_memory, device.total_memory),
         block_size=positive("block_size", block_size),
         max_batch_tokens=(
             _MAX_BATCH_TOKENS
@@ -94,4 +90,5 @@ def engine_options(
         quantization=settle_quantization(quantization),
         default_batch_tokens=max_batch_tokens is None,
         fused=switch("fused", fused),
+        device=device,
     )

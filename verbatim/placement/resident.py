@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.device import Device
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
@@ -79,11 +80,19 @@ class Resident:
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
         body = None
+        if self.store.device.type != "cpu":
+            return self._on_gpu(batch)
         if self.mtp is not None:
             self.mtp.copy_blocks(batch.block_copies)
             body = self.mtp.hidden
         with threads(self._num_threads):
             return Forward(*self.decoder.run(batch, self.store, self._records, body))
+
+    def _on_gpu(self, batch: Batch) -> Forward:
+        with threads(self._num_threads):
+            logits, hidden = self.decoder.run(batch, self.store, self._records)
+        # Hidden states are asked for to be read; logits stay where they are drawn from.
+        return Forward(logits, None if hidden is None else hidden.cpu())
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         with threads(self._num_threads):
@@ -105,10 +114,15 @@ class Resident:
         module, anatomy, mtp = self.decoder.held, self.decoder.anatomy, self.mtp
         kv_dtype = settle_kv_dtype(self.store.dtype_name)
         drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
+        gpu = None
+        if self.store.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.store.device)
+            gpu = {"name": name, "deterministic": self.store.same_bits}
         return {
             "architecture": type(inner_model(module)).__name__,
             **weight_info(module),
             **self.placement,
+            **({} if gpu is None else {"gpu": gpu}),
             "dtype": dtype_name(anatomy.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": len(anatomy.layers),
@@ -174,6 +188,15 @@ def give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
     if trim is not None:
         trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def move(loaded: LoadedModel, device: Device) -> None:
+    """Bring a model that we loaded to its device."""
+    loaded.module.to(device.torch)
+    if loaded.checkpoint is not None:
+        loaded.checkpoint.moved(loaded.module)
 
 
 def open_resident(
@@ -202,4 +225,7 @@ def _make_store(
     blocks = options.num_blocks(token_bytes, max_length)
     if mtp is not None:
         mtp.open_stores(blocks, options.block_size, dtype)
-    return make_store(anatomy.layers, blocks, options.block_size, dtype, torch.device("cpu"))
+    device = options.device
+    store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)
+    store.same_bits = device.same_bits
+    return store

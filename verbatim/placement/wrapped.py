@@ -51,19 +51,26 @@ def modules_of(model: Any) -> list[nn.Module]:
     return [value for value in held if isinstance(value, nn.Module)]
 
 
-def check_runnable(model: Any) -> None:
-    """Is all of it here, in this process and on the CPU?
+def check_runnable(model: Any, *, gpu: bool = False) -> None:
+    """Is all of it here, in this process, and on one device? On the CPU, unless `gpu`.
 
     Raises:
         NotSupported: it is sharded over ranks, or a parameter is somewhere else.
     """
+    first = None
     for module in modules_of(model):
         for layer in module.modules():
             _refuse_sharded(layer, type(layer).__name__)
         for name, parameter in module.named_parameters():
             _refuse_sharded(parameter, name)
-            if parameter.device.type != "cpu":
-                raise NotSupported(f"{name} is on {parameter.device}; only the CPU is built")
+            if parameter.device.type not in (("cpu", "cuda") if gpu else ("cpu",)):
+                allowed = "the CPU and CUDA's GPUs are" if gpu else "only the CPU is"
+                raise NotSupported(f"{name} is on {parameter.device}; {allowed} built")
+            first = first or parameter.device
+            if parameter.device != first:
+                raise NotSupported(
+                    f"{name} is on {parameter.device} and others are on {first}; a live module must be on one"
+                )
             if parameter.is_complex():
                 raise NotSupported(f"{name} is {dtype_name(parameter.dtype)}: complex weights")
 

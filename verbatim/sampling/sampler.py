@@ -1,8 +1,9 @@
 """The one sampler: rows of logits to token ids and log-probs.
 
-Everything happens in float32, on the CPU, row by row: no number of a row depends on the rows beside
+Everything happens in float32, row by row: no number of a row depends on the rows beside
 it, on their count or on the number of threads. `backend="kernel"` is the compiled one pass sampler,
-`backend="reference"` the plain torch one; both draw the same ids.
+`backend="reference"` the plain torch one; both draw the same ids. Where logits lie on a GPU, rows that
+nothing filters are drawn there, with the same bits, and the others on the CPU.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from verbatim import kernels
 from verbatim.batch import Candidate, Draws, SamplePlan, SampleRow
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
-from verbatim.sampling import fast
+from verbatim.sampling import fast, gpu
 from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import edit, is_greedy, warp
@@ -57,15 +59,49 @@ def sample_rows(
     places = _places(logits, plan)
     if backend == "kernel" and not fast.available():
         raise NotSupported("backend='kernel': no kernel was built for this processor")
-    logits = logits.detach().cpu()
+    if backend == "auto" and logits.is_floating_point() and kernels.triton_serves(logits.device):
+        return _on_gpu(logits.detach(), plan.rows, places, num_threads)
+    return _on_cpu(logits.detach().cpu(), plan.rows, places, backend, num_threads)
+
+
+def _on_gpu(
+    logits: Tensor, rows: list[SampleRow], places: list[int], num_threads: int | None
+) -> Draws:
+    """Rows that nothing filters where their logits are, and the others from a copy of theirs."""
+    mine = [i for i, row in enumerate(rows) if gpu.serves(row)]
+    rest = [i for i, row in enumerate(rows) if not gpu.serves(row)]
+    parts, parts_places = [], []
+    if mine:
+        draws, left = gpu.sample_rows(logits, [rows[i] for i in mine], [places[i] for i in mine])
+        rest += [mine[i] for i in left]  # once in some hundred thousand
+        done = [i for i in range(len(mine)) if i not in set(left)]
+        parts.append(draws.some(done))
+        parts_places.append([mine[i] for i in done])
+    if rest:
+        used = sorted({places[i] for i in rest})
+        copied = {place: i for i, place in enumerate(used)}
+        moved = logits[torch.tensor(used, device=logits.device)].cpu()
+        rest_places = [copied[places[i]] for i in rest]
+        parts.append(_on_cpu(moved, [rows[i] for i in rest], rest_places, "auto", num_threads))
+        parts_places.append(rest)
+    return parts[0] if len(parts) == 1 and not rest else merge(parts, parts_places)
+
+
+def _on_cpu(
+    logits: Tensor,
+    rows: list[SampleRow],
+    places: list[int],
+    backend: str,
+    num_threads: int | None,
+) -> Draws:
     if backend == "reference" or not fast.available():
-        return _reference(logits, plan.rows, places)
+        return _reference(logits, rows, places)
     threads = num_threads or torch.get_num_threads()
-    if all(fast.serves(row) for row in plan.rows):
-        return fast.sample_rows(logits, plan.rows, places, threads)
-    mine = [i for i, row in enumerate(plan.rows) if fast.serves(row)]
-    rest = [i for i, row in enumerate(plan.rows) if not fast.serves(row)]
-    kernel_rows, torch_rows = [plan.rows[i] for i in mine], [plan.rows[i] for i in rest]
+    if all(fast.serves(row) for row in rows):
+        return fast.sample_rows(logits, rows, places, threads)
+    mine = [i for i, row in enumerate(rows) if fast.serves(row)]
+    rest = [i for i, row in enumerate(rows) if not fast.serves(row)]
+    kernel_rows, torch_rows = [rows[i] for i in mine], [rows[i] for i in rest]
     parts = (
         fast.sample_rows(logits, kernel_rows, [places[i] for i in mine], threads),
         _reference(logits, torch_rows, [places[i] for i in rest]),
