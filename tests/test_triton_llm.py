@@ -1,0 +1,138 @@
+"""A model that generates by Triton's kernels: the paths of a GPU, on the CPU under the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from requests_mixed import all_facts
+from toys import make_toy, random_ids
+from triton_here import DEVICE, INTERPRETED
+
+from verbatim import LLM, SamplingParams
+from verbatim.batch import Batch, SamplePlan, SampleRow
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder
+from verbatim.sampling.sampler import sample_rows
+
+TINY = dict(
+    hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, vocab_size=64
+)
+TOYS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3": TINY | dict(head_dim=12, num_hidden_layers=2),
+    "gemma2": TINY | dict(num_hidden_layers=2),
+    "gpt_oss": TINY | dict(intermediate_size=24),
+    "bloom": dict(hidden_size=36, n_head=3, n_layer=1),
+    "gpt2": dict(n_embd=36, n_head=3, n_layer=1),
+    "qwen3_moe": TINY,
+}
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setenv("VERBATIM_KERNELS", "triton")
+
+
+def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return make_toy(name, dtype=dtype, **TOYS[name]).to(DEVICE)
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """A greedy one, one that samples, two samples with filters, and one that is only scored."""
+    prompts = [[i % 60 + 3 for i in random_ids(length, length)] for length in (9, 4, 6, 7)]
+    params = [
+        SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, seed=0),
+        SamplingParams(max_tokens=6, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=4, seed=2, n=2, top_p=0.9, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=0, prompt_logprobs=0, seed=3),
+    ]
+    return prompts, params
+
+
+def facts(llm: LLM, which: slice = slice(None)) -> list[Any]:
+    prompts, params = requests()
+    return all_facts(llm.generate(prompts[which], params[which]))
+
+
+def holds_in_every_schedule(module: Any) -> None:
+    with LLM(module, deterministic=True) as llm:
+        expected = facts(llm)
+        assert [facts(llm, slice(i, i + 1))[0] for i in range(4)] == expected, "alone"
+        per_token = llm.info()["kv_bytes_per_token"]
+    with LLM(module, deterministic=True, max_batch_tokens=5, block_size=3) as llm:
+        assert facts(llm) == expected, "chunked"
+    memory = dict(kv_memory=per_token * 24, block_size=4, prefix_cache=False)
+    with LLM(module, deterministic=True, **memory) as llm:
+        assert facts(llm) == expected
+        assert llm.stats()["preemptions"] > 0
+
+
+def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
+    module, prompts = toy("llama", torch.bfloat16), [[5, 9, 4, 30, 7, 8, 3], [6, 11, 50]]
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    with LLM(module, deterministic=True) as llm:
+        expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
+    with LLM(module, deterministic=True, max_batch_tokens=6, block_size=3) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TOYS)
+def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
+    holds_in_every_schedule(toy(name, getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "qwen3" else pytest.param(n, marks=pytest.mark.slow) for n in TOYS]
+)
+def test_greedy_tokens_are_transformers(name: str) -> None:
+    module = toy(name)
+    prompt = requests()[0][0]
+    theirs = module.generate(
+        torch.tensor([prompt], device=DEVICE), max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )[0, len(prompt) :]
+    with LLM(module, deterministic=True) as llm:
+        params = SamplingParams(max_tokens=6, min_tokens=6, temperature=0.0)
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == theirs.tolist()
+
+
+def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
+    module, ids = toy("qwen3"), torch.arange(3, 14)
+    batch = Batch(
+        token_ids=ids,
+        positions=torch.arange(11),
+        query_starts=torch.tensor([0, 11], dtype=torch.int32),
+        context_lens=torch.tensor([11], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32),
+        logit_rows=torch.arange(11),
+    )
+    logits = []
+    for same_bits in (True, False):
+        decoder = Decoder(module, same_bits=same_bits)
+        store = KVStore(decoder.anatomy.layers, 4, 4, torch.float32, DEVICE)
+        store.same_bits = same_bits
+        logits.append(decoder.forward(batch, store))
+    assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    plain = module(ids[None].to(DEVICE)).logits[0]
+    assert torch.allclose(logits[1], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(5, 100, generator=generator)
+    every = [
+        SamplingParams(top_k=3),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=0.0),
+        SamplingParams(logit_bias={3: 9.0}),
+        SamplingParams(min_p=0.1),
+    ]
+    rows = [SampleRow(p, 7, 0, 5 + i, num_logprobs=2 * (i % 2)) for i, p in enumerate(every * 2)]
+    places = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+    found = sample_rows(logits.to(DEVICE), SamplePlan(rows, places))
+    want = sample_rows(logits, SamplePlan(rows, places), backend="reference")
+    assert repr(found) == repr(want)
