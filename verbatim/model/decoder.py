@@ -239,6 +239,21 @@ class Decoder:
                     records.write(walk.rows, walk.routing.record())
             return output
 
+    def steps_can_be_recorded(self) -> bool:
+        """Does a forward do the same again and again, without anybody's code in its middle?"""
+        with exclusive:
+            self.look_again()
+            return self.anatomy.routed is None and not self._tree.has_hooks()
+
+    def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
+        """`forward` of a batch that lies where the store does, with its slots `rows`: nothing is copied.
+
+        For a recorder; `steps_can_be_recorded` must hold.
+        """
+        with exclusive:
+            walk = FlatPass(self.anatomy.slots, batch, store, rows=rows)
+            return self._forward(self.module, [walk], hooks=False).logits
+
     def check_replay(self) -> None:
         """Try once whether this model's experts can be forced; cheap when it was done before.
 
@@ -385,6 +400,7 @@ class FlatPass:
     Args:
         slots: as `Anatomy.slots`.
         routing: takes note of where the tokens go; None does not.
+        rows: the batch's slots, where it lies where the store does; None reckons and moves both.
 
     Attributes:
         batch, routing: as given, the batch where the store lies.
@@ -398,11 +414,15 @@ class FlatPass:
         batch: Batch,
         store: KVStore,
         routing: Routing | None = None,
+        *,
+        rows: Tensor | None = None,
     ) -> None:
         self._slots = slots
-        self.rows = batch.slots(store.block_size)
-        if store.device.type != "cpu":
-            batch, self.rows = batch.to(store.device), self.rows.to(store.device)
+        if rows is None:
+            rows = batch.slots(store.block_size)
+            if store.device.type != "cpu":
+                batch, rows = batch.to(store.device), rows.to(store.device)
+        self.rows = rows
         self.batch = batch
         self._store = store
         self.routing = routing

@@ -24,6 +24,8 @@ from verbatim.model.packing import PackingReport
 from verbatim.model.routing import RoutingStore
 from verbatim.model.weights import NewWeights, weight_info, writes_to
 from verbatim.options import dtype_name
+from verbatim.placement import graphs
+from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.runner import Forward
 from verbatim.sampling.sampler import sample_rows
@@ -40,6 +42,7 @@ class Resident:
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
+    graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
     packed: PackingReport | None = None  # of a model whose weights are in few bits
     placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
 
@@ -90,6 +93,9 @@ class Resident:
 
     def _on_gpu(self, batch: Batch) -> Forward:
         with threads(self._num_threads):
+            recorded = None if self.graphs is None else self.graphs.run(batch)
+            if recorded is not None:
+                return Forward(recorded)
             logits, hidden = self.decoder.run(batch, self.store, self._records)
         # Hidden states are asked for to be read; logits stay where they are drawn from.
         return Forward(logits, None if hidden is None else hidden.cpu())
@@ -114,10 +120,12 @@ class Resident:
         module, anatomy, mtp = self.decoder.held, self.decoder.anatomy, self.mtp
         kv_dtype = settle_kv_dtype(self.store.dtype_name)
         drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
-        gpu = None
+        gpu: dict[str, Any] | None = None
         if self.store.device.type == "cuda":
             name = torch.cuda.get_device_name(self.store.device)
             gpu = {"name": name, "deterministic": self.store.same_bits}
+            if self.graphs is not None:
+                gpu["graphs"] = self.graphs.reason or self.graphs.count
         return {
             "architecture": type(inner_model(module)).__name__,
             **weight_info(module),
@@ -162,6 +170,8 @@ class Resident:
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()
+        if self.graphs is not None:
+            self.graphs.forget()
         self.store.release()  # the routing's records are a hundredth of it, and stay
         if self.mtp is not None:
             self.mtp.release()
@@ -176,7 +186,7 @@ class Resident:
             self.mtp.allocate()
 
     def close(self) -> None:
-        self._records = None
+        self._records = self.graphs = None
         self.store.release()
         if self.mtp is not None:
             self.mtp.close()
@@ -211,6 +221,9 @@ def open_resident(
     runner = Resident(decoder, store, options.num_threads, mtp)
     runner.checkpoint = loaded.checkpoint
     runner.packed = loaded.packed
+    if options.device.is_gpu and not loaded.live and graphs.wanted():
+        recorder = graphs.cuda_recorder(options.device.torch)
+        runner.graphs = graphs.DecodeGraphs(decoder, store, recorder)
     return runner
 
 

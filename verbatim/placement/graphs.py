@@ -1,0 +1,163 @@
+"""CUDA graphs: a decode step is recorded once for each size, and then started by one call.
+
+A step of one row a sequence launches some hundred small kernels; at few rows the GPU waits for Python most
+of the time. Sizes are rounded up, and rows that are too many are of nobody: they read and write the
+scratch block, and no row's bits depend on the rows beside it (with `deterministic=True`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import SCRATCH_BLOCK, Batch
+from verbatim.errors import first_line
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder
+
+MAX_ROWS = 512  # of a step that is recorded; larger ones keep a GPU busy
+_LEAST_CONTEXT = 512  # positions that the smallest tables hold
+
+# Makes of a function, whose tensors all stay in their places, something that does the same once more.
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def wanted() -> bool:
+    """`VERBATIM_CUDA_GRAPHS=0` runs every step kernel by kernel, to find out what one does."""
+    return os.environ.get("VERBATIM_CUDA_GRAPHS") != "0"
+
+
+def rounded_rows(rows: int) -> int:
+    """The rows of the step that `rows` rows run in: powers of two to 8, then steps of 8, then of 32."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 64 else 32
+    return -(-rows // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    batch: Batch  # whose tensors are read anew each time
+    slots: Tensor
+    replay: Callable[[], Tensor]
+
+
+class DecodeGraphs:
+    """The recorded steps of one decoder over one store.
+
+    Args:
+        recorder: `cuda_recorder(device)`; a test may do without a GPU.
+
+    Attributes:
+        reason: why nothing is recorded any more; None as long as it works.
+    """
+
+    def __init__(self, decoder: Decoder, store: KVStore, recorder: Recorder) -> None:
+        self._decoder, self._store, self._recorder = decoder, store, recorder
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._weights: list[Tensor] = []
+        self._pointers: list[int] = []
+        self.reason: str | None = None
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """Logits `[R, V]` of `batch`, to be read before the next forward; None: it must run plainly."""
+        rows = batch.num_tokens
+        fits = rows == batch.num_sequences == len(batch.logit_rows) <= MAX_ROWS
+        if self.reason or not fits or batch.block_copies or batch.wants_hidden:
+            return None
+        if batch.forced_experts is not None or not self._decoder.steps_can_be_recorded():
+            return None
+        if self._pointers != self._look():  # somebody took a weight away, or K and V slept
+            self.forget()
+        width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
+        key = rounded_rows(rows), max(width, _LEAST_CONTEXT // self._store.block_size)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            try:
+                recorded = self._recorded[key] = self._record(*key)
+            except Exception as error:  # a model may do anything that can't be recorded
+                self.reason = f"{type(error).__name__}: {first_line(error)}"
+                return None
+        self._fill(recorded, batch)
+        return recorded.replay()[:rows]
+
+    @property
+    def count(self) -> int:
+        """Of the sizes that were recorded."""
+        return len(self._recorded)
+
+    def forget(self) -> None:
+        """Let go of what was recorded; it is recorded again when it is needed."""
+        self._recorded.clear()
+        self._weights = [*self._decoder.module.parameters()]
+        self._pointers = self._look()
+
+    def _look(self) -> list[int]:
+        layers = self._store.layers
+        store = layers[0][0].data_ptr() if layers else 0
+        return [store, *map(Tensor.data_ptr, self._weights)]
+
+    def _record(self, rows: int, width: int) -> _Recorded:
+        device = self._store.device
+        made: dict[str, Any] = dict(device=device)
+        batch = Batch(
+            token_ids=torch.zeros(rows, dtype=torch.int64, **made),
+            positions=torch.zeros(rows, dtype=torch.int64, **made),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, **made),
+            context_lens=torch.ones(rows, dtype=torch.int32, **made),
+            block_tables=torch.full((rows, width), SCRATCH_BLOCK, dtype=torch.int32, **made),
+            logit_rows=torch.arange(rows, **made),
+        )
+        slots = torch.zeros(rows, dtype=torch.int64, **made)
+        store = self._store
+        replay = self._recorder(lambda: self._decoder.forward_in_place(batch, slots, store))
+        return _Recorded(batch, slots, replay)
+
+    def _fill(self, recorded: _Recorded, batch: Batch) -> None:
+        """Put a step's numbers where the recorded one reads them, those of nobody behind them."""
+        rows, static = batch.num_tokens, recorded.batch
+        spare = static.num_tokens - rows
+        tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
+        tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
+        slots = batch.slots(self._store.block_size)
+        for place, values, filler in (
+            (static.token_ids, batch.token_ids, 0),
+            (static.positions, batch.positions, 0),
+            (static.context_lens, batch.context_lens, 1),
+            (recorded.slots, slots, SCRATCH_BLOCK * self._store.block_size),
+        ):
+            padded = torch.cat([values, values.new_full((spare,), filler)]) if spare else values
+            place.copy_(padded, non_blocking=True)
+        static.block_tables.copy_(tables, non_blocking=True)
+
+
+def cuda_recorder(device: torch.device) -> Recorder:
+    """Records what a function launches on `device`, in memory that all recordings share."""
+    pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        beside = torch.cuda.Stream(device)
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for _ in range(2):  # what is compiled or chosen at the first call must be there
+                step()
+        torch.cuda.current_stream(device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            out = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    return record
