@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install kernels test slow lint format types bench peers ci clean
+.PHONY: help install kernels test slow gpu lint format types bench peers ci clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' Makefile
@@ -20,6 +20,11 @@ test:  ## the fast tests
 
 slow:  ## the slow tests too
 	python -m pytest -n 2 -m "not gpu"
+
+gpu:  ## what needs a GPU: its tests, and its figures into benchmarks/results
+	python -m pytest tests/gpu -m gpu -n 0
+	python -m pytest tests/test_triton_kernels.py tests/test_triton_llm.py -m "not gpu" -n 0
+	python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 lint:  ## ruff, without changing anything
 	ruff check . && ruff format --check .

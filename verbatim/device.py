@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it the one that kernels are launched on, for the length of a block."""
+        return torch.cuda.device(self.torch) if self.is_gpu else nullcontext()
 
     @property
     def total_memory(self) -> int:

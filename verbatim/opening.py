@@ -140,15 +140,17 @@ def open_engine(
                 f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
                 "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
             )
-        if options.device.is_gpu and not loaded.live:
-            move(loaded, options.device)
-        decoder = Decoder(
-            module,
-            weak=weak,
-            fused=options.fused,
-            unseen=not loaded.live,
-            same_bits=options.device.same_bits,
-        )
+        device = options.device
+        if device.is_gpu and not loaded.live:
+            move(loaded, device)
+        with device.current():
+            decoder = Decoder(
+                module,
+                weak=weak,
+                fused=options.fused,
+                unseen=not loaded.live,
+                same_bits=device.same_bits,
+            )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None

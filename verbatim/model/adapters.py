@@ -23,6 +23,12 @@ from verbatim.model.context import attend
 from verbatim.model.masks import LATER, NotedMask
 
 
+def _slopes(module: nn.Module) -> Tensor:
+    """`alibi_slopes` of an attention module, where its weights are."""
+    slopes = alibi_slopes(module.num_heads)  # type: ignore[arg-type]
+    return slopes.to(next((p.device for p in module.parameters()), slopes.device))
+
+
 def alibi_slopes(num_heads: int) -> Tensor:
     """One slope a head, `[H]` float32 (Press, Smith and Lewis 2022).
 
@@ -56,7 +62,7 @@ def _source(module: nn.Module, name: str) -> Any:
 
 
 def _bloom(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    slopes = alibi_slopes(module.num_heads)
+    slopes = _slopes(module)
     options = AttentionOptions(scale=float(module.inv_norm_factor), alibi=slopes)
 
     def forward(hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -74,7 +80,7 @@ def _falcon(module: Any) -> Callable[..., tuple[Tensor, None]]:
     # Falcon scales score and bias together, so the slope carries the scale too. Its slopes pass
     # through bfloat16 in the original. (transformers' eager attention adds the bias a second time, with
     # the mask; its default, by scaled_dot_product_attention, does not, and is what is matched here.)
-    slopes = alibi_slopes(module.num_heads).bfloat16().float() * module.inv_norm_factor
+    slopes = _slopes(module).bfloat16().float() * module.inv_norm_factor
     rotary = AttentionOptions(scale=module.inv_norm_factor)
     biased = AttentionOptions(scale=module.inv_norm_factor, alibi=slopes)
 

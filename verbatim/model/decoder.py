@@ -30,7 +30,13 @@ from verbatim.model.experts import flat_experts
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
-from verbatim.model.routing import Replay, Routing, RoutingStore, why_not_replayable
+from verbatim.model.routing import (
+    Replay,
+    RoutedLayers,
+    Routing,
+    RoutingStore,
+    why_not_replayable,
+)
 from verbatim.model.tree import Tree, hooked_everywhere
 
 _TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
@@ -228,7 +234,7 @@ class Decoder:
                         self.anatomy.slots,
                         part,
                         own,
-                        None if layers is None else Routing(layers, part.forced_experts),
+                        None if layers is None else _routing(layers, part, own.device),
                     )
                     for part, own in zip(batches, stores, strict=True)
                 ]
@@ -386,6 +392,11 @@ def _mode(
     if walks[0].batch.forced_experts is not None:
         return Replay(_active_routing, safety_net=safety_net)
     return InvariantMode() if safety_net else nullcontext()
+
+
+def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
+    forced = batch.forced_experts
+    return Routing(layers, None if forced is None else forced.to(device))
 
 
 def _active_routing() -> Routing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -92,7 +93,7 @@ class Resident:
             return Forward(*self.decoder.run(batch, self.store, self._records, body))
 
     def _on_gpu(self, batch: Batch) -> Forward:
-        with threads(self._num_threads):
+        with threads(self._num_threads), torch.cuda.device(self.store.device):
             recorded = None if self.graphs is None else self.graphs.run(batch)
             if recorded is not None:
                 return Forward(recorded)
@@ -100,8 +101,17 @@ class Resident:
         # Hidden states are asked for to be read; logits stay where they are drawn from.
         return Forward(logits, None if hidden is None else hidden.cpu())
 
+    def record_steps(self) -> None:
+        """From now on, run decode steps as CUDA graphs: of a model on a GPU that nobody edits."""
+        recorder = graphs.cuda_recorder(self.store.device)
+        self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
+
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        with threads(self._num_threads):
+        on_gpu = forward.logits.is_cuda
+        with (
+            threads(self._num_threads),
+            torch.cuda.device(forward.logits.device) if on_gpu else nullcontext(),
+        ):
             return sample_rows(forward.logits, plan)
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
@@ -222,8 +232,7 @@ def open_resident(
     runner.checkpoint = loaded.checkpoint
     runner.packed = loaded.packed
     if options.device.is_gpu and not loaded.live and graphs.wanted():
-        recorder = graphs.cuda_recorder(options.device.torch)
-        runner.graphs = graphs.DecodeGraphs(decoder, store, recorder)
+        runner.record_steps()  # a live module's owner may change what no look at it shows
     return runner
 
 

@@ -1,0 +1,224 @@
+"""Decode on one GPU: an 8B shape at one row, a 0.6B shape at many, and what `deterministic=True` costs.
+
+    python benchmarks/gpu.py [--parts one many prefill] [--json benchmarks/results/gpu.json]
+
+Random weights in bfloat16, made on the GPU. The limit of a step is reading the weights and the KV once; its
+share is of the bandwidth that a copy of 4 GB reaches in the same run, reads and writes counted. Times
+are of whole steps, from one token to the next, Python and the draw included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import verbatim
+from verbatim import LLM, SamplingParams
+
+QWEN3_8B = dict(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+)
+QWEN3_0_6B = dict(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+)
+
+
+def make_model(shape: dict[str, Any]) -> Any:
+    """Random weights, small enough that logits stay numbers."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy of 4 GB; the best of ten."""
+    source = torch.ones(2**31, dtype=torch.bfloat16, device="cuda")
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(10):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop) / 1000)
+    return 2 * source.nbytes / best
+
+
+def open_engine(model: Any, deterministic: bool) -> LLM:
+    """With recorded steps, as of a model that was loaded; nobody edits this one."""
+    llm = LLM(
+        model,
+        deterministic=deterministic,
+        max_batch_tokens=8192,
+        kv_memory="40%",
+        prefix_cache=False,
+    )
+    llm._engine.runner.record_steps()  # type: ignore[attr-defined]
+    return llm
+
+
+def prompts(rows: int, length: int) -> list[list[int]]:
+    return [[(i * 7919 + r * 104729) % 150000 + 10 for i in range(length)] for r in range(rows)]
+
+
+def weight_bytes(model: Any) -> int:
+    """What a step reads of the weights: of an untied embedding no more than a row."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    spared = 0 if embedding is head else embedding.nbytes
+    return sum(p.nbytes for p in model.parameters()) - spared
+
+
+def step_times(llm: LLM, length: int, steps: int) -> list[float]:
+    """Seconds from one token of a greedy stream to the next."""
+    params, times = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True), []
+    before = None
+    for _ in llm.stream(prompts(1, length)[0], params):
+        now = time.perf_counter()
+        if before is not None:
+            times.append(now - before)
+        before = now
+    return times[steps // 3 :]
+
+
+def one_row(steps: int, bandwidth: float) -> dict[str, Any]:
+    """Decode of one row of the 8B shape."""
+    found: dict[str, Any] = {}
+    model = make_model(QWEN3_8B)
+    for length in (128, 1024):
+        for deterministic in (False, True):
+            with open_engine(model, deterministic) as llm:
+                step_times(llm, length, 8)
+                taken = statistics.median(step_times(llm, length, steps))
+                per_token, graphs = llm.info()["kv_bytes_per_token"], llm.info()["gpu"]["graphs"]
+            moved = weight_bytes(model) + per_token * (length + steps * 2 // 3)
+            found[f"prompt {length}, deterministic={deterministic}"] = {
+                "tokens_per_s": 1 / taken,
+                "bytes_per_step": moved,
+                "share_of_copy_bandwidth": moved / taken / bandwidth,
+                "graphs": graphs,
+            }
+    return found
+
+
+def all_of(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    results = llm.generate(ids, params)
+    return time.perf_counter() - start, [r.outputs[0].token_ids for r in results]
+
+
+def many_rows(rows: int, tokens: int) -> dict[str, Any]:
+    """New tokens a second of `rows` requests at once, against transformers' continuous batching."""
+    model, ids = make_model(QWEN3_0_6B), prompts(rows, 128)
+    found: dict[str, Any] = {"rows": rows, "prompt": 128, "new tokens": tokens}
+    for deterministic in (False, True):
+        with open_engine(model, deterministic) as llm:
+            all_of(llm, ids, tokens)  # records its sizes
+            taken, outputs = all_of(llm, ids, tokens)
+            entry: dict[str, Any] = {"tokens_per_s": rows * tokens / taken}
+            entry["graphs"] = llm.info()["gpu"]["graphs"]
+            if deterministic:
+                alone = [all_of(llm, ids[r : r + 1], tokens)[1][0] for r in (0, rows // 2)]
+                entry["same tokens alone"] = alone == [outputs[0], outputs[rows // 2]]
+        found[f"verbatim, deterministic={deterministic}"] = entry
+    try:
+        found["transformers, continuous batching"] = continuous_batching(model, ids, tokens)
+    except Exception as error:  # what it needs changes from version to version
+        found["transformers, continuous batching"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def continuous_batching(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=tokens
+    )
+    times = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        outputs = model.generate_batch(inputs=ids, generation_config=config, progress_bar=False)
+        times.append(time.perf_counter() - start)
+    made = sum(len(o.generated_tokens) for o in outputs.values())
+    return {"tokens_per_s": made / times[-1], "attention": model.config._attn_implementation}
+
+
+def prefill() -> dict[str, Any]:
+    """Tokens a second of one prompt of 4,000 tokens of the 8B shape."""
+    model, found = make_model(QWEN3_8B), {}
+    for deterministic in (False, True):
+        with open_engine(model, deterministic) as llm:
+            times = [all_of(llm, [prompts(1, 4000 + i)[0][: 4000 - i]], 1)[0] for i in range(4)]
+        found[f"deterministic={deterministic}"] = 4000 / min(times[1:])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["one", "many", "prefill"])
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU: torch {torch.__version__} sees none")
+    import transformers
+
+    bandwidth = copy_bandwidth()
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers, verbatim)},
+        "copy_bandwidth": bandwidth,
+    }
+    parts = {
+        "one": lambda: one_row(options.steps, bandwidth),
+        "many": lambda: many_rows(options.rows, options.tokens),
+        "prefill": prefill,
+    }
+    for name in options.parts:
+        report[name] = parts[name]()
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(name, json.dumps(report[name], indent=1), flush=True)
+        if options.json is not None:  # after each part: the next may fail
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k not in parts}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
