@@ -42,11 +42,11 @@ def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """A greedy one, one that samples, two samples with filters, and one that is only scored."""
-    prompts = [[i % 60 + 3 for i in random_ids(length, length)] for length in (9, 4, 6, 7)]
+    prompts = [[i % 60 + 3 for i in random_ids(length, length)] for length in (6, 3, 5, 4)]
     params = [
-        SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, seed=0),
-        SamplingParams(max_tokens=6, seed=1, ignore_eos=True),
-        SamplingParams(max_tokens=4, seed=2, n=2, top_p=0.9, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, seed=0),
+        SamplingParams(max_tokens=4, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=2, seed=2, n=2, top_p=0.9, logprobs=2, presence_penalty=0.5),
         SamplingParams(max_tokens=0, prompt_logprobs=0, seed=3),
     ]
     return prompts, params
@@ -60,11 +60,11 @@ def facts(llm: LLM, which: slice = slice(None)) -> list[Any]:
 def holds_in_every_schedule(module: Any) -> None:
     with LLM(module, deterministic=True) as llm:
         expected = facts(llm)
-        assert [facts(llm, slice(i, i + 1))[0] for i in range(4)] == expected, "alone"
+        assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
         per_token = llm.info()["kv_bytes_per_token"]
-    with LLM(module, deterministic=True, max_batch_tokens=5, block_size=3) as llm:
+    with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
         assert facts(llm) == expected, "chunked"
-    memory = dict(kv_memory=per_token * 24, block_size=4, prefix_cache=False)
+    memory = dict(kv_memory=per_token * 16, block_size=4, prefix_cache=False)
     with LLM(module, deterministic=True, **memory) as llm:
         assert facts(llm) == expected
         assert llm.stats()["preemptions"] > 0
@@ -80,7 +80,7 @@ def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 @pytest.mark.parametrize("name", TOYS)
 def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
     holds_in_every_schedule(toy(name, getattr(torch, dtype)))
@@ -100,25 +100,73 @@ def test_greedy_tokens_are_transformers(name: str) -> None:
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == theirs.tolist()
 
 
-def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
-    module, ids = toy("qwen3"), torch.arange(3, 14)
+def logits_of(module: Any, *, fused: bool, same_bits: bool = True) -> torch.Tensor:
+    """Of one sequence, in chunks of 7 and 4 rows."""
+    decoder = Decoder(module, fused=fused, same_bits=same_bits)
+    store = KVStore(decoder.anatomy.layers, 4, 4, decoder.anatomy.dtype, DEVICE)
+    store.same_bits = same_bits
+    assert decoder.fused is None or decoder.fused["plain"] == 0, decoder.fused
+    found = []
+    for first, last in ((0, 7), (7, 11)):
+        batch = Batch(
+            token_ids=torch.arange(3 + first, 3 + last),
+            positions=torch.arange(first, last),
+            query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+            context_lens=torch.tensor([last], dtype=torch.int32),
+            block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32),
+            logit_rows=torch.arange(last - first),
+        )
+        found.append(decoder.forward(batch, store))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama", "qwen2", "gemma2", "gemma3", "phi3", "mistral", "qwen3_moe")
+        ),
+    ],
+)
+def test_layers_with_fewer_launches_have_the_same_bits(name: str) -> None:
+    module = make_toy(name, dtype=torch.bfloat16, **TOYS.get(name, TINY)).to(DEVICE)
+    plain = logits_of(module, fused=False)
+    assert torch.equal(logits_of(module, fused=True), plain)
+    seen: list[Any] = []
+    attention = module.model.layers[0].self_attn
+    with attention.register_forward_hook(lambda *_: seen.append(1)):
+        assert torch.equal(logits_of(module, fused=True), plain)
+    assert len(seen) == 2
+
+
+def test_what_an_owner_changes_after_the_look_counts() -> None:
+    module = toy("llama")
+    decoder = Decoder(module)
     batch = Batch(
-        token_ids=ids,
-        positions=torch.arange(11),
-        query_starts=torch.tensor([0, 11], dtype=torch.int32),
-        context_lens=torch.tensor([11], dtype=torch.int32),
-        block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32),
-        logit_rows=torch.arange(11),
+        token_ids=torch.tensor([5, 6, 7]),
+        positions=torch.arange(3),
+        query_starts=torch.tensor([0, 3], dtype=torch.int32),
+        context_lens=torch.tensor([3], dtype=torch.int32),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        logit_rows=torch.arange(3),
     )
-    logits = []
-    for same_bits in (True, False):
-        decoder = Decoder(module, same_bits=same_bits)
-        store = KVStore(decoder.anatomy.layers, 4, 4, torch.float32, DEVICE)
-        store.same_bits = same_bits
-        logits.append(decoder.forward(batch, store))
-    assert torch.allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)
-    plain = module(ids[None].to(DEVICE)).logits[0]
-    assert torch.allclose(logits[1], plain, rtol=1e-4, atol=1e-4)
+    store = KVStore(decoder.anatomy.layers, 2, 4, torch.float32, DEVICE)
+    before = decoder.forward(batch, store)
+    module.model.layers[0].self_attn.scaling *= 3
+    after = decoder.forward(batch, store)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, Decoder(module, fused=False).forward(batch, store))
+
+
+def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
+    module = toy("qwen3")
+    exact = logits_of(module, fused=True)
+    fast = logits_of(module, fused=True, same_bits=False)
+    plain = module(torch.arange(3, 14, device=DEVICE)[None]).logits[0]
+    assert torch.allclose(exact, fast, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(fast, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:

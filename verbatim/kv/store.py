@@ -87,6 +87,14 @@ class KVStore:
         """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
         write_kv(k, v, *self.layers[layer], slots)
 
+    def write_turned(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
+    ) -> Tensor:
+        """On a GPU: turn `q` and `k` by angles `[T, R]`, `write` `k` and `v`, and return `q`."""
+        from verbatim.kernels.triton import rope
+
+        return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
+
     def attend(
         self,
         layer: int,

@@ -455,6 +455,27 @@ class FlatPass:
     ) -> Tensor:
         layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
+        return self._attend(layer, q, options)
+
+    def attend_turned(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """On a GPU: `attend` with queries and keys that angles `[T, R]` are yet to turn."""
+        layer = self.layer_of(module)
+        if cos is None or sin is None:
+            self._store.write(layer, k, v, self.rows)
+        else:
+            q = self._store.write_turned(layer, q, k, v, cos, sin, self.rows)
+        return self._attend(layer, q, options)
+
+    def _attend(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
         batch = self.batch
         return self._store.attend(
             layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options

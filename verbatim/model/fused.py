@@ -22,6 +22,7 @@ from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.borrow import Forwards, borrow
 from verbatim.model.context import activate
 from verbatim.model.elementwise import Activation
+from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import (
     FusedLayer,
@@ -87,8 +88,8 @@ class FusedLayers:
         self._trust = Trust()
         self._layers: list[FusedLayer] = []
         self._look: _Look | None = None
-        if next(module.parameters()).device.type != "cpu":
-            self._plain["fused layers run on the CPU alone"] = len({i for i, _ in anatomy.slots})
+        if kernels.triton_serves(next(module.parameters()).device):
+            self._on_gpu(module, anatomy, forwards, configs)
             return
         if kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in anatomy.slots})
@@ -147,6 +148,30 @@ class FusedLayers:
         except Exception as error:  # whatever somebody else's model makes of it
             self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
 
+    def _on_gpu(
+        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+    ) -> None:
+        """The same for layers on a GPU, which need no look before each forward."""
+        trials = []
+        for layer, attention in _layers_of(module, anatomy):
+            try:
+                trials.append(GpuTrial(take_apart(fits(layer), attention)))
+            except NotFusable as reason:
+                self._plain[str(reason)] += 1
+        if not trials:
+            return
+        places = [(t.parts.layer.__dict__, t) for t in trials]
+        try:
+            _run(module, anatomy, [*forwards, *places], configs)
+        except Exception as error:  # whatever somebody else's model makes of it
+            self._plain[f"the trial failed: {type(error).__name__}: {first_line(error)}"] += 1
+            return
+        for trial in trials:
+            if trial.fused is None:
+                self._plain[trial.reason or "it was not called in the trial"] += 1
+            else:
+                self.forwards.append((trial.parts.layer.__dict__, trial.fused))
+
     def look(self, *, hooks: bool, watched: bool = True) -> None:
         """To be called before each forward: are the layers as they were?
 
@@ -183,7 +208,7 @@ class FusedLayers:
     @property
     def report(self) -> dict[str, Any]:
         return {
-            "layers": len(self._layers),
+            "layers": len(self.forwards),
             "plain": sum(self._plain.values()),
             "reasons": dict(self._plain),
             "whole": "no: " + self._why_not_whole if self.whole is None else "yes",

@@ -173,7 +173,7 @@ class Trust:
 
 
 # What changes while a module is borrowed, or by who calls it.
-_NOT_OURS = frozenset(
+NOT_OURS = frozenset(
     {"training", "_attn_implementation_internal", "_experts_implementation_internal"}
 )
 
@@ -429,7 +429,7 @@ def numbers_of(modules: list[nn.Module]) -> list[Place]:
         (values, name)
         for values in (*fields, *{id(c): c for c in configs}.values())
         for name, value in values.items()
-        if name not in _NOT_OURS and (value is None or type(value) in (int, float, bool, str))
+        if name not in NOT_OURS and (value is None or type(value) in (int, float, bool, str))
     ]
 
 

@@ -45,7 +45,7 @@ class Watch:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         self.seen.append((q, k, v, options))
-        return noise((*q.shape[:2], v.shape[2]), q.dtype)
+        return noise((*q.shape[:2], v.shape[2]), q.dtype).to(q.device)
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

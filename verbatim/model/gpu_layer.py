@@ -1,0 +1,179 @@
+"""A decoder layer on a GPU with fewer launches: norms take in the residual before them, and one kernel
+turns queries and keys and writes K and V.
+
+Its linear layers, its MLP and their hooks run as they are, so every sum is the one that the layer's own
+forward makes; what lies between is rounded where that rounds. A layer is held to that when it is opened:
+with random rows its bits must be those of its own forward, else it runs by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import first_line
+from verbatim.kv.attention import AttentionOptions
+from verbatim.model.context import activate, active_pass
+from verbatim.model.layer import NOT_OURS, LayerParts, Norm, NotFusable
+from verbatim.model.layer_trial import Watch
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Callable[..., Any]:
+    """What to put in the place of a layer's forward.
+
+    Args:
+        options: of its attention; without sinks and ALiBi.
+        turns: it is handed angles as `position_embeddings`.
+    """
+    from verbatim.kernels.triton import rope
+    from verbatim.kernels.triton.norm import rms_norm
+
+    layer, attention, mlp = parts.layer, parts.attention, parts.mlp
+    plain = type(layer).forward
+    skipped = [attention, *(norm.module for norm in parts.norms.values())]
+    fields = [m.__dict__ for m in skipped]
+    role = parts.norms.get
+    # What the layer's own forward would read each time: an owner may change it.
+    config = getattr(attention, "config", None)
+    read = [m.__dict__ for m in (layer, *skipped)] + ([] if config is None else [config.__dict__])
+    numbers = [
+        (values, name)
+        for values in read
+        for name, value in values.items()
+        if name not in NOT_OURS and (value is None or type(value) in (int, float, bool, str))
+    ]
+    classes = [type(m) for m in (layer, *skipped)]
+
+    def now() -> tuple[list[Any], list[Any]]:
+        return [values.get(name) for values, name in numbers], [cls.forward for cls in classes]
+
+    before = now()
+
+    def normed(
+        norm: Norm | None, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of `x`, or of its sum with the residual, and that sum."""
+        if norm is None:
+            x = x if residual is None else residual + x
+            return x, x
+        kind, name, eps = norm.parts
+        weight = None if name is None else norm.module._parameters[name]
+        return rms_norm(x, weight, norm.module.__dict__[eps], kind, residual=residual)
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        walk = active_pass()
+        hooked = any(values[name] for values in fields for name in _HOOKS)
+        if walk is None or args or hooked or now() != before:
+            return plain(layer, hidden_states, *args, **kwargs)
+        x, _ = normed(role("before_attention"), hidden_states)
+        made = [module(x) for module in parts.inputs]
+        width: int = attention.head_dim  # type: ignore[assignment]
+        if len(made) == 1:
+            heads: int = attention.config.num_attention_heads  # type: ignore[union-attr, assignment]
+            kv = (made[0].shape[-1] - heads * width) // 2
+            made = [*made[0].split([heads * width, kv, kv], -1)]
+        q, k, v = (m.flatten(0, -2).unflatten(-1, (-1, width)) for m in made)
+        q, k = normed(role("of_queries"), q)[0], normed(role("of_keys"), k)[0]
+        cos = sin = None
+        if turns:
+            cos, sin = (angles.flatten(0, -2) for angles in kwargs["position_embeddings"])
+        attend_turned = getattr(walk, "attend_turned", None)
+        if attend_turned is not None:
+            attended = attend_turned(attention, q, k, v, cos, sin, options)
+        else:  # a look or a trial
+            if cos is not None and sin is not None:
+                q, k = rope.turned(q, cos, sin), rope.turned(k, cos, sin)
+            attended = walk.attend(attention, q, k, v, options)
+        out = parts.output(attended.reshape(*hidden_states.shape[:-1], -1))
+        if role("after_attention") is not None:
+            out, _ = normed(role("after_attention"), out)
+        x, residual = normed(role("before_mlp"), out, hidden_states)
+        out = mlp(x)
+        out = out[0] if isinstance(out, tuple) else out
+        if role("after_mlp") is not None:
+            out, _ = normed(role("after_mlp"), out)
+        return residual + out
+
+    return forward
+
+
+class GpuTrial:
+    """Stands in a layer's place for one forward, and finds out whether it may run by `forward_of`.
+
+    Attributes:
+        parts: of the layer.
+        fused: its new forward, if it may.
+        reason: why it may not.
+    """
+
+    def __init__(self, parts: LayerParts) -> None:
+        self.parts = parts
+        self.fused: Callable[..., Any] | None = None
+        self.reason: str | None = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.parts.layer
+        if self.fused is None and self.reason is None:
+            try:
+                self.fused = self._fuse(hidden_states, args, kwargs)
+            except NotFusable as reason:
+                self.reason = str(reason)
+            except Exception as error:  # of a layer of another shape
+                self.reason = f"in the trial: {type(error).__name__}: {first_line(error)}"
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+
+    def _fuse(self, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> Callable[..., Any]:
+        parts, layer = self.parts, self.parts.layer
+        known = [*parts.inputs, parts.output, parts.mlp, *(n.module for n in parts.norms.values())]
+        counted = {id(p) for module in known for p in module.parameters()}
+        if any(id(p) not in counted for p in layer.parameters()):
+            raise NotFusable("it has a weight beside those of its norms and linear layers")
+        if args or parts.residual_scale != 1.0:
+            raise NotFusable(
+                "it scales what it adds, or is handed more than hidden states by position"
+            )
+        noise = torch.Generator().manual_seed(0)
+        x = torch.randn(hidden.shape, generator=noise).to(hidden)
+        expected, seen = _watched(lambda: type(layer).forward(layer, x, **kwargs))
+        options: AttentionOptions = seen[3]
+        if options.alibi is not None or options.sinks is not None:
+            raise NotFusable("its attention has a bias or sinks of its own")
+        for turns in (True, False):
+            if turns and not isinstance(kwargs.get("position_embeddings"), tuple):
+                continue
+            forward = forward_of(parts, replace(options), turns)
+            made, ours = _watched(lambda forward=forward: forward(x, **kwargs))  # type: ignore[misc]
+            same = all(_same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True))
+            if same and isinstance(expected, Tensor) and _same_bits(made, expected):
+                return forward
+        raise NotFusable("what it makes is not what fewer launches make")
+
+
+def _watched(call: Callable[[], Any]) -> tuple[Any, Any]:
+    watch = Watch()
+    with activate(watch):
+        returned = call()
+    if len(watch.seen) != 1:
+        raise NotFusable(f"it attends {len(watch.seen)} times")
+    return returned, watch.seen[0]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+
+
+def fits(layer: nn.Module | None) -> nn.Module:
+    """The layer itself.
+
+    Raises:
+        NotFusable: the attention has none around it.
+    """
+    if layer is None:
+        raise NotFusable("its attention is not in a layer with an MLP")
+    return layer
