@@ -112,6 +112,7 @@ def test_a_rows_attention_has_the_same_bits_in_every_company(kind: str) -> None:
     assert same_bits(beside[3], whole[31:32])
 
 
+@pytest.mark.slow
 def test_how_many_splits_a_program_takes_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SMALL[0]
     what = story(shape, 100, 0, BF16, BF16)
@@ -203,7 +204,13 @@ def rows_of_all_kinds(count: int) -> list[SampleRow]:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(1030, "float32"), (333, "bfloat16"), (32, "float16"), (3, "float32")]
+    ("size", "dtype"),
+    [
+        pytest.param(1030, "float32", marks=pytest.mark.slow),
+        (333, "bfloat16"),
+        pytest.param(32, "float16", marks=pytest.mark.slow),
+        (3, "float32"),
+    ],
 )
 def test_draws_are_those_of_the_one_sampler(size: int, dtype: str) -> None:
     logits = (4 * noise(11, size)).to(DTYPES[dtype])
@@ -219,10 +226,10 @@ def test_draws_are_those_of_the_one_sampler(size: int, dtype: str) -> None:
 
 def test_the_noise_is_that_of_the_cpu() -> None:
     """Over equal logits the winner is where the noise is largest."""
-    logits = torch.zeros(12, 200, device=DEVICE)
+    logits = torch.zeros(6, 200, device=DEVICE)
     params = SamplingParams()
-    rows = [SampleRow(params, 2**63 + i, i, 3 * i) for i in range(12)]
-    draws, _ = gpu.sample_rows(logits, rows, list(range(12)))
+    rows = [SampleRow(params, 2**63 + i, i, 3 * i) for i in range(6)]
+    draws, _ = gpu.sample_rows(logits, rows, list(range(6)))
     assert draws.ids == [
         int(gumbel_row(r.seed, r.sample_index, r.position, 200).argmax()) for r in rows
     ]
