@@ -7,9 +7,8 @@ from dataclasses import replace
 import attention_cases as cases
 import pytest
 import torch
-import triton.language as tl
 from attention_cases import Shape, Story, story
-from triton_here import BF16, DEVICE, DTYPES, F16, F32, noise, same_bits
+from triton_here import BF16, DEVICE, DTYPES, F16, F32, noise, same_bits, tl
 
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (torch brings it along on a GPU)")
 
+tl = pytest.importorskip("triton.language")
+
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
