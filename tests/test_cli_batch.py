@@ -379,9 +379,10 @@ def test_the_engine_of_ranks_is_refused(llm, monkeypatch, tmp_path):
 def test_metrics_tell_of_drafts():
     with LLM(draft="ngram", num_draft_tokens=3) as llm:
         llm.generate([[5, 6, 7] * 6], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-        drafted = llm.stats()["draft"]["drafted"]
+        stats = llm.stats()
+        drafted = stats["draft"]["drafted"]
         assert drafted > 0
-        assert f"verbatim_drafted_tokens_total {float(drafted)}" in Metrics(llm).text().decode()
+        assert f"verbatim_drafted_tokens_total {float(drafted)}" in Metrics().text(stats).decode()
 
 
 @pytest.mark.slow
