@@ -27,6 +27,7 @@ from verbatim.errors import (
     UnsupportedModel,
     first_line,
 )
+from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import nothing_of, packed_buffers
 
 if TYPE_CHECKING:
@@ -349,6 +350,7 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
         if names:
             what = kind.replace("_keys", "")
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
+    begin_at_lines(module)
     return module.eval()
 
 
