@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -14,10 +15,13 @@ from typing import Any
 import httpx
 import pytest
 from serving import Served, serving
+from starlette.responses import Response
 
 from verbatim import LLM
 from verbatim.errors import InvalidRequest
-from verbatim.serve.settings import ServeSettings, is_local
+from verbatim.cli.serve import _settings
+from verbatim.serve.guard import Guard
+from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = ("first-key-1", "second-key-2")
 JSON = {"content-type": "application/json"}
@@ -422,3 +426,42 @@ def test_settings_out_of_range_are_refused(wrong):
 def test_local_addresses_are_known():
     assert all(map(is_local, ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"]))
     assert not any(map(is_local, ["0.0.0.0", "::", "example.org", "10.0.0.1", ""]))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LocalHost:8000", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example:8000", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_a_local_server_answers_under_its_own_names_alone(host, status):
+    """A page of another name, which leads a browser here, is told nothing, not even at open paths."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await Response("here")(scope, receive, send)
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(Guard(app, ServeSettings(hosts=LOCAL_HOSTS)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return [
+                (await client.get(path, headers={"host": host})).status_code
+                for path in ("/", "/health", "/v1/models")
+            ]
+
+    assert asyncio.run(ask()) == [status] * 3
+
+
+def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
+    monkeypatch.delenv("VERBATIM_API_KEY", raising=False)
+    assert _settings("127.0.0.1", False, None).hosts == LOCAL_HOSTS
+    assert _settings("127.8.8.8", False, None).hosts == (*LOCAL_HOSTS, "127.8.8.8")
+    assert _settings("0.0.0.0", True, None).hosts == ()
+    monkeypatch.setenv("VERBATIM_API_KEY", "a-key-of-mine")
+    assert _settings("127.0.0.1", False, None).hosts == ()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(OSError):  # it may have ended before
+            self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

@@ -139,7 +139,7 @@ LEVELS = ("critical", "error", "warning", "info", "debug")
 def _settings(
     host: str, no_api_key: bool, api_key_file: str | None, **fields: Any
 ) -> ServeSettings:
-    from verbatim.serve.settings import ServeSettings, is_local
+    from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
     keys = _keys(api_key_file)
     if no_api_key and keys:
@@ -149,6 +149,8 @@ def _settings(
             f"--host {host} lets other machines in: give a key (${KEYS} or --api-key-file), or say "
             "--no-api-key"
         )
+    if is_local(host) and not keys:  # whoever has a key is no page that came along
+        fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower().strip("[]"))))
     return ServeSettings(api_keys=keys, **fields)
 
 

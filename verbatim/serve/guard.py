@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +18,7 @@ OPEN = frozenset({"/health", "/ready", "/"})
 
 
 class Guard:
-    """Refuses requests without a key, with too long a body, or whose body never ends.
+    """Refuses requests under another host's name, without a key, with too long a body, or whose body never ends.
 
     Keys are compared by their hashes in constant time. The name of the key that was shown, a short
     hash of it, is left in the request's state as `key`; "" where none is needed.
@@ -33,6 +34,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
+            self._check_host(scope["headers"])
             key = self._key(scope["headers"]) if scope["path"] not in OPEN else ""
             self._check_length(scope["headers"])
         except Refusal as refusal:
@@ -63,6 +65,14 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return digest.hex()[:16]
+
+    def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if not self._settings.hosts:
+            return
+        host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", host.lower()).strip("[]")
+        if name not in self._settings.hosts:
+            raise Refusal(421, f"Host: {host[:80]!r}: this server is not called so")
 
     def _check_length(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         length = next((value for name, value in headers if name == b"content-length"), b"0")

@@ -22,6 +22,8 @@ class ServeSettings:
         body_timeout_s: a body that takes longer to arrive is 408.
         read_timeout_s: a client that reads nothing of its stream for so long is let go.
         timeout_s: a generation that takes longer ends as it is, with finish reason "length"; None never.
+        hosts: the names that a request may call the server by in its Host header; any, unless told. A web
+            page can lead a browser to a local server under a name of its own, and would read its answers.
         cors_origins: web pages of these origins may call the server; none may unless told.
         docs: serve the OpenAPI document and its page.
         playground: serve the page at /.
@@ -39,6 +41,7 @@ class ServeSettings:
     body_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     timeout_s: float | None = None
+    hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     docs: bool = True
     playground: bool = True
@@ -71,6 +74,9 @@ class ServeSettings:
                 raise InvalidRequest(
                     f"cors origin {origin!r}: must be like https://example.org, without a path or *"
                 )
+
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def is_local(host: str) -> bool:

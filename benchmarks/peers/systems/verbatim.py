@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,8 @@ class Verbatim:
             num_threads=threads,
         )
         self.runner: Any = self.llm._engine.runner
-        self._fill(blocks)
         info = self.llm.info()
+        self.llm.sleep()
         return {"weight_bytes": info["weight_bytes"], "kv_dtype": info["kv_dtype"]}
 
     def _fill(self, blocks: int) -> None:
@@ -71,7 +73,8 @@ class Verbatim:
         filled = request.sequences[0].blocks[0]
         for k, v in self.runner.store.layers:
             for tensor in (k, v):
-                tensor[1 : blocks + 1] = tensor[filled].clone()
+                end = min(blocks + 1, len(tensor))
+                tensor[1:end] = tensor[filled].clone()
         self._drop([request])
 
     def unload(self) -> None:
@@ -101,10 +104,29 @@ class Verbatim:
             )
             for row in range(len(prompts))
         ]
-        self.llm.generate(prompts, params)
+        with self._awake():
+            self.llm.generate(prompts, params)
         return np.stack(last)
 
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """With memory for K and V, which is the other systems' in their turns."""
+        self.llm.wake()
+        try:
+            yield
+        finally:
+            self.llm.sleep()
+
     def prefill(self, length: int) -> float:
+        with self._awake():
+            return self._prefill(length)
+
+    def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
+        with self._awake():
+            self._fill(rows * (-(-(length + steps + 66) // BLOCK) + 1))
+            return self._decode(rows, length, steps, seconds)
+
+    def _prefill(self, length: int) -> float:
         start = time.perf_counter()
         requests = self._add([random_ids(length, 0, self.shape.vocab)], max_tokens=2)
         while not requests[0].sequences[0].output_ids:
@@ -113,7 +135,7 @@ class Verbatim:
         self._drop(requests)
         return spent
 
-    def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
+    def _decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
         prompts = [random_ids(length, row, self.shape.vocab) for row in range(rows)]
         requests = self._add(prompts, max_tokens=steps + 64)
         self._pretend_prefill(requests)
