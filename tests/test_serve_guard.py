@@ -18,8 +18,8 @@ from serving import Served, serving
 from starlette.responses import Response
 
 from verbatim import LLM
-from verbatim.errors import InvalidRequest
 from verbatim.cli.serve import _settings
+from verbatim.errors import InvalidRequest
 from verbatim.serve.guard import Guard
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
