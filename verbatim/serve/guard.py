@@ -18,7 +18,7 @@ OPEN = frozenset({"/health", "/ready", "/"})
 
 
 class Guard:
-    """Refuses requests under another host's name, without a key, with too long a body, or whose body never ends.
+    """Refuses requests under another name, without a key, with too long a body, or one that never ends.
 
     Keys are compared by their hashes in constant time. The name of the key that was shown, a short
     hash of it, is left in the request's state as `key`; "" where none is needed.
