@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verbatim import LLM, Cluster, Offload, SamplingParams, VerbatimError, storyteller
+from verbatim.compat import petals
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "five_doors.py"
 NEW = 10
@@ -201,6 +202,26 @@ def test_a_rollout_on_offload_has_the_resident_models_words_and_log_probs() -> N
             made = rollout(llm, [[5, 9, 41], [7, 300]], params, group_size=3, seed=3)
             facts.append([made.sequences.tolist(), made.logprobs.tolist()])
     assert facts[0] == facts[1]
+
+
+def test_a_petals_session_goes_on_across_a_weight_update() -> None:
+    """From there on it says what the new weights say behind all that was said before."""
+    prompt = torch.tensor([[5, 9, 300, 41]])
+    plain = dict(max_new_tokens=6, do_sample=False, top_k=0, top_p=1.0, eos_token_id=None)
+    from_pretrained = petals.AutoDistributedModelForCausalLM.from_pretrained
+    with LLM() as llm, LLM() as before:
+        weights = llm._engine.runner.decoder.held.named_parameters()
+        drawn = torch.Generator().manual_seed(1)
+        new = {n: t + 0.02 * torch.randn(t.shape, generator=drawn).to(t.dtype) for n, t in weights}
+        model = from_pretrained(llm)
+        with model.inference_session(max_length=64):
+            first = model.generate(prompt, **plain)
+            llm.update_weights(new)
+            second = model.generate(None, **plain)
+        assert torch.equal(second, model.generate(first, **plain)[:, first.shape[1] :])
+        assert torch.equal(first, from_pretrained(before).generate(prompt, **plain))
+        unchanged = from_pretrained(before).generate(first, **plain)[:, first.shape[1] :]
+        assert not torch.equal(second, unchanged)
 
 
 @pytest.fixture(autouse=True)
