@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from test_fused import BATCHES, DTYPES, outputs, wrong
 from torch import nn
 from toys import make_toy
 
+from verbatim import LLM, SamplingParams
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
 from verbatim.model.whole import WholeModel
@@ -102,6 +105,8 @@ def test_something_between_two_layers_is_seen() -> None:
     assert Decoder(model).fused["whole"] == "yes"  # type: ignore[index]
 
     class Body(type(model.model)):  # type: ignore[misc]
+        __module__ = type(model.model).__module__  # as if transformers had it
+
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             handle = self.layers[1].register_forward_hook(lambda m, a, out: out * 1.001)
             try:
@@ -258,3 +263,44 @@ def test_a_batch_without_rows_of_logits_writes_k_and_v() -> None:
         assert decoder.forward(batch, store).shape == (0, 128)
         held.append(torch.stack([kv for pair in store.layers for kv in pair]))
     assert torch.equal(held[0], held[1]) and held[0].any()
+
+
+HOOKED = """
+from transformers import LlamaForCausalLM
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_hook(lambda m, a, out: out.roll(5, -1))
+"""
+MASKED = """
+from transformers import LlamaForCausalLM, LlamaModel
+class Body(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, **rest):
+        rows = self.embed_tokens(input_ids) * (input_ids != 100)[..., None]  # an image's place, say
+        return super().forward(None, attention_mask, position_ids, past_key_values, rows, **rest)
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Body(config)
+        self.post_init()
+"""
+
+
+@pytest.mark.parametrize("code", [HOOKED, MASKED], ids=["hooked", "masked"])
+def test_code_that_came_with_a_checkpoint_is_run(code: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"own_{'hook' if code is HOOKED else 'mask'}"
+    make_toy("llama").save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = []
+    for fused in (False, True):
+        with LLM(folder, trust_remote_code=True, fused=fused) as llm:
+            (result,) = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))
+            said.append((result.outputs[0].token_ids, result.outputs[0].logprobs))
+    with LLM(make_toy("llama")) as llm:
+        plain = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))[0]
+    assert said[0] == said[1]
+    assert said[0][0] != plain.outputs[0].token_ids

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from verbatim.model.layer_trial import same_bits
 
 _FIRST = 1024  # positions of a new table
+_MOST = 1 << 15  # of the largest: 16 MB for heads of 128
 # Kinds of rotation in which an angle depends on its position alone, not on how long the context is.
 _FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
@@ -27,7 +28,8 @@ class Angles:
         self, rotary: nn.Module, forward: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype
     ) -> None:
         self._forward, self._dtype = forward, dtype
-        self._may_keep = rotary.__dict__.get("rope_type") in _FIXED
+        kind = rotary.__dict__.get("rope_type")
+        self._may_keep = isinstance(kind, str) and kind in _FIXED
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def of(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -42,8 +44,12 @@ class Angles:
     def table(self, hidden: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
         """Those of all positions below `length`, and of some more, kept from call to call.
 
-        For a module that nobody edits. None where an angle may depend on more than its position.
+        For a module that nobody edits. None where an angle may depend on more than its position, and where
+        so many would take memory that nobody counts.
         """
+        if length > _MOST:
+            self._kept = None
+            return None
         if self._kept is None or len(self._kept[0]) < length:
             self._kept = self._made(hidden, length) if self._may_keep else None
         return self._kept

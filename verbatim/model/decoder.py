@@ -130,6 +130,7 @@ class Decoder:
         with exclusive:
             self.anatomy: Anatomy = look_at(module)
             self._prepare(module)
+        self._watched |= self._tree.has_hooks()  # those that the model's own code has put there
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)

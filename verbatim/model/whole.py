@@ -119,6 +119,10 @@ class WholeModel:
         if slots != [*range(len(anatomy.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         body: Any = inner.get_decoder()
+        if not all(type(m).__module__.startswith("transformers.models.") for m in (inner, body)):
+            raise NotFusable(
+                "its code is not transformers' own, and may mind ids that no trial has"
+            )
         embedding, head = inner.get_input_embeddings(), head_of(inner)
         norm = next((m for n in _NORM_NAMES if (m := body._modules.get(n)) is not None), None)
         rotary = body._modules.get("rotary_emb")
@@ -141,7 +145,7 @@ class WholeModel:
             self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
         self._structs = (_POINTER * len(layers))(*(layer.address for layer in layers))
         # The embedding and the angles say themselves what they do at the moment.
-        self._classes = [type(m) for m in (inner, body, norm, head)]
+        self._classes = [type(m) for m in (inner, body, norm, head, rotary) if m is not None]
         self._codes = [cls.forward for cls in self._classes]
         self._numbers = numbers_of([inner, body, norm])
         self._values = self._values_now()

@@ -166,7 +166,13 @@ class Resident:
                 f"update_weights: the weights are packed as {self.packed.quantization.name}; open the new "
                 "ones from their folder, or train with weights that are not packed"
             )
-        return NewWeights(self.decoder.held, tensors, check_finite=check_finite).write
+        new = NewWeights(self.decoder.held, tensors, check_finite=check_finite)
+
+        def write() -> None:
+            new.write()
+            self.decoder.weights_moved()  # buffers may be among them
+
+        return write
 
     def stamp(self) -> object:
         return writes_to(self.decoder.held)
