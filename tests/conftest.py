@@ -8,6 +8,10 @@ import os
 # it saves at toy sizes. Must be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Programs that tests start import what was installed, as the tests do, and not the sources beside them,
+# which have kernels only where somebody built them there.
+os.environ.setdefault("PYTHONSAFEPATH", "1")
+
 # Triton's kernels run under its interpreter where there is no GPU. Must be said before Triton is imported.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
