@@ -13,7 +13,6 @@
 #include "threads.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -354,17 +353,10 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
         parts.softmax.resize(all * parts.segments);
         parts.acc.resize(all * parts.segments * parts.stride);
     }
-    // Each thread goes through neighbouring pieces, which lie apart from those of others in memory,
-    // and then helps with what others have left.
-    std::vector<std::atomic<size_t>> next(threads);
-    for (int t = 0; t < threads; t++) next[t] = work.size() * t / threads;
-    parallel(threads, [&](int me) {
-        Attention<Rows, Step> worker(p, (int)lines, &parts);
-        for (int t = 0; t < threads; t++) {
-            const int share = (me + t) % threads;
-            const size_t end = work.size() * (share + 1) / threads;
-            for (size_t i; (i = next[share].fetch_add(1)) < end;) worker.run(work[i]);
-        }
+    share_out((int64_t)work.size(), threads, [&](int) {
+        return [&, worker = Attention<Rows, Step>(p, (int)lines, &parts)](int64_t n, int64_t) mutable {
+            worker.run(work[n]);
+        };
     });
     if (shared) merge_parts(p, parts, Step::PAIRS, threads);
 }

@@ -3,9 +3,6 @@
 // A piece is a block of columns against some rows. It is cut along K where the weights would not stay in
 // the first cache for all of its rows; that, and how rows are put into tiles, decides nothing but time.
 
-#include <atomic>
-#include <omp.h>
-
 #include "elementwise.h"
 #include "integer.h"
 #include "integer_tile.h"
@@ -98,40 +95,23 @@ template <typename T, typename O> struct IntegerWork {
     }
 };
 
-// Each thread goes through a range of its own, so that what it fetches ahead is what it wants next,
-// and then helps the others.
 template <typename T, typename O>
 static void run_all(const IntegerWork<T, O> &work, int64_t blocks, int64_t rows, int threads,
                     const T *from, int64_t stride, int8_t *codes, GroupHead *heads) {
-    constexpr int MOST_THREADS = 256;
-    struct alignas(64) Range {
-        std::atomic<int64_t> next;
-        int64_t end;
-    };
-    const int64_t heights = (rows + MOST_ROWS - 1) / MOST_ROWS, pieces = blocks * heights;
-    threads = (int)std::min<int64_t>(threads, std::min<int64_t>(pieces, MOST_THREADS));
-    Range ranges[MOST_THREADS];
-    for (int t = 0; t < threads; t++) {
-        ranges[t].next = pieces * t / threads;
-        ranges[t].end = pieces * (t + 1) / threads;
-    }
+    const int64_t heights = (rows + MOST_ROWS - 1) / MOST_ROWS;
     const auto encode = [&](int64_t r) {
         row_codes(codes + r * work.x.stride, heads + r * work.x.groups, from + r * stride,
                   work.layout);
     };
-    const auto help = [&](int me) {
-        for (int t = 0; t < threads; t++) {
-            Range &range = ranges[(me + t) % threads];
-            for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
-                const int64_t height = n / blocks;
-                work.run(n % blocks, rows * height / heights, rows * (height + 1) / heights);
-            }
-        }
-    };
     // Few codes are made sooner than all threads could meet.
     const bool together = rows * work.layout.depth >= (1 << 17);
     parallel_for(rows, together ? threads : 1, encode);
-    parallel(threads, help);
+    share_out(blocks * heights, threads, [&](int) {
+        return [&](int64_t n, int64_t) {
+            const int64_t height = n / blocks;
+            work.run(n % blocks, rows * height / heights, rows * (height + 1) / heights);
+        };
+    });
 }
 
 }  // namespace
@@ -143,8 +123,7 @@ void vb::multiply_integers(const T *x, int64_t rows, int64_t x_stride, const Mat
     for (int i = 0; i < count; i++) blocks += (matrices[i].cols + BLOCK_COLS - 1) / BLOCK_COLS;
     if (!rows || !blocks) return;
     const int64_t numbers = blocks * BLOCK_COLS * matrices->depth;
-    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) threads = 1;  // as in linear.cpp
-    else if (threads <= 0) threads = omp_get_max_threads();
+    threads = threads_for(rows, numbers, threads);
     const int bits = matrices->format == INT8_A8 ? 8 : 4;
     const CodeLayout layout(matrices->depth, matrices->group, bits);
     Scratch<int8_t> codes(rows * layout.stride);

@@ -283,24 +283,11 @@ static void interleave(T *out, const T *x, int64_t x_stride, int64_t rows, int64
     }
 }
 
-// Each thread goes through a range of its own, so that what it fetches ahead is what it wants next,
-// and then helps the others.
 template <typename T, typename O> static void multiply_in(Work<T, O> work, int threads) {
-    constexpr int MOST_THREADS = 256;
-    struct alignas(64) Range {
-        std::atomic<int64_t> next;
-        int64_t end;
-    };
     int64_t strips = 0;
     for (int i = 0; i < work.count; i++) strips += work.strips(work.matrices[i]);
     const int64_t blocks = (work.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pieces = strips * blocks;
-    threads = (int)std::min<int64_t>(threads, std::min<int64_t>(pieces, MOST_THREADS));
     if (!pieces) return;
-    Range ranges[MOST_THREADS];
-    for (int t = 0; t < threads; t++) {
-        ranges[t].next = pieces * t / threads;
-        ranges[t].end = pieces * (t + 1) / threads;
-    }
     const auto block_rows = [&](int64_t block) {
         return Panels<T>{work.rows * block / blocks, work.rows * (block + 1) / blocks};
     };
@@ -321,31 +308,18 @@ template <typename T, typename O> static void multiply_in(Work<T, O> work, int t
                        cut.at(i + 1) - row, depth);
         }
     };
-    auto help = [&](int me) {
-        int64_t last = -2;
-        for (int t = 0; t < threads; t++) {
-            Range &range = ranges[(me + t) % threads];
-            for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
-                const Panels<T> rows = block_rows(n / strips);
-                const Strip strip = strip_at(work, n % strips);
-                Strip after;
-                const bool more = n + 1 < range.end;
-                if (more) after = strip_at(work, (n + 1) % strips);
-                run(work, strip, more ? &after : nullptr, rows.begin, rows.end, n != last + 1);
-                last = n;
-            }
-        }
-    };
-    if (work.interleaved)
-        parallel_for(blocks, blocks > 1 ? threads : 1, prepare);
-    parallel(threads, help);
-}
-
-// Waking the other threads costs some microseconds, and many more where other programs want the
-// processor too; a product of that length runs where it is.
-static int threads_for(int64_t rows, int64_t numbers, int threads) {
-    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) return 1;
-    return threads > 0 ? threads : omp_get_max_threads();
+    if (work.interleaved) parallel_for(blocks, threads, prepare);
+    share_out(pieces, threads, [&](int) {
+        return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
+            const Panels<T> rows = block_rows(n / strips);
+            const Strip strip = strip_at(work, n % strips);
+            Strip after;
+            const bool more = n + 1 < range_end;
+            if (more) after = strip_at(work, (n + 1) % strips);
+            run(work, strip, more ? &after : nullptr, rows.begin, rows.end, n != last + 1);
+            last = n;
+        };
+    });
 }
 
 template <typename T, typename O>

@@ -85,6 +85,40 @@ template <typename F> static inline void parallel_for(int64_t count, int threads
     });
 }
 
+// Pieces 0 to `count`, neighbours of which lie beside one another in memory. Each thread goes through a
+// range of its own, so that what it fetches ahead is what it wants next, and then helps the others.
+// `begin(thread)` gives what it runs them by: f(n, end), `end` being where the range of piece n ends.
+template <typename F> static inline void share_out(int64_t count, int threads, F begin) {
+    constexpr int MOST_THREADS = 256;
+    struct alignas(64) Range {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    threads = (int)std::min<int64_t>(threads, std::min<int64_t>(count, MOST_THREADS));
+    if (threads <= 0) return;
+    Range ranges[MOST_THREADS];
+    for (int t = 0; t < threads; t++) {
+        ranges[t].next = count * t / threads;
+        ranges[t].end = count * (t + 1) / threads;
+    }
+    parallel(threads, [&](int me) {
+        auto f = begin(me);
+        for (int t = 0; t < threads; t++) {
+            Range &range = ranges[(me + t) % threads];
+            for (int64_t n; (n = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;)
+                f(n, range.end);
+        }
+    });
+}
+
+// How many threads a product takes. Waking the others costs some microseconds, and many more where
+// other programs want the processor too; a product of that length runs where it is. `threads` 0 takes
+// OpenMP's number.
+static inline int threads_for(int64_t rows, int64_t numbers, int threads) {
+    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) return 1;
+    return threads > 0 ? threads : omp_get_max_threads();
+}
+
 // f(), whose `parallel` pieces of at most `threads` threads go to a team.
 template <typename F> static inline void with_team(int threads, F f) {
     if (threads <= 1 || Team::mine || omp_in_parallel()) return f();
