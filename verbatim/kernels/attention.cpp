@@ -84,6 +84,21 @@ int sums_of(const Problem &p, bool pairs) {
     return pairs ? (vectors + 1) / 2 * 2 : vectors;
 }
 
+// The keys [from, to) that the lines of a piece of work see.
+struct Span {
+    int64_t from, to;
+
+    Span(const Problem &p, const Work &work) {
+        Line first, last;
+        begin(first, p, work.sequence, work.row, work.head);
+        begin(last, p, work.sequence, work.row + work.rows - 1, work.head);
+        from = first.from, to = last.to;
+        if (work.segment < 0) return;
+        from = std::max(from, work.segment * SEGMENT);
+        to = std::min(to, (work.segment + 1) * SEGMENT);
+    }
+};
+
 bool sees(const Line &line, int64_t segment) {
     return line.from < (segment + 1) * SEGMENT && line.to > segment * SEGMENT;
 }
@@ -146,14 +161,17 @@ template <class Rows, class Step> class Attention {
         nothing = scratch.take<char>(std::max(k_bytes, v_bytes));
     }
 
-    void run(const Work &work) {
+    // `after`: the piece that comes next, if any, whose first keys are fetched during this one.
+    // `fetched`: were this one's, in such a way?
+    void run(const Work &work, const Work *after, bool fetched) {
         const int n = (int)(work.rows * work.heads);
+        const Span span(p, work);
         for (int i = 0; i < n; i++) {
             begin(lines[i], p, work.sequence, work.row + i / work.heads, work.head + i % work.heads);
             read_query(i);
         }
         if (work.segment >= 0) {
-            run_segment(work, n, work.segment);
+            run_segment(work, n, work.segment, span, after, fetched);
             for (int i = 0; i < n; i++) {
                 if (!sees(lines[i], work.segment)) continue;
                 const int64_t at = parts->at(p, lines[i], work.segment);
@@ -163,8 +181,9 @@ template <class Rows, class Step> class Attention {
             return;
         }
         std::fill_n(all_acc, n * v_stride, 0.0f);
-        for (int64_t s = lines[0].from / SEGMENT; s * SEGMENT < lines[n - 1].to; s++) {
-            run_segment(work, n, s);
+        for (int64_t s = span.from / SEGMENT; s * SEGMENT < span.to; s++) {
+            run_segment(work, n, s, span, after, fetched);
+            fetched = true;
             for (int i = 0; i < n; i++)
                 if (sees(lines[i], s))
                     merge(lines[i].all, all_acc + i * v_stride, lines[i].part, acc + i * v_stride,
@@ -194,16 +213,18 @@ template <class Rows, class Step> class Attention {
         else read(FloatRows());
     }
 
-    void run_segment(const Work &work, int n, int64_t segment) {
+    void run_segment(const Work &work, int n, int64_t segment, const Span &span, const Work *after,
+                     bool fetched) {
         for (int i = 0; i < n; i++) lines[i].part = {splat(0.0f), -INFINITY};
         std::fill_n(acc, n * v_stride, 0.0f);
-        const int64_t from = std::max(lines[0].from, segment * SEGMENT);
-        const int64_t to = std::min(lines[n - 1].to, (segment + 1) * SEGMENT);
+        const int64_t from = std::max(span.from, segment * SEGMENT);
+        const int64_t to = std::min(span.to, (segment + 1) * SEGMENT);
         if (from >= to) return;
         int now = 0;
         int64_t key = from / TILE * TILE;
         locate(work, key, from, to, now);
-        for (int r = 0; r < AHEAD; r++) fetch_row(rows[now][r], k_bytes);
+        if (!fetched)
+            for (int r = 0; r < AHEAD; r++) fetch_row(rows[now][r], k_bytes);
         for (; key < to; key += TILE, now ^= 1) {
             // Both ends of what a line sees grow with its row, so the lines that see this tile
             // stand together.
@@ -212,7 +233,12 @@ template <class Rows, class Step> class Attention {
             while (lines[b - 1].from >= key + TILE) b--;
             const int first = (int)std::max<int64_t>(from - key, 0);
             const int last = (int)std::min<int64_t>(to - key, TILE);
-            locate(work, key + TILE, from, work.segment < 0 ? lines[n - 1].to : to, now ^ 1);
+            if (after && key + TILE >= span.to) {
+                const Span next(p, *after);
+                locate(*after, next.from / TILE * TILE, next.from, next.to, now ^ 1);
+            } else {
+                locate(work, key + TILE, from, span.to, now ^ 1);
+            }
             std::copy_n(rows[now ^ 1], AHEAD, rows[now] + 2 * TILE);
             const auto weigh_all = [&] {
                 for (int i = a; i < b; i++)
@@ -353,9 +379,21 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
         parts.softmax.resize(all * parts.segments);
         parts.acc.resize(all * parts.segments * parts.stride);
     }
-    share_out((int64_t)work.size(), threads, [&](int) {
-        return [&, worker = Attention<Rows, Step>(p, (int)lines, &parts)](int64_t n, int64_t) mutable {
-            worker.run(work[n]);
+    // Ranges of as many keys each: the last segment of a sequence may have few.
+    std::vector<int64_t> keys = {0};
+    for (const Work &w : work) {
+        const Span span(p, w);
+        keys.push_back(keys.back() + std::max<int64_t>(span.to - span.from, 1) * w.rows);
+    }
+    const auto edge = [&](int64_t t, int threads) {
+        const int64_t wanted = keys.back() * t / threads;
+        return std::lower_bound(keys.begin(), keys.end(), wanted) - keys.begin();
+    };
+    share_out((int64_t)work.size(), threads, edge, [&](int) {
+        return [&, worker = Attention<Rows, Step>(p, (int)lines, &parts),
+                last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
+            worker.run(work[n], n + 1 < range_end ? &work[n + 1] : nullptr, n == last + 1);
+            last = n;
         };
     });
     if (shared) merge_parts(p, parts, Step::PAIRS, threads);

@@ -63,7 +63,10 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
                                     std::min(heads, group - h), -1});
                 }
     }
-    if (threads == 1 || (int64_t)work.size() >= 8 * threads || longest(p) <= segment) return work;
+    // Pieces to a thread. A last segment of few keys is not worth a piece of its own.
+    const int64_t enough = 2 * longest(p) <= 3 * segment ? 4 : 8;
+    if (threads == 1 || (int64_t)work.size() >= enough * threads || longest(p) <= segment)
+        return work;
     std::vector<Work> pieces;
     for (int64_t s = 0; s * segment < longest(p); s++)
         for (Work w : work)

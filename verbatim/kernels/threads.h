@@ -87,8 +87,10 @@ template <typename F> static inline void parallel_for(int64_t count, int threads
 
 // Pieces 0 to `count`, neighbours of which lie beside one another in memory. Each thread goes through a
 // range of its own, so that what it fetches ahead is what it wants next, and then helps the others.
+// `edge(t, threads)` is where the range of thread t begins, and that of thread t - 1 ends.
 // `begin(thread)` gives what it runs them by: f(n, end), `end` being where the range of piece n ends.
-template <typename F> static inline void share_out(int64_t count, int threads, F begin) {
+template <typename E, typename F>
+static inline void share_out(int64_t count, int threads, E edge, F begin) {
     constexpr int MOST_THREADS = 256;
     struct alignas(64) Range {
         std::atomic<int64_t> next;
@@ -98,8 +100,8 @@ template <typename F> static inline void share_out(int64_t count, int threads, F
     if (threads <= 0) return;
     Range ranges[MOST_THREADS];
     for (int t = 0; t < threads; t++) {
-        ranges[t].next = count * t / threads;
-        ranges[t].end = count * (t + 1) / threads;
+        ranges[t].next = edge(t, threads);
+        ranges[t].end = edge(t + 1, threads);
     }
     parallel(threads, [&](int me) {
         auto f = begin(me);
@@ -109,6 +111,12 @@ template <typename F> static inline void share_out(int64_t count, int threads, F
                 f(n, range.end);
         }
     });
+}
+
+// The same with ranges of equal length.
+template <typename F> static inline void share_out(int64_t count, int threads, F begin) {
+    const auto edge = [=](int64_t t, int threads) { return count * t / threads; };
+    share_out(count, threads, edge, begin);
 }
 
 // How many threads a product takes. Waking the others costs some microseconds, and many more where
