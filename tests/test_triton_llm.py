@@ -66,7 +66,9 @@ def holds_in_every_schedule(module: Any) -> None:
     with LLM(module, deterministic=True) as llm:
         expected = facts(llm)
         assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
-        per_token = llm.info()["kv_bytes_per_token"]
+        info = llm.info()  # kv_memory is for what a token takes in all, its experts' ids among it
+        tokens = info["num_blocks"] * info["block_size"]
+        per_token = (info["kv_bytes"] + info["routing_bytes"]) // tokens
     with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
         assert facts(llm) == expected, "chunked"
     memory = dict(kv_memory=per_token * 16, block_size=4, prefix_cache=False)
