@@ -1,0 +1,336 @@
+// One thread's work on attention: the tiles of a piece, and what is fetched while they are computed.
+#pragma once
+
+#include "attention_groups.h"
+#include "attention_tile.h"
+#include "attention_work.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace vb::attention {
+
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+
+// f(first, Count<N>) for pieces of at most MOST that make up [from, to).
+template <int MOST, class Function> INLINE void in_pieces(int from, int to, const Function &f) {
+    while (from < to) {
+        const int n = to - from;
+        if constexpr (MOST >= 6) {
+            if (n >= 6) {
+                f(from, Count<6>()), from += 6;
+                continue;
+            }
+        }
+        if constexpr (MOST >= 4) {
+            if (n >= 4) {
+                f(from, Count<4>()), from += 4;
+                continue;
+            }
+        }
+        if constexpr (MOST >= 2) {
+            if (n >= 2) {
+                f(from, Count<2>()), from += 2;
+                continue;
+            }
+        }
+        f(from, Count<1>()), from++;
+    }
+}
+
+// What a segment came to, for lines that several threads share: [lines, segments] of a softmax and
+// its sums of values.
+struct Parts {
+    int64_t segments;
+    int stride;  // of the sums, in floats
+    std::vector<Softmax> softmax;
+    std::vector<float> acc;
+
+    int64_t at(const Problem &p, const Line &line, int64_t segment) const {
+        return ((line.row - p.query_starts[0]) * p.heads + line.head) * segments + segment;
+    }
+};
+
+// Which keys a line sees, and the state before the first of them.
+static inline void begin(Line &line, const Problem &p, int64_t sequence, int64_t row, int64_t head) {
+    line.row = row, line.head = (int)head;
+    line.to = p.context_lens[sequence] - p.query_starts[sequence + 1] + row + 1;
+    line.from = p.window > 0 ? std::max<int64_t>(0, line.to - p.window) : 0;
+    line.slope = p.slopes ? p.slopes[head] : 0;
+    // A sink is a logit that is there before the first key, and has no value.
+    line.all.largest = p.sinks ? p.sinks[head] : -INFINITY;
+    line.all.total = splat(0.0f);
+    if (line.all.largest > -INFINITY) line.all.total[0] = 1;
+}
+
+// Vectors of a line's sums of values. With pairs two of them belong together.
+static inline int sums_of(const Problem &p, bool pairs) {
+    const int vectors = (int)(p.value_size + 15) / 16;
+    return pairs ? (vectors + 1) / 2 * 2 : vectors;
+}
+
+// The keys [from, to) that the lines of a piece of work see.
+struct Span {
+    int64_t from, to;
+
+    Span(const Problem &p, const Work &work) {
+        Line first, last;
+        begin(first, p, work.sequence, work.row, work.head);
+        begin(last, p, work.sequence, work.row + work.rows - 1, work.head);
+        from = first.from, to = last.to;
+        if (work.segment < 0) return;
+        from = std::max(from, work.segment * SEGMENT);
+        to = std::min(to, (work.segment + 1) * SEGMENT);
+    }
+};
+
+static inline bool sees(const Line &line, int64_t segment) {
+    return line.from < (segment + 1) * SEGMENT && line.to > segment * SEGMENT;
+}
+
+// With pairs the sums lie as `expand` interleaves: by quarters.
+static inline void finish(const Line &line, const float *acc, const Problem &p, bool pairs) {
+    const float total = sum(line.all.total);
+    const float factor = total == 0 ? 0 : 1 / total;  // 0: a row that sees nothing
+    const int64_t at = (line.row * p.heads + line.head) * p.value_size;
+    for (int e = 0; e < p.value_size; e += 16) {
+        f32x16 x = load(acc + e);
+        if (pairs) {
+            const f32x16 a = load(acc + e / 32 * 32), b = load(acc + e / 32 * 32 + 16);
+            x = e % 32 ? LANES(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
+                       : LANES(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        }
+        x = x * factor;
+        const int n = std::min<int>(16, (int)p.value_size - e);
+        if (p.q_is_bf16) {
+            const u16x16 rounded = narrow(x);
+            std::memcpy((bf16 *)p.out + at + e, &rounded, n * sizeof(bf16));
+        } else {
+            store_first((float *)p.out + at + e, x, n);
+        }
+    }
+}
+
+// Rows: how keys and values are stored. Step: how they are multiplied.
+template <class Rows, class Step> class Attention {
+    static constexpr bool PAIRS = Step::PAIRS;
+    static constexpr int KEYS = PAIRS ? 2 : 1;  // to a step of values
+    static constexpr int CHUNK = 2 * SUMS;  // keys: a multiple of all that queries meet at once
+
+    const Problem &p;
+    Parts *parts;
+    const int k_bytes, v_bytes;  // of rows
+    const int q_stride, vectors, v_stride;
+    Scratch scratch;
+    Line *lines;
+    float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
+    char *nothing;  // a row of zeros
+    const char *rows[2][2 * TILE + AHEAD];  // of two tiles: keys, values, the next tile's first keys
+
+  public:
+    Attention(const Problem &p, int num_lines, Parts *parts)
+        : p(p), parts(parts), k_bytes(Rows::bytes((int)p.key_size)),
+          v_bytes(Rows::bytes((int)p.value_size)),
+          q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
+          vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
+          scratch(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + 2 * v_stride + 1)) + 1024 +
+                  4 * TILE * (q_stride / 2 + v_stride) + std::max(k_bytes, v_bytes)) {
+        lines = scratch.take<Line>(num_lines);
+        queries = scratch.take<float>(num_lines * q_stride);
+        scores = scratch.take<float>(num_lines * TILE);
+        acc = scratch.take<float>(num_lines * v_stride);
+        all_acc = scratch.take<float>(num_lines * v_stride);
+        keys = scratch.take<float>(TILE / 2 * q_stride);
+        values = scratch.take<float>(TILE * v_stride);
+        factors = scratch.take<float>(num_lines);
+        nothing = scratch.take<char>(std::max(k_bytes, v_bytes));
+    }
+
+    // `after`: the piece that comes next, if any, whose first keys are fetched during this one.
+    // `fetched`: were this one's, in such a way?
+    void run(const Work &work, const Work *after, bool fetched) {
+        const int n = (int)(work.rows * work.heads);
+        const Span span(p, work);
+        for (int i = 0; i < n; i++) {
+            begin(lines[i], p, work.sequence, work.row + i / work.heads, work.head + i % work.heads);
+            read_query(i);
+        }
+        if (work.segment >= 0) {
+            run_segment(work, n, work.segment, span, after, fetched);
+            for (int i = 0; i < n; i++) {
+                if (!sees(lines[i], work.segment)) continue;
+                const int64_t at = parts->at(p, lines[i], work.segment);
+                parts->softmax[at] = lines[i].part;
+                std::copy_n(acc + i * v_stride, vectors * 16, &parts->acc[at * parts->stride]);
+            }
+            return;
+        }
+        std::fill_n(all_acc, n * v_stride, 0.0f);
+        for (int64_t s = span.from / SEGMENT; s * SEGMENT < span.to; s++) {
+            run_segment(work, n, s, span, after, fetched);
+            fetched = true;
+            for (int i = 0; i < n; i++)
+                if (sees(lines[i], s))
+                    merge(lines[i].all, all_acc + i * v_stride, lines[i].part, acc + i * v_stride,
+                          vectors);
+        }
+        for (int i = 0; i < n; i++) finish(lines[i], all_acc + i * v_stride, p, PAIRS);
+    }
+
+  private:
+    // A query in the order of two joined keys, as if it were both of them.
+    void read_query(int i) {
+        const int64_t at = lines[i].row * p.q_token_stride + lines[i].head * p.q_head_stride;
+        const int width = (int)p.key_size;
+        const char *row = (const char *)p.q + at * (p.q_is_bf16 ? 2 : 4);
+        const auto read = [&](auto format) {
+            typedef decltype(format) Row;
+            each_vector<Row>(width, [&](int v, auto whole) {
+                constexpr int N = Row::PAIRED && !PAIRS ? 4 : 2;
+                const char *both[2] = {row, row};
+                f32x16 out[N];
+                join<Row, PAIRS, whole.value>(both, width, v, out);
+                for (int n = 0; n < N; n++) store(queries + i * q_stride + (v * N + n) * 16, out[n]);
+            });
+        };
+        if constexpr (PAIRS) read(HalfRows());
+        else if (p.q_is_bf16) read(HalfRows());
+        else read(FloatRows());
+    }
+
+    void run_segment(const Work &work, int n, int64_t segment, const Span &span, const Work *after,
+                     bool fetched) {
+        for (int i = 0; i < n; i++) lines[i].part = {splat(0.0f), -INFINITY};
+        std::fill_n(acc, n * v_stride, 0.0f);
+        const int64_t from = std::max(span.from, segment * SEGMENT);
+        const int64_t to = std::min(span.to, (segment + 1) * SEGMENT);
+        if (from >= to) return;
+        int now = 0;
+        int64_t key = from / TILE * TILE;
+        locate(work, key, from, to, now);
+        if (!fetched)
+            for (int r = 0; r < AHEAD; r++) fetch_row(rows[now][r], k_bytes);
+        for (; key < to; key += TILE, now ^= 1) {
+            // Both ends of what a line sees grow with its row, so the lines that see this tile
+            // stand together.
+            int a = 0, b = n;
+            while (lines[a].to <= key) a++;
+            while (lines[b - 1].from >= key + TILE) b--;
+            const int first = (int)std::max<int64_t>(from - key, 0);
+            const int last = (int)std::min<int64_t>(to - key, TILE);
+            if (after && key + TILE >= span.to) {
+                const Span next(p, *after);
+                locate(*after, next.from / TILE * TILE, next.from, next.to, now ^ 1);
+            } else {
+                locate(work, key + TILE, from, span.to, now ^ 1);
+            }
+            std::copy_n(rows[now ^ 1], AHEAD, rows[now] + 2 * TILE);
+            const auto weigh_all = [&] {
+                for (int i = a; i < b; i++)
+                    factors[i] = weigh<Step>(lines[i], key, p.scale, p.cap, scores + i * TILE);
+            };
+            const int width = (int)p.key_size;
+            const int begin = first / CHUNK * CHUNK, end = (last + CHUNK - 1) / CHUNK * CHUNK;
+            if (b - a <= FEW) {
+                in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                    score_few<Rows, Step, count.value>(rows[now], width, begin, end,
+                                                       queries + i * q_stride, q_stride,
+                                                       scores + i * TILE);
+                });
+                weigh_all();
+                for (int i = a; i < b;) {
+                    int same = 1;  // lines of one row see the same keys
+                    while (i + same < b && lines[i + same].row == lines[i].row) same++;
+                    in_pieces<MOST_QUERIES>(i, i + same, [&](int l, auto count) {
+                        add_few<count.value>(l, key, now);
+                    });
+                    i += same;
+                }
+                continue;
+            }
+            lay_out_keys<Rows, PAIRS>(rows[now], width, begin, end, keys, q_stride);
+            in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
+                score_lines<Step, count.value>(queries + i * q_stride, q_stride, keys, begin, end,
+                                               scores + i * TILE);
+            });
+            weigh_all();
+            lay_out_values<Rows, PAIRS>(rows[now] + TILE, (int)p.value_size, first, last, values,
+                                        v_stride);
+            in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value>(i, key); });
+        }
+    }
+
+    // The values of a tile for L lines that see the same keys.
+    template <int L> void add_few(int i, int64_t key, int now) {
+        const int from = (int)std::max<int64_t>(lines[i].from - key, 0);
+        const int to = (int)std::min<int64_t>(lines[i].to - key, TILE);
+        const int width = (int)p.value_size, whole = width / (Rows::PAIRED ? 32 : 16);
+        const auto add = [&](int u, auto is_whole, auto count) {
+            add_rows<Rows, Step, is_whole.value, L, count.value>(
+                scores + i * TILE, rows[now] + TILE, width, u, from, to, acc + i * v_stride,
+                v_stride, factors + i);
+        };
+        constexpr int MOST = VECTORS * 2 / std::max(2, L);  // what fits into the registers
+        in_pieces<MOST>(0, whole, [&](int u, auto count) { add(u, Whole(), count); });
+        if (width % (Rows::PAIRED ? 32 : 16)) add(whole, Partial(), Count<1>());
+    }
+
+    // Where the keys of a tile lie; those outside of [from, to) are zeros.
+    void locate(const Work &work, int64_t first, int64_t from, int64_t to, int into) {
+        const int32_t *table = p.block_tables + work.sequence * p.max_blocks;
+        const char **keys = rows[into], **values = keys + TILE;
+        const int64_t end = std::min(first + TILE, to);
+        int64_t key = std::max(first, from);
+        for (int r = 0; r < TILE; r++)
+            if (first + r < key || first + r >= end) keys[r] = values[r] = nothing;
+        while (key < end) {
+            const int64_t block = key / p.block_size, offset = key - block * p.block_size;
+            const int64_t at = (table[block] * p.kv_heads + work.kv_head) * p.block_size + offset;
+            const char *k = (const char *)p.k_store + at * k_bytes;
+            const char *v = (const char *)p.v_store + at * v_bytes;
+            const int64_t stop = std::min(end, (block + 1) * p.block_size);
+            for (; key < stop; key++, k += k_bytes, v += v_bytes)
+                keys[key - first] = k, values[key - first] = v;
+        }
+    }
+
+    // The keys that all L lines see together, and those before and after line by line.
+    template <int L> INLINE void add_lines(int i, int64_t key) {
+        const auto from = [&](int j) { return (int)std::max<int64_t>(lines[j].from - key, 0); };
+        const auto to = [&](int j) { return (int)std::min<int64_t>(lines[j].to - key, TILE); };
+        const int begin = (from(i + L - 1) + KEYS - 1) / KEYS, end = to(i) / KEYS;
+        if (begin < end) {
+            for (int j = i; j < i + L; j++)
+                if (from(j) < begin * KEYS) add_steps(j, from(j), begin * KEYS);
+            in_pieces<L <= 2 && VECTORS == 4 ? 4 : VECTORS>(0, vectors, [&](int u, auto count) {
+                add_values<Step, L, count.value>(scores + i * TILE, values + u * 16, v_stride, begin,
+                                                 end, acc + i * v_stride + u * 16, factors + i);
+            });
+            for (int j = i; j < i + L; j++) {
+                factors[j] = 1;
+                if (to(j) > end * KEYS) add_steps(j, end * KEYS, to(j));
+            }
+        } else {
+            for (int j = i; j < i + L; j++) add_steps(j, from(j), to(j));
+        }
+    }
+
+    // Keys [from, to) of the tile, step by step.
+    void add_steps(int i, int from, int to) {
+        float *sums = acc + i * v_stride;
+        if (factors[i] != 1)
+            for (int e = 0; e < vectors * 16; e += 16) store(sums + e, load(sums + e) * factors[i]);
+        factors[i] = 1;
+        for (int step = from / KEYS; step * KEYS < to; step++) {
+            uint32_t seen = 0xffffffffu;
+            if (PAIRS && step * KEYS < from) seen &= 0xffff0000u;
+            if (PAIRS && step * KEYS + 1 >= to) seen &= 0xffffu;
+            add_step<Step>(scores + i * TILE, values, v_stride, vectors, step, seen, sums);
+        }
+    }
+};
+
+}  // namespace vb::attention
