@@ -7,8 +7,8 @@
 #pragma once
 
 #include <cmath>
-#include <cstdlib>
 
+#include "scratch.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -154,16 +154,6 @@ static inline void rotate_head(T *x, const A *cos, const A *sin, int64_t angles,
               i + half, i);
     for (; i < half; i++) pairs(get_one, set_one, i, i + half, i);
 }
-
-// Memory without values, aligned to cache lines.
-template <typename T> struct Scratch {
-    T *data;
-    explicit Scratch(int64_t count)
-        : data((T *)std::aligned_alloc(64, (count * sizeof(T) + 127) / 64 * 64)) {}
-    ~Scratch() { std::free(data); }
-    Scratch(const Scratch &) = delete;
-    Scratch &operator=(const Scratch &) = delete;
-};
 
 // f(row) for all rows. Few elements stay on this thread: waking the others takes longer, unless they
 // are awake.
