@@ -22,16 +22,28 @@ import torch.distributed.checkpoint as dcp
 import toy_tokenizers
 import toys
 import transformers
+from stages import ThreadHosts
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from typer.testing import CliRunner
 
-from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingParams
+from verbatim import (
+    LLM,
+    Cluster,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    PipelineParallel,
+    SamplingParams,
+    TensorParallel,
+    TierFailed,
+)
 from verbatim.cli import app
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
 from verbatim.model.dcp.metadata import Metadata, Place
-from verbatim.model.dcp.payload import read_chunk
+from verbatim.model.dcp.payload import find_numbers, read_chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -101,6 +113,14 @@ def check_words(llm: LLM, **fields: Any) -> None:
     assert logprobs == pytest.approx(near, abs=1e-4)
 
 
+def check_placements(folder: Path, config: Any, right: Any, **options: Any) -> None:
+    """Left in its files, or cut over stages, it says the same."""
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    for placement in (Offload(weights=(0, 0, 100)), Offload(weights=(100, 0, 0)), staged):
+        with LLM(folder, config=config, placement=placement, **options) as llm:
+            assert words(llm) == right, placement
+
+
 NAME = "model.layers.0.attention.q_proj.weight"
 
 
@@ -112,12 +132,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
             [sys.executable, HERE / "save_dcp_rank.py", str(rank), "2", place / "store",
              place / "step_1", fields],
             cwd=HERE.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -135,6 +156,8 @@ def test_two_ranks_shards_are_put_together(two_ranks: Path, tmp_path: Path) -> N
     assert len(list(two_ranks.glob("*.distcp"))) == 2
     with LLM(two_ranks, config=toml) as llm:
         check_words(llm, **fields)
+        right = words(llm)
+    check_placements(two_ranks, toml, right)
 
 
 def test_every_sharded_tensor_is_what_was_saved(two_ranks: Path) -> None:
@@ -158,6 +181,8 @@ def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path, toml: Path) -> N
         save(tmp_path / f"step_1/pp{stage}", {"model": part, "optimizer": {"lr": 0.1}})
     with LLM(tmp_path / "step_1", config=toml) as llm:
         check_words(llm)
+        right = words(llm)
+    check_placements(tmp_path / "step_1", toml, right)
     shutil.copytree(tmp_path / "step_1/pp1", tmp_path / "step_1/pp2")
     with pytest.raises(ModelError, match="both pp1 and pp2 hold model"):
         LLM(tmp_path / "step_1", config=toml)
@@ -311,6 +336,136 @@ def test_kempner_embeddings_that_are_not_tied_though_the_toml_says_so(tmp_path: 
     toml = kempner_reference.write_toml(tmp_path / "x.toml", tie_embeddings=True)
     with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* not equal"):
         LLM(folder, config=toml)
+
+
+# Placements.
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(dict(), id="llama"),
+        pytest.param(dict(qk_norm=True), id="qwen3", marks=pytest.mark.slow),
+        pytest.param(dict(num_experts=3, moe_frequency=2), id="ernie"),
+        pytest.param(
+            dict(num_experts=3, moe_packed_experts=True, moe_router="sigmoid_topk"), id="packed"
+        ),
+        pytest.param(dict(norm_type="layernorm", activation="gelu"), id="starcoder"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_the_same_words_wherever_it_lies(
+    fields: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "step", {"model": kempner_reference.make(**fields).state_dict()})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    with LLM(folder, config=toml, dtype=dtype) as llm:
+        right = words(llm)
+    check_placements(folder, toml, right, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_ranks_read_their_share_of_it(two_ranks: Path, tmp_path: Path) -> None:
+    fields = dict(vocab_size=51, num_experts=3, moe_frequency=2)
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    with LLM(two_ranks, config=toml) as llm:
+        right = words(llm)
+    for placement in (PipelineParallel(2), TensorParallel(2)):
+        with LLM(two_ranks, config=toml, placement=placement) as llm:
+            assert words(llm) == right
+
+
+def test_a_transformers_config_goes_to_the_stages(tmp_path: Path) -> None:
+    """And a shared tensor that is stored twice; and one whose numbers lie in another order."""
+    module = toys.make_toy("llama", tie_word_embeddings=True)
+    state = module.state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    state[name] = state[name].t().contiguous().t()
+    folder = save(tmp_path / "step", {"model": state})
+    (tmp_path / "latest").symlink_to("step")
+    with LLM(module) as live:
+        right = words(live)
+    check_placements(tmp_path, module.config, right)
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    folder = save(tmp_path / "unequal", {"model": state})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
+        LLM(folder, config=module.config, placement=Offload(weights=(0, 0, 100)))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_offloaded_in_few_bits(tmp_path: Path, quantization: str) -> None:
+    module = toys.make_toy("llama", hidden_size=64, intermediate_size=128)
+    folder = save(tmp_path / "step", {"model": module.state_dict()})
+    found = []
+    for placement in (None, Offload(weights=(0, 0, 100))):
+        settings = dict(config=module.config, quantization=quantization, placement=placement)
+        with LLM(folder, **settings) as llm:
+            found.append(words(llm))
+            if placement is None:
+                llm.sleep(weights=True)
+                llm.wake()
+                assert words(llm) == found[0]
+                llm.sleep(weights=True)
+                os.utime(folder / "__0_0.distcp", (1, 1))
+                with pytest.raises(ModelChanged, match="changed since the model was opened"):
+                    llm.wake()
+    assert found[0] == found[1]
+
+
+def test_files_that_change_or_are_damaged_are_named(folder: Path, toml: Path) -> None:
+    data, away = folder / "__0_0.distcp", Offload(weights=(0, 0, 100))
+    whole = data.read_bytes()
+    with LLM(folder, config=toml, placement=away) as llm:
+        words(llm)
+        os.utime(data, (1, 1))
+        with pytest.raises(TierFailed, match=r"__0_0\.distcp changed since"):
+            words(llm)
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    for placement in (away, staged):
+        data.write_bytes(whole[: len(whole) // 8])
+        with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short"):
+            LLM(folder, config=toml, placement=placement)
+        data.write_bytes(bytes(len(whole)))
+        with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is no tensor"):
+            LLM(folder, config=toml, placement=placement)
+
+
+def test_what_a_chunk_says_of_itself_is_checked(tmp_path: Path) -> None:
+    """Nothing of it is read when a model is opened, so its description has to be right."""
+    right = torch.arange(12.0).view(3, 4)
+
+    def look(written: Any, dtype: torch.dtype = torch.float32, sizes: Any = (3, 4)) -> Any:
+        path = tmp_path / "chunk"
+        if not isinstance(written, bytes):
+            buffer = io.BytesIO()
+            torch.save(written, buffer)
+            written = buffer.getvalue()
+        path.write_bytes(b"xyz" + written)
+        return find_numbers(path, Place("chunk", 3, len(written)), dtype, sizes)
+
+    for tensor in (right, right.t().contiguous().t(), right.bfloat16(), torch.nn.Parameter(right)):
+        found = look(tensor, tensor.dtype)
+        raw = (tmp_path / "chunk").read_bytes()[found.offset :]
+        numbers = torch.frombuffer(bytearray(raw), dtype=tensor.dtype, count=found.count)
+        assert torch.equal(numbers.as_strided((3, 4), found.strides), tensor)
+    for written, said in (
+        (right.double(), r"torch\.float64 \[3, 4\], and by \.metadata torch\.float32"),
+        (right.t(), r"\[4, 3\], and by"),
+        ([right], "something else"),
+        ({"a": 1}, "something else"),
+        (b"no archive", "something else"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            look(written)
+    buffer = io.BytesIO()
+    torch.save(right, buffer)
+    for old, new, said in (
+        (b"little", b"bigger", "order of bytes"),
+        (b"K\x00K\x03K\x04", b"K\x01K\x03K\x04", "not all there"),
+    ):
+        assert buffer.getvalue().count(old) == 1
+        with pytest.raises(ModelError, match=said):
+            look(buffer.getvalue().replace(old, new))
 
 
 # What is refused.

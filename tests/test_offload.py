@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import json
 import os
 import threading
@@ -33,7 +34,7 @@ from verbatim.batch import Batch
 from verbatim.placement.offload import checkpoint
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
-from verbatim.placement.offload.recipe import Stored
+from verbatim.placement.offload.recipe import Made, Stored, cook, rows_can_be_read, rows_of
 from verbatim.placement.offload.stream import Stream, lay_out
 from verbatim.placement.offload.trace import Trace
 
@@ -218,6 +219,24 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
     for draft in ("mtp", "early-exit"):
         with pytest.raises(NotSupported, match="don't draft"):
             offloaded(folders("llama"), draft=draft)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As of an embedding that was sharded by rows."""
+    rows = torch.randn(9, 4)
+    (tmp_path / "numbers").write_bytes(b"xyz" + rows.numpy().tobytes())
+    shards = [
+        Stored(f"{first}", tmp_path / "numbers", 3 + 16 * first, 16 * count, rows.dtype, (count, 4))
+        for first, count in ((0, 5), (5, 1), (6, 3))
+    ]
+    recipe = Made(torch.ops.aten.cat.default, (shards,), {}, None)
+    if dtype != rows.dtype:
+        recipe = Made(torch.ops.aten._to_copy.default, (recipe,), {"dtype": dtype}, None)
+    assert rows_can_be_read(recipe)
+    for begin, end in itertools.combinations(range(10), 2):
+        found = cook(rows_of(recipe, begin, end), read_whole)
+        assert torch.equal(found, rows[begin:end].to(dtype)), (begin, end)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class LLM:
             cluster=placement if isinstance(placement, Cluster) else None,
             origin=None
             if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code),
+            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded),
             trust_remote_code=trust_remote_code,
         )
         self._start(loaded.name, opened, max_unread)

@@ -16,6 +16,7 @@ from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import DTYPES, LoadedModel, Skeleton, load
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.offload.dcp import leave_there
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
 
@@ -44,12 +45,11 @@ def open_model(
     gguf = None
     if dcp is None and isinstance(model, str | os.PathLike):
         gguf = find_gguf(model)
-    if skeleton is not None and (dcp or gguf or isinstance(model, nn.Module)):
-        kind = "a torch.distributed.checkpoint" if dcp else "a GGUF file"
-        what = f"{model} is {kind}" if dcp or gguf else "a live module is in memory"
+    if skeleton is not None and (gguf or isinstance(model, nn.Module)):
+        what = f"{model} is a GGUF file" if gguf else "a live module is in memory"
         raise NotSupported(
             f"placement: {what}; all placements but None take a folder with safetensors, such as "
-            "save_pretrained writes"
+            "save_pretrained writes, or a torch.distributed.checkpoint"
         )
     if dcp is not None:
         from verbatim.model.dcp.load import load_dcp
@@ -61,6 +61,7 @@ def open_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            leave=None if skeleton is None else leave_there,
         )
     if gguf is not None:
         loaded = load_gguf(gguf, dtype=dtype, with_tokenizer=tokenizer is None)

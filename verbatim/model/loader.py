@@ -58,6 +58,7 @@ class LoadedModel:
     recipes: Mapping[nn.Parameter, Any] | None = None  # of weights that were left where they are
     folder: Path | None = None  # where those are
     packed: PackingReport | None = None  # what is in few bits; None: nothing is
+    config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +67,32 @@ class ModelSource:
 
     Attributes:
         model: a folder's whole path, a hub id, or None for the small model inside the package.
+        config: what a DCP folder is a checkpoint of, as plain data; None for everything else.
     """
 
     model: str | None
     dtype: str
     revision: str | None
     trust_remote_code: bool
+    config: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
-        cls, model: Any, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool
+        cls,
+        model: Any,
+        dtype: str | torch.dtype,
+        revision: str | None,
+        trust_remote_code: bool,
+        loaded: LoadedModel,
     ) -> ModelSource:
-        """From `LLM`'s arguments, once they have been opened here."""
+        """From `LLM`'s arguments, once they have been opened here as `loaded`."""
+        if loaded.config is not None:
+            model = loaded.folder  # whatever its `latest` may lead to by then
         if model is not None:
             named = os.path.expanduser(os.fspath(model))
             model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-        return cls(model, name, revision, trust_remote_code)
+        return cls(model, name, revision, trust_remote_code, loaded.config)
 
 
 class Checkpoint:

@@ -47,7 +47,7 @@ class PackedCache:
     """Where the packed weights of one model lie.
 
     Args:
-        loaded: a skeleton: its weights are in files of safetensors.
+        loaded: a skeleton: its weights are in files of safetensors, or of a DCP checkpoint.
         quantization: how they are packed.
 
     Attributes:

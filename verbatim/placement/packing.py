@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
+from verbatim.model.dcp.folder import fingerprints as dcp_fingerprints
 from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed
@@ -29,8 +31,8 @@ Opener = Callable[
 def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
     """A model with its weights in few bits.
 
-    Of a folder with safetensors, one weight at a time is in memory as it was (two, as two threads work), and
-    what is packed is kept for the next time; of any other, the model is loaded first.
+    Of a folder with safetensors and of a DCP folder, one weight at a time is in memory as it was (two, as two
+    threads work), and what is packed is kept for the next time; of any other, the model is loaded first.
 
     Raises:
         ModelError: it can't be opened, or holds NaN, an infinity or a number too large to be packed.
@@ -41,15 +43,17 @@ def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
     module, folder = loaded.module, loaded.folder
     loaded.packed = fill(module, recipes, quantization, cache)
     checkpoint = loaded.checkpoint
+    marks: Callable[[Path], dict[str, tuple[int, int]]]
+    marks = fingerprints if loaded.config is None else dcp_fingerprints
     if checkpoint is not None:
-        folder = checkpoint.folder
+        folder, marks = checkpoint.folder, checkpoint.fingerprints
     assert folder is not None
-    loaded.recipes = loaded.folder = None
+    loaded.recipes = loaded.folder = loaded.config = None
     loaded.checkpoint = Checkpoint(
         folder,
         module,
         read=lambda: open_packed(open_, quantization).module,
-        fingerprints=fingerprints if checkpoint is None else checkpoint.fingerprints,
+        fingerprints=marks,
     )
     return loaded
 

@@ -49,7 +49,16 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()) -> None:
-    """Read every piece into its place.
+    """Read every piece into its place; arguments and errors as of `settled`."""
+    with torch.no_grad():
+        for name, piece in settled(checkpoint, pieces, ignored):
+            read(checkpoint, name, piece)
+
+
+def settled(
+    checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()
+) -> list[tuple[str, Piece]]:
+    """Which pieces are to be read in which order, each with its name in the checkpoint, and all checked.
 
     Args:
         ignored: patterns of names that may be left over.
@@ -57,18 +66,16 @@ def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[s
     Raises:
         ModelError: tensors that are missing, left over, of another size, or damaged.
     """
-    names = _names(checkpoint, [piece.key for piece in pieces])
-    with torch.no_grad():
-        wanted = _settle(checkpoint, names, pieces)
-        _check_left_over(checkpoint.folder, names, {piece.key for piece in pieces}, ignored)
-        checkpoint.check(names[piece.key] for piece in wanted)
-        for piece in wanted:
-            _read(checkpoint, names[piece.key], piece)
+    names = names_in(checkpoint, [piece.key for piece in pieces])
+    wanted = _settle(checkpoint, names, pieces)
+    _check_left_over(checkpoint.folder, names, {piece.key for piece in pieces}, ignored)
+    checkpoint.check(names[piece.key] for piece in wanted)
+    return [(names[piece.key], piece) for piece in wanted]
 
 
 def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dtype:
     """The floating dtype that most of the weights are stored in; float32 where there is none."""
-    names = _names(checkpoint, [piece.key for piece in pieces])
+    names = names_in(checkpoint, [piece.key for piece in pieces])
     amount: dict[torch.dtype, int] = {}
     for piece in pieces:
         if piece.key in names and checkpoint.dtype(names[piece.key]).is_floating_point:
@@ -77,8 +84,10 @@ def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dt
     return max(amount, key=lambda dtype: amount[dtype], default=torch.float32)
 
 
-def _names(checkpoint: DcpCheckpoint, keys: Sequence[str]) -> dict[str, str]:
-    """From a plain name to that in the checkpoint, for all that was saved under the model's prefix."""
+def names_in(checkpoint: DcpCheckpoint, keys: Sequence[str]) -> dict[str, str]:
+    """From a plain name to that in the checkpoint, for all that was saved under the prefix of the model,
+    some of whose names are `keys`.
+    """
     plain: dict[str, str] = {}
     for name in checkpoint.keys:
         short = _WRAPPERS.sub("", name)
@@ -154,7 +163,12 @@ def _check_left_over(
         )
 
 
-def _read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
+def read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
+    """Copy a tensor to its place; one that is shared and there already must be equal.
+
+    Raises:
+        ModelError: it is not, or its bytes can't be read.
+    """
     if piece.arrange is None and not piece.spare:
         checkpoint.read(name, piece.into)
         return
@@ -165,7 +179,12 @@ def _read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
     if not piece.spare:
         piece.into.copy_(stored)
     elif not torch.equal(stored, piece.into):
-        raise ModelError(
-            f"{checkpoint.folder}: by the config {name} is shared with another tensor of the model, "
-            "and the two are not equal"
-        )
+        raise unequal(checkpoint, name)
+
+
+def unequal(checkpoint: DcpCheckpoint, name: str) -> ModelError:
+    """The error of a tensor that is shared and stored twice, as two."""
+    return ModelError(
+        f"{checkpoint.folder}: by the config {name} is shared with another tensor of the model, "
+        "and the two are not equal"
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown
 
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, first_line
-from verbatim.model.dcp.metadata import Metadata, StoredTensor
-from verbatim.model.dcp.payload import read_chunk
+from verbatim.model.dcp.metadata import Chunk, Metadata, Place, Size, StoredTensor
+from verbatim.model.dcp.payload import Numbers, find_numbers, read_chunk
 
 _FILE = ".metadata"
 _LATEST = "latest"
@@ -58,6 +60,16 @@ def _stages(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} can't be read: {error.strerror or error}") from None
     found = [(int(m[1]), p) for p in paths if (m := _STAGE.match(p.name)) and os.path.isdir(p)]
     return [path for _, path in sorted(found)]
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """A box of a tensor, and where its numbers lie."""
+
+    path: Path
+    offsets: Size
+    sizes: Size
+    numbers: Numbers
 
 
 class DcpCheckpoint:
@@ -116,9 +128,13 @@ class DcpCheckpoint:
         """
         self._home[key].read(key, into)
 
-    def fingerprints(self) -> dict[str, tuple[int, int]]:
-        """Size and time of the files that decide what the weights are."""
-        return fingerprints(self.folder)
+    def chunks(self, key: str) -> Iterator[Lying]:
+        """Where the numbers of a tensor that was checked lie, chunk by chunk; nothing of them is read.
+
+        Raises:
+            ModelError: there is something else in its place.
+        """
+        return self._home[key].chunks(key)
 
 
 def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
@@ -176,15 +192,32 @@ class _Stage:
             ) from None
 
     def read(self, key: str, into: Tensor) -> None:
-        stored = self._taken[key]
-        for chunk in stored.chunks:
-            if chunk.place is None:
-                continue
-            path = self.folder / chunk.place.relative_path
+        for chunk, path, place in self._filled(key):
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            try:
-                into.detach()[box].copy_(read_chunk(path, chunk.place, stored.dtype, chunk.sizes))
-            except Exception as error:  # damaged bytes fail in any way they like
-                raise ModelError(
-                    f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
-                ) from None
+            with _named(path, key):
+                into.detach()[box].copy_(read_chunk(path, place, self._dtype(key), chunk.sizes))
+
+    def chunks(self, key: str) -> Iterator[Lying]:
+        for chunk, path, place in self._filled(key):
+            with _named(path, key):
+                numbers = find_numbers(path, place, self._dtype(key), chunk.sizes)
+            yield Lying(path, chunk.offsets, chunk.sizes, numbers)
+
+    def _dtype(self, key: str) -> torch.dtype:
+        return self._taken[key].dtype
+
+    def _filled(self, key: str) -> Iterator[tuple[Chunk, Path, Place]]:
+        for chunk in self._taken[key].chunks:
+            if chunk.place is not None:
+                yield chunk, self.folder / chunk.place.relative_path, chunk.place
+
+
+@contextmanager
+def _named(path: Path, key: str) -> Iterator[None]:
+    """Whatever goes wrong in this block is said of that file and tensor."""
+    try:
+        yield
+    except Exception as error:  # damaged bytes fail in any way they like
+        raise ModelError(
+            f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
+        ) from None

@@ -7,7 +7,10 @@ transformers config. Beside the module itself, no more than one tensor is in mem
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,10 @@ import torch
 from torch import nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, stored_dtype
+from verbatim.model.dcp.filling import Piece, fill, pieces_by_name, settled, stored_dtype
 from verbatim.model.dcp.folder import DcpCheckpoint, fingerprints
 from verbatim.model.kempner.config import KempnerConfig
+from verbatim.model.kempner.config import ModelConfig as KempnerModel
 from verbatim.model.loader import (
     HUB_ID,
     Checkpoint,
@@ -27,6 +31,11 @@ from verbatim.model.loader import (
     read_config,
     settle_dtype,
 )
+from verbatim.model.mtp_source import mtp_names
+
+# Given a checkpoint, a module built for it and its tensors in the checkpoint with their places in the module:
+# how each parameter is made of them. The parameters have no memory then.
+Leave = Callable[[DcpCheckpoint, nn.Module, list[tuple[str, Piece]]], Mapping[nn.Parameter, Any]]
 
 ALLOWED = (
     "a KempnerForge TOML (a path that ends in .toml), a transformers config, or the folder, "
@@ -42,6 +51,7 @@ def load_dcp(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    leave: Leave | None = None,
 ) -> LoadedModel:
     """Load a DCP checkpoint.
 
@@ -52,6 +62,8 @@ def load_dcp(
         dtype: "auto" is the dtype in which most of the weights are stored (float16: bfloat16).
         revision: of the config, where it is a hub id.
         trust_remote_code: let the model's own Python code run; off unless asked for.
+        leave: takes the weights of a module away, and tells how each is made of what the checkpoint holds.
+            None reads them.
 
     Raises:
         InvalidRequest: no config, or something that is none.
@@ -67,16 +79,34 @@ def load_dcp(
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
     settled = settle_dtype(dtype, SimpleNamespace(dtype=plan.dtype(checkpoint)))
-    module: Any = plan.module(checkpoint, settled)
+    module: Any
+    if leave is None:
+        module = plan.module(checkpoint, settled)
+    else:
+        module, recipes = plan.skeleton(checkpoint, settled, leave)
     if plan.kempner is not None and tokenizer is not None:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
-    again = Checkpoint(
+    loaded = LoadedModel(module, tokenizer, module.generation_config, str(folder))
+    if leave is not None:
+        loaded.recipes, loaded.folder, loaded.config = recipes, folder, plan.as_dict()
+        return loaded
+    loaded.checkpoint = Checkpoint(
         folder,
         module,
         read=lambda: plan.module(DcpCheckpoint(folder), settled),
         fingerprints=fingerprints,
     )
-    return LoadedModel(module, tokenizer, module.generation_config, str(folder), checkpoint=again)
+    return loaded
+
+
+def config_from_dict(plain: Mapping[str, Any]) -> Any:
+    """What `load_dcp` takes as `config`, from a `LoadedModel.config`."""
+    from transformers import CONFIG_MAPPING
+
+    if "kempner" in plain:
+        return KempnerConfig(KempnerModel(**plain["kempner"]))
+    fields = dict(plain["transformers"])
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
 class _Plan:
@@ -130,17 +160,55 @@ class _Plan:
         """A module with the checkpoint's weights, each in `dtype` unless its class fixes another."""
         with torch.inference_mode(False):
             module: Any = self._built(dtype)
-            if self.kempner is not None:
-                from verbatim.model.kempner.layout import LEFT_OVER
+            fill(checkpoint, self._pieces(module), self._ignored(module))
+        return self._finished(module)
 
-                ignored = LEFT_OVER
-            else:
-                ignored = tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
-            fill(checkpoint, self._pieces(module), ignored)
+    def skeleton(
+        self, checkpoint: DcpCheckpoint, dtype: torch.dtype, leave: Leave
+    ) -> tuple[nn.Module, Mapping[nn.Parameter, Any]]:
+        """The same without its weights, and how each is made of what the checkpoint holds.
+
+        Their memory is asked for and given back without being touched, which takes none.
+        """
+        with torch.inference_mode(False):
+            module: Any = self._built(dtype)
+            pieces = settled(checkpoint, self._pieces(module), self._ignored(module))
+            recipes = leave(checkpoint, module, pieces)
+        return self._finished(module), recipes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The config as plain data, from which `config_from_dict` makes it again.
+
+        Raises:
+            NotSupported: its class comes with the checkpoint.
+        """
+        from transformers import CONFIG_MAPPING
+
+        if self.kempner is not None:
+            return {"kempner": dataclasses.asdict(self.kempner.model)}
+        kind = self.config.model_type
+        if kind not in CONFIG_MAPPING or type(self.config) is not CONFIG_MAPPING[kind]:
+            raise NotSupported(
+                f"placement: a config of the class {type(self.config).__name__}, which is none of "
+                "transformers' own, is not handed on with a torch.distributed.checkpoint; save the model "
+                "with save_pretrained"
+            )
+        return {"transformers": json.loads(self.config.to_json_string(use_diff=False))}
+
+    def _ignored(self, module: Any) -> tuple[str, ...]:
+        """Patterns of names in the checkpoint that the module has no need of."""
+        if self.kempner is not None:
+            from verbatim.model.kempner.layout import LEFT_OVER
+
+            return LEFT_OVER
+        own = tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+        return (*own, *mtp_names(self.config))
+
+    def _finished(self, module: Any) -> nn.Module:
         if self._generation is not None:
             module.generation_config = copy.deepcopy(self._generation)
-        filled: nn.Module = module
-        return filled
+        finished: nn.Module = module
+        return finished
 
     def _built(self, dtype: torch.dtype) -> Any:
         from transformers import AutoModelForCausalLM

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -14,16 +16,54 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Place, Size
-from verbatim.model.dcp.records import Unpickler, record
+from verbatim.model.dcp.records import Record, Unpickler, record
+
+_SMALL = 64  # bytes of an entry that is a word
+
+
+# Storages that are of one dtype; other dtypes are said beside.
+_STORED_AS = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class _Called(Record):
+    """What a function of the pickle was called with."""
+
+    __slots__ = ("args",)
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> _Called:
+        made = super().__new__(cls, *args)
+        assert isinstance(made, _Called)
+        made.args = args
+        return made
+
+
+class _Tensor(_Called):
+    __slots__ = ()
+
+
+class _Parameter(_Called):
+    __slots__ = ()
 
 
 class _Unpickler(Unpickler):
     """Of a tensor's description. torch's own refuses what runs code, but not what takes memory."""
 
     allowed: ClassVar[dict[tuple[str, str], Any]] = {
-        ("torch._utils", "_rebuild_tensor_v2"): record("tensor"),
-        ("torch._utils", "_rebuild_tensor_v3"): record("tensor"),
-        ("torch._utils", "_rebuild_parameter"): record("parameter"),
+        ("torch._utils", "_rebuild_tensor_v2"): _Tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _Tensor,
+        ("torch._utils", "_rebuild_parameter"): _Parameter,
         ("torch.storage", "UntypedStorage"): record("UntypedStorage"),
         ("collections", "OrderedDict"): record("hooks"),  # none: it is empty
         **{
@@ -34,8 +74,9 @@ class _Unpickler(Unpickler):
     }
     dispatch = Unpickler.dispatch.copy()
 
-    def persistent_load(self, pid: Any) -> None:
-        """A storage: torch finds its bytes."""
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage, by what is said of it: its kind and the name of its bytes are among that."""
+        return pid
 
 
 _Unpickler.dispatch[pickle.BINPERSID[0]] = pickle._Unpickler.dispatch[pickle.BINPERSID[0]]
@@ -88,7 +129,79 @@ def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Ten
     return tensor
 
 
-def _check_archive(part: IO[bytes]) -> None:
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Where the numbers of a chunk lie in its file, as they are.
+
+    Attributes:
+        offset: of the first byte.
+        count: how many there are, gaps between them included.
+        strides: as of a tensor.
+    """
+
+    offset: int
+    count: int
+    strides: Size
+
+
+def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Numbers:
+    """Where the numbers of the chunk at `place` lie, without reading them.
+
+    Raises:
+        ModelError: there is something else, or a tensor of another dtype or size.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            part = io.BufferedReader(_Part(file, place.offset, place.length))
+            archive = _check_archive(part)
+            found = archive.tensor
+            while isinstance(found, _Parameter):
+                found = found.args[0]
+            assert isinstance(found, _Tensor)
+            storage, begin, size, strides, *rest = found.args
+            _, kind, name, *_ = storage
+            first, nbytes = archive.find(part, f"data/{name}")
+            order = archive.read(part, "byteorder")
+    except ModelError:
+        raise
+    except Exception:  # a description that is none fails in any way it likes
+        raise ModelError("there is something else in its place") from None
+    own = next((one for one in rest if isinstance(one, torch.dtype)), None)
+    own = _STORED_AS.get(kind.__name__) if own is None else own
+    if own != dtype or tuple(size) != sizes:
+        raise ModelError(f"it is {own} {list(size)}, and by .metadata {dtype} {list(sizes)}")
+    if order not in (None, sys.byteorder.encode()):
+        raise ModelError(f"its numbers are in the order of bytes {order!r}")
+    count = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    ends = (begin + count) * dtype.itemsize
+    if min(begin, *strides, 0) < 0 or ends > nbytes or first + nbytes > place.length:
+        raise ModelError("its numbers are not all there")
+    return Numbers(place.offset + first + begin * dtype.itemsize, count, tuple(strides))
+
+
+@dataclass(slots=True)
+class _Archive:
+    """What torch.save wrote: entries that lie there as they are."""
+
+    prefix: str  # of their names
+    tensor: Any  # what its description says
+    entries: dict[str, zipfile.ZipInfo]
+
+    def find(self, part: IO[bytes], name: str) -> tuple[int, int]:
+        """Where the bytes of an entry begin in `part`, and how many there are."""
+        entry = self.entries[self.prefix + name]
+        return _data_of(part, entry), entry.file_size
+
+    def read(self, part: IO[bytes], name: str) -> bytes | None:
+        """A small entry; None where there is none."""
+        if self.prefix + name not in self.entries:
+            return None
+        begin, nbytes = self.find(part, name)
+        part.seek(begin)
+        return part.read(min(nbytes, _SMALL))
+
+
+def _check_archive(part: IO[bytes]) -> _Archive:
     """Before torch reads an archive.
 
     Raises:
@@ -109,8 +222,16 @@ def _check_archive(part: IO[bytes]) -> None:
     described = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(described) != 1:
         raise ModelError("there is something else in its place")
-    # Read beside zipfile, which insists on checksums; torch.save can leave them out.
-    part.seek(described[0].header_offset)
+    part.seek(_data_of(part, described[0]))
+    tensor = _Unpickler(io.BytesIO(part.read(described[0].file_size))).load()
+    prefix = described[0].filename.removesuffix("data.pkl")
+    return _Archive(prefix, tensor, {entry.filename: entry for entry in entries})
+
+
+def _data_of(part: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where an entry's bytes begin. Beside zipfile, which insists on checksums; torch.save can leave them
+    out.
+    """
+    part.seek(entry.header_offset)
     name, extra = struct.unpack("<26xHH", part.read(30))
-    part.seek(name + extra, io.SEEK_CUR)
-    _Unpickler(io.BytesIO(part.read(described[0].file_size))).load()
+    return int(entry.header_offset + 30 + name + extra)

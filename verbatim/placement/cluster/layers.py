@@ -6,33 +6,33 @@ import os
 import platform
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from verbatim import __version__, storyteller
+from verbatim import __version__
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.borrow import threads
-from verbatim.model.loader import LoadedModel, load
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.routing import RoutingStore
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
+from verbatim.placement.again import load_again
 from verbatim.placement.cluster.identity import changed, fingerprint
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
-from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.sampling.sampler import sample_rows
 
 Message = dict[str, Any]
 
-_NAMES_A_MODEL = ("model", "dtype", "revision", "trust_remote_code")
+_NAMES_A_MODEL = tuple(field.name for field in fields(ModelSource))
 
 
 @dataclass(slots=True)
@@ -85,15 +85,7 @@ class Layers:
         """The model without its weights; kept, since layers may come and go. Its files may change."""
         model = {name: message[name] for name in _NAMES_A_MODEL}
         if self._loaded is None or self._loaded_from != model or changed(self._loaded):
-            named = model["model"]
-            self._loaded = load(
-                storyteller.path() if named is None else named,
-                dtype=model["dtype"],
-                revision=model["revision"],
-                trust_remote_code=model["trust_remote_code"],
-                with_tokenizer=False,
-                skeleton=open_skeleton,
-            )
+            self._loaded = load_again(ModelSource(**model))
             self._loaded_from = model
             self._split = Split(self._loaded)
         return self._loaded

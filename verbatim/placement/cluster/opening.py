@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from verbatim.errors import InvalidRequest
 from verbatim.model.loader import LoadedModel, ModelSource
@@ -57,10 +57,7 @@ def open_cluster(
         hosts, key = cluster.hosts, cluster.hosts.key
     crew = Crew(key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
     model: Message = {
-        "model": source.model,
-        "dtype": source.dtype,
-        "revision": source.revision,
-        "trust_remote_code": source.trust_remote_code,
+        **{field.name: getattr(source, field.name) for field in fields(source)},
         "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
         "num_threads": options.num_threads,
     }

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model.quantize import WeightPacking
-from verbatim.placement.offload.recipe import Made, Recipe, Stored, rows_can_be_read
+from verbatim.placement.offload.recipe import rows_can_be_read, rows_of
 from verbatim.placement.offload.units import Slot, Unit, Units
 
 _ROWS = 64  # of a piece, a multiple of it: the kernels' tiles of columns
@@ -68,20 +67,3 @@ def _in_pieces(pieces: list[nn.Module]) -> Callable[..., Tensor]:
         return torch.cat([piece(x) for piece in pieces], dim=-1)
 
     return forward
-
-
-def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
-    """The recipe of some rows of a matrix of which `rows_can_be_read`."""
-    if isinstance(recipe, Stored):
-        width = recipe.nbytes // recipe.shape[0]
-        return Stored(
-            f"{recipe.name}[{begin}:{end}]",
-            recipe.path,
-            recipe.offset + begin * width,
-            (end - begin) * width,
-            recipe.dtype,
-            (end - begin, *recipe.shape[1:]),
-        )
-    assert isinstance(recipe, Made)
-    source: Any = recipe.args[0]
-    return Made(recipe.func, (rows_of(source, begin, end), *recipe.args[1:]), recipe.kwargs, None)

@@ -196,10 +196,49 @@ def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
 
 
 def rows_can_be_read(recipe: Recipe) -> bool:
-    """Is each row of the parameter a row of one stored tensor, or of it in another dtype?"""
+    """Is each row of the parameter a row of a stored tensor, or of it in another dtype?
+
+    The tensors may be several, whose rows come one after another.
+    """
     if isinstance(recipe, Stored):
         return len(recipe.shape) > 1
     if isinstance(recipe, Held):
         return False
-    is_cast = recipe.func is _aten._to_copy.default
-    return is_cast and rows_can_be_read(recipe.args[0])
+    if recipe.func is _aten.cat.default:
+        (parts,) = recipe.args
+        return all(isinstance(part, Stored) and len(part.shape) > 1 for part in parts)
+    return recipe.func is _aten._to_copy.default and rows_can_be_read(recipe.args[0])
+
+
+def from_rows(recipe: Recipe, rows: Tensor) -> Tensor:
+    """Rows as the parameter has them, from `rows` as they are stored; of one whose rows can be read."""
+    if isinstance(recipe, Made) and recipe.func is _aten._to_copy.default:
+        cast: Tensor = recipe.func(from_rows(recipe.args[0], rows), **recipe.kwargs)
+        return cast
+    return rows
+
+
+def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
+    """The recipe of some rows of a matrix of which `rows_can_be_read`."""
+    if isinstance(recipe, Stored):
+        width = recipe.nbytes // recipe.shape[0]
+        return Stored(
+            f"{recipe.name}[{begin}:{end}]",
+            recipe.path,
+            recipe.offset + begin * width,
+            (end - begin) * width,
+            recipe.dtype,
+            (end - begin, *recipe.shape[1:]),
+        )
+    assert isinstance(recipe, Made)
+    source: Any = recipe.args[0]
+    if recipe.func is not _aten.cat.default:
+        cut = rows_of(source, begin, end)
+        return Made(recipe.func, (cut, *recipe.args[1:]), recipe.kwargs, None)
+    pieces, at = [], 0
+    for part in source:
+        first, last = max(begin - at, 0), min(end - at, part.shape[0])
+        if first < last:
+            pieces.append(rows_of(part, first, last))
+        at += part.shape[0]
+    return pieces[0] if len(pieces) == 1 else Made(recipe.func, (pieces,), {}, None)

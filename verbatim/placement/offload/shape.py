@@ -12,7 +12,7 @@ from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
 from verbatim.placement.offload.files import PAGE, up
-from verbatim.placement.offload.recipe import Made, Recipe, ingredients
+from verbatim.placement.offload.recipe import Made, Recipe, Stored, ingredients
 from verbatim.placement.offload.units import Slot, Units
 
 
@@ -214,9 +214,18 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
 def _made_bytes(recipe: Recipe, nbytes: int) -> int:
     """What `cook` allocates: nothing where a parameter is a view of what was read."""
     if not isinstance(recipe, Made):
-        clones = not kernels.available()  # torch's products want their weights aligned
-        return nbytes if clones else 0
-    returned = recipe.func._schema.returns
-    is_view = all(value.alias_info is not None for value in returned)
+        return _cloned_bytes(recipe)
+    schema = getattr(recipe.func, "_schema", None)  # of torch's own operators
+    is_view = schema is not None and all(v.alias_info is not None for v in schema.returns)
     below = sum(_made_bytes(part, nbytes) for part in recipe.args if isinstance(part, Made))
-    return below + (0 if is_view else nbytes)
+    return below + _cloned_bytes(recipe.args) + (0 if is_view else nbytes)
+
+
+def _cloned_bytes(part: Any) -> int:
+    """Of tensors that are copied behind their reading: numbers that begin between two, or, for torch's
+    products, which want their weights aligned, all.
+    """
+    if isinstance(part, Stored):
+        clones = part.offset % part.dtype.itemsize or not kernels.available()
+        return part.nbytes if clones else 0
+    return sum(map(_cloned_bytes, part)) if isinstance(part, list | tuple) else 0

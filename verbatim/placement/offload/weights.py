@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -17,7 +19,7 @@ from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.checkpoint import placeholder
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
-from verbatim.placement.offload.recipe import Held, Stored, cook, ingredients
+from verbatim.placement.offload.recipe import Held, Stored, cook, from_rows, ingredients
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
@@ -179,22 +181,25 @@ class Weights:
         if isinstance(recipe, Held):
             assert slot.packing is not None
             return unpack_rows(recipe.tensor, slot.packing, ids)
-        (stored,) = ingredients(recipe)
-        width = stored.nbytes // stored.shape[0]
-        file = self._row_files.get(stored.path)
-        if file is None:
-            file = self._row_files[stored.path] = File(stored.path, stamp=stored.stamp)
+        parts = ingredients(recipe)  # the rows of each, one after another
+        stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
+        for part in parts:
+            if part.path not in self._row_files:
+                self._row_files[part.path] = File(part.path, stamp=part.stamp)
+        starts = [0, *accumulate(part.shape[0] for part in parts)]
         rows = torch.empty(len(ids), width, dtype=torch.uint8)
         buffer = pages(up(width) + PAGE)
         view = bytes_of(buffer)
         for i, row in enumerate(ids.tolist()):
-            at = stored.offset + row * width
+            number = bisect(starts, row) - 1
+            part = parts[number]
+            at = part.offset + (row - starts[number]) * width
             skip = at % PAGE
-            file.read(view[: up(skip + width)], at - skip, skip + width)
+            self._row_files[part.path].read(view[: up(skip + width)], at - skip, skip + width)
             rows[i] = buffer[skip : skip + width]
         self._row_bytes += rows.nbytes
         found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
-        return rounded_rows(slot, cook(recipe, lambda _: found))
+        return rounded_rows(slot, from_rows(recipe, found))
 
     def check_files(self) -> None:
         """Are they still what they were when the model was opened?

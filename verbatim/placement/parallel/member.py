@@ -8,12 +8,12 @@ from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
-from verbatim.model.loader import LoadedModel, load
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
+from verbatim.placement.again import load_again
 from verbatim.placement.cluster.link import Link
 from verbatim.placement.cluster.messages import unpack_batch
 from verbatim.placement.cluster.part import Part
-from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Rank
@@ -67,13 +67,9 @@ class Member:
     def _do_open(self, message: Message) -> None:
         self._told = message
         if self._loaded is None:
-            self._loaded = load(
-                message["folder"],
-                dtype=message["dtype"],
-                trust_remote_code=message["trust_remote_code"],
-                with_tokenizer=False,
-                skeleton=open_skeleton,
-            )
+            trust, config = message["trust_remote_code"], message["config"]
+            source = ModelSource(message["folder"], message["dtype"], None, trust, config)
+            self._loaded = load_again(source)
         key = numerics_key(message["dtype"], message["kv_dtype"])
         self._link.send({"key": key})
 

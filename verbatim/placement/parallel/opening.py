@@ -135,6 +135,7 @@ def _lead(
         {
             "do": "open",
             "folder": str(loaded.folder),
+            "config": loaded.config,
             "dtype": dtype,
             "kv_dtype": kv_dtype,
             "trust_remote_code": trust_remote_code,

@@ -1,0 +1,156 @@
+"""A DCP checkpoint left where it is: how each weight is made of the numbers in its files.
+
+What torch.save writes of a chunk holds its numbers as they are, so a chunk lies in its file as a tensor lies
+in one of safetensors. A tensor that was sharded by rows is those rows one after another; of any other, and
+where several make one parameter, as experts do, each comes to its own place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.model.dcp.filling import Piece, read, unequal
+from verbatim.model.dcp.folder import DcpCheckpoint, Lying
+from verbatim.placement.offload.checkpoint import placeholder
+from verbatim.placement.offload.files import read_whole
+from verbatim.placement.offload.recipe import Held, Made, Recipe, Stamp, Stored, cook, stamp_of
+
+_aten = torch.ops.aten
+
+
+def leave_there(
+    checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Piece]]
+) -> Mapping[nn.Parameter, Recipe]:
+    """Take the weights of a module away, and tell how each is made; buffers, which are small, are read.
+
+    Raises:
+        ModelError: a tensor is damaged, or stored twice where the model shares it, as two.
+    """
+    owners = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+    parts: dict[nn.Parameter, list[_Part]] = {p: [] for p in owners.values()}
+    stamps: dict[Path, Stamp] = {}
+    twice: list[tuple[str, nn.Parameter, Recipe]] = []
+    for name, piece in pieces:
+        owner = owners.get(piece.into.untyped_storage().data_ptr())
+        if owner is None:
+            read(checkpoint, name, piece)
+            continue
+        found = _parts(checkpoint, name, piece, stamps)
+        if piece.spare:
+            twice.append((name, owner, _joined(owner, found)))
+        else:
+            parts[owner] += found
+    recipes = {
+        p: _joined(p, own) if own else Held(p.data.clone())  # what the checkpoint has nothing like
+        for p, own in parts.items()
+    }
+    for parameter in recipes:
+        parameter.requires_grad_(False)
+        parameter.data = placeholder(parameter)
+    for name, parameter, recipe in twice:
+        if not torch.equal(cook(recipe, read_whole), cook(recipes[parameter], read_whole)):
+            raise unequal(checkpoint, name)
+    return recipes
+
+
+class _Part:
+    """A box of a tensor, and its place among the numbers of a parameter."""
+
+    def __init__(self, into: Tensor, recipe: Recipe, dtype: torch.dtype) -> None:
+        self.size, self.stride = tuple(into.shape), tuple(into.stride())
+        self.offset = into.storage_offset()
+        self.recipe, self.dtype = recipe, dtype
+
+
+def _parts(
+    checkpoint: DcpCheckpoint, name: str, piece: Piece, stamps: dict[Path, Stamp]
+) -> list[_Part]:
+    """Where the chunks of a tensor go."""
+    dtype, into = checkpoint.dtype(name), piece.into
+    if piece.arrange is not None:  # of the whole tensor
+        into = torch.empty(into.shape, dtype=dtype, device="meta")
+    found = [
+        _Part(_box(into, chunk), _recipe(name, chunk, dtype, stamps), dtype)
+        for chunk in checkpoint.chunks(name)
+    ]
+    if piece.arrange is None:
+        return found
+    return [_Part(piece.into, Made(piece.arrange, (_joined(into, found),), {}, None), dtype)]
+
+
+def _box(into: Tensor, chunk: Lying) -> Tensor:
+    spans = zip(chunk.offsets, chunk.sizes, strict=True)
+    return into[tuple(slice(begin, begin + count) for begin, count in spans)]
+
+
+def _recipe(name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stamp]) -> Recipe:
+    """How a chunk is read."""
+    numbers = chunk.numbers
+    if chunk.path not in stamps:
+        with chunk.path.open("rb") as file:
+            stamps[chunk.path] = stamp_of(file.fileno())
+    in_order = numbers.strides == _strides(chunk.sizes)
+    stored = Stored(
+        f"{name}{list(chunk.offsets)}",
+        chunk.path,
+        numbers.offset,
+        numbers.count * dtype.itemsize,
+        dtype,
+        chunk.sizes if in_order else (numbers.count,),
+        stamps[chunk.path],
+    )
+    if in_order:
+        return stored
+    laid = Made(_aten.as_strided.default, (stored, chunk.sizes, numbers.strides), {}, None)
+    # As it would be in memory: where its numbers lie otherwise, products take other paths.
+    return Made(_aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}, None)
+
+
+def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
+    """How a tensor like this is made of its parts, which cover it."""
+    shape, parts = tuple(like.shape), sorted(parts, key=lambda part: part.offset)
+    first, *others = parts
+    rows = [(part.size[0] if part.size else 1) for part in parts]
+    row = like[0].numel() if like.ndim else 1
+    starts = [sum(rows[:i]) * row for i in range(len(rows))]
+    in_rows = all(
+        part.size[1:] == shape[1:]
+        and part.stride == _strides(shape)
+        and part.offset == start
+        and part.dtype == first.dtype
+        for part, start in zip(parts, starts, strict=True)
+    )
+    if not in_rows:
+        places = tuple((part.size, part.stride, part.offset) for part in parts)
+        made = tuple(part.recipe for part in parts)
+        return Made(_put_together, (shape, like.dtype, places, made), {}, None)
+    recipe = first.recipe
+    if others:
+        recipe = Made(_aten.cat.default, ([part.recipe for part in parts],), {}, None)
+    if first.dtype != like.dtype:
+        recipe = Made(_aten._to_copy.default, (recipe,), {"dtype": like.dtype}, None)
+    return recipe
+
+
+def _put_together(
+    shape: tuple[int, ...], dtype: torch.dtype, places: tuple[Any, ...], parts: tuple[Tensor, ...]
+) -> Tensor:
+    """A tensor of parts, each at its place: (size, strides, first number)."""
+    made = torch.empty(shape, dtype=dtype)
+    for (size, strides, offset), part in zip(places, parts, strict=True):
+        made.as_strided(size, strides, offset).copy_(part)
+    return made
+
+
+def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor whose numbers lie in order, without gaps."""
+    strides, step = [], 1
+    for count in reversed(size):
+        strides.append(step)
+        step *= count
+    return tuple(reversed(strides))
