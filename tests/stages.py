@@ -38,8 +38,9 @@ class ThreadHost:
         def poisoned_allocate(message: Any) -> Any:
             answer = allocate(message)
             assert layers.store is not None
-            if layers.store.nbytes < 64 * 2**20:
-                layers.store.poison(list(range(layers.store.num_blocks)))
+            for store in (layers.store, *(layers._mtp.stores if layers._mtp else [])):
+                if layers.store.nbytes < 64 * 2**20:
+                    store.poison(list(range(layers.store.num_blocks)))
             return answer
 
         layers.run, layers.allocate = noted_run, poisoned_allocate  # type: ignore[method-assign]

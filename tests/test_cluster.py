@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import toys
 from requests_mixed import all_facts, facts, mixed_requests
+from safetensors.torch import load_file
 from stages import ThreadHost, ThreadHosts, num_threads, serving
+from test_mtp import save_with_mtp, toy
 
 from verbatim import (
     LLM,
@@ -612,7 +616,7 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
         clustered(folder, stages=None, layers=(2, 2))
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("gpt2"), placement=Cluster(stages=2, hosts=ThreadHosts()))
-    with pytest.raises(NotSupported, match="the model's own layers don't draft"):
+    with pytest.raises(NotSupported, match="the first layers are not where drafts are drawn"):
         LLM(folder, draft="early-exit", placement=Cluster(stages=2, hosts=ThreadHosts()))
     bad: list[tuple[dict[str, Any], str]] = [
         (dict(stages=0), "stages=0"),
@@ -704,6 +708,72 @@ def test_drafts_and_scores(saved: Callable[[str], Path]) -> None:
         at_batch(serving(llm)[1], 5, kill)
         assert facts(llm.generate([prompt], params)[0]) == expected
         assert llm.score([prompt]) == scores
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        pytest.param(1, "dcp", id="last-dcp"),
+        pytest.param(0, "dcp", id="first-dcp"),
+        pytest.param(1, "folder", id="last-folder", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_draft_survive_a_stage(place: int, source: str, tmp_path: Path) -> None:
+    """Drafts of what was said are those of a model in one process, before a stage is lost and after."""
+    pair = toy("qwen3", 2)
+    save_with_mtp(pair, tmp_path / "hf")
+    options: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3, max_length=200)
+    folder = tmp_path / "hf"
+    if source == "dcp":
+        weights = load_file(folder / "model.safetensors")
+        folder = tmp_path / "step_7"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({"model": weights}, checkpoint_id=str(folder))
+        options["config"] = pair.main.config
+    prompts = [toys.random_ids(9 + 7 * i, i) for i in range(6)]
+    params = [SamplingParams(seed=i, temperature=i / 4, max_tokens=14) for i in range(6)]
+
+    def drafts_of(llm: LLM) -> dict[Any, list[int]]:
+        """By what they are behind; filled in from now on."""
+        found: dict[Any, list[int]] = {}
+        proposer: Any = llm._engine.drafting.proposer  # type: ignore[union-attr]
+        propose = proposer.propose
+
+        def noted(sequences: list[Any], lengths: list[int]) -> list[list[int]]:
+            answers: list[list[int]] = propose(sequences, lengths)
+            for s, length, answer in zip(sequences, lengths, answers, strict=True):
+                found[length, s.request.params.seed, *s.token_ids(0, s.num_tokens)] = answer
+            return answers
+
+        proposer.propose = noted
+        return found
+
+    with LLM(folder, **options) as llm:
+        right = drafts_of(llm)
+        expected = all_facts(llm.generate(prompts, params))
+        assert len(right) > 30 and all(right.values())
+    staged = Cluster(layers=(2, 1), hosts=ThreadHosts())
+    with LLM(folder, placement=staged, **options) as llm:
+        found = drafts_of(llm)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
+        found.clear()
+        at_batch(serving(llm)[place], 5, kill)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        stats = llm.stats()
+        assert stats["cluster"]["restarts"] == 1 and stats["draft"]["errors"] == 0
+        known = {behind: draft for behind, draft in found.items() if behind in right}
+        assert len(known) > 20 and all(right[behind] == draft for behind, draft in known.items())
+        llm.sleep(weights=True)
+        llm.wake()
+        found.clear()
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
+        llm._engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        found.clear()
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
 
 
 def test_nothing_is_left_behind(saved: Callable[[str], Path]) -> None:

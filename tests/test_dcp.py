@@ -23,6 +23,7 @@ import toy_tokenizers
 import toys
 import transformers
 from stages import ThreadHosts
+from test_mtp import Toy, random_mtp, save_with_mtp
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from typer.testing import CliRunner
@@ -40,10 +41,13 @@ from verbatim import (
     TierFailed,
 )
 from verbatim.cli import app
+from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
 from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers, read_chunk
+from verbatim.model.kempner.config import ModelConfig
+from verbatim.model.kempner.layout import transformers_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -410,6 +414,43 @@ def test_offloaded_in_few_bits(tmp_path: Path, quantization: str) -> None:
                 with pytest.raises(ModelChanged, match="changed since the model was opened"):
                     llm.wake()
     assert found[0] == found[1]
+
+
+def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: Path) -> None:
+    """KempnerForge trains none so far; one that somebody made for its model drafts wherever that lies."""
+    fields = dict(kempner_reference.FIELDS)
+    folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml")
+    config = transformers_config(ModelConfig(**fields))
+    config.num_mtp_layers = 1
+    main = transformers.AutoModelForCausalLM.from_config(config)
+    beside = tmp_path / "beside"
+    save_with_mtp(Toy(main, random_mtp(main, 1)), beside)
+    with LLM(folder, config=toml) as llm:
+        right = words(llm)
+    drafted = []
+    for placement in (None, Cluster(stages=2, hosts=ThreadHosts())):
+        draft: dict[str, Any] = dict(draft=Mtp(beside), num_draft_tokens=2)
+        with LLM(folder, config=toml, placement=placement, **draft) as llm:
+            assert words(llm) == right
+            stats = llm.stats()["draft"]
+            drafted.append((stats["drafted"], stats["accepted"], stats["errors"]))
+            assert llm.info()["mtp_layers"] == 1
+    assert drafted[0] == drafted[1] and drafted[0][0] > 0 and drafted[0][2] == 0
+    for placement in (None, Cluster(stages=2, hosts=ThreadHosts())):
+        with pytest.raises(NotSupported, match=r"num_mtp_layers is None in the config of .*/step"):
+            LLM(folder, config=toml, draft="mtp", placement=placement)
+    other = kempner_reference.write_toml(tmp_path / "y.toml", vocab_size=49)
+    smaller = save(tmp_path / "o", {"model": kempner_reference.make(vocab_size=49).state_dict()})
+    with pytest.raises(InvalidRequest, match="its vocab_size is 50, and the model's 49"):
+        LLM(smaller, config=other, draft=Mtp(beside))
+    with pytest.raises(InvalidRequest, match=r"nowhere'.: must be a folder"):
+        Mtp(tmp_path / "nowhere")
+    with pytest.raises(InvalidRequest, match="holds no config"):
+        LLM(folder, config=toml, draft=Mtp(tmp_path))
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    with pytest.raises(NotSupported, match="name their folder"):
+        LLM(folder, config=toml, draft=Mtp(random_mtp(main, 1)), placement=staged)
 
 
 def test_files_that_change_or_are_damaged_are_named(folder: Path, toml: Path) -> None:

@@ -79,6 +79,13 @@ def toy(name: str, layers: int = 1, dtype: torch.dtype = torch.float32) -> Toy:
     else:
         changes = {k: v[:layers] for k, v in CHANGES.get(name, {}).items()}
         main = toys.make_toy(name, num_mtp_layers=layers, **changes)
+    mtp = random_mtp(main, layers)
+    main.to(dtype)
+    mtp.layers.to(dtype)
+    return Toy(main.eval(), mtp.eval())
+
+
+def random_mtp(main: Any, layers: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(layers)
         mtp = MtpModel(main, layers)
@@ -88,9 +95,7 @@ def toy(name: str, layers: int = 1, dtype: torch.dtype = torch.float32) -> Toy:
         for name, buffer in mtp.layers.named_buffers():
             assert name.endswith("e_score_correction_bias")
             buffer.zero_()
-    main.to(dtype)
-    mtp.layers.to(dtype)
-    return Toy(main.eval(), mtp.eval())
+    return mtp
 
 
 @cache
@@ -654,6 +659,19 @@ def test_a_live_module_must_hand_its_layers_over() -> None:
     opening_fails(InvalidRequest, "must be transformers' MtpModel", pair.main, draft=Mtp(pair.main))
     none = MtpModel(pair.main, 0)
     opening_fails(InvalidRequest, "it has 0 layers", pair.main, draft=Mtp(none))
+
+
+def test_layers_may_lie_in_another_folder_than_the_models(tmp_path: Path) -> None:
+    """Of a live module, too, whose config says nothing of them and stays as it was."""
+    pair, plain = toy("qwen3", 2), toys.make_toy("qwen3")
+    save_with_mtp(pair, tmp_path / "beside")
+    plain.load_state_dict(pair.main.state_dict())
+    before = plain.config.to_dict()
+    with LLM(plain, draft=Mtp(str(tmp_path / "beside")), num_draft_tokens=4) as llm:
+        assert plain.config.to_dict() == before
+        spy = Spy(llm)
+        llm.generate(toys.random_ids(17, 1), GREEDY)
+        check_drafts(pair, spy, 4)
 
 
 def test_layers_and_bodies_that_cannot_be_run_one_by_one_are_refused() -> None:

@@ -23,6 +23,8 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp import MtpLayers
 from verbatim.model.mtp_source import given_mtp, load_mtp
 from verbatim.options import available_memory, memory_bytes, total_memory
+from verbatim.placement.cluster.ahead import StagedMtp
+from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident, open_resident
@@ -59,6 +61,8 @@ def open_proposer(
 ) -> Proposer | None:
     """Whoever drafts for `runner`."""
     if isinstance(draft, Mtp):
+        if isinstance(runner, Clustered):
+            return StagedMtp(runner, options.max_batch_tokens)
         assert isinstance(runner, Resident) and runner.mtp is not None
         return MtpProposer(runner.mtp, options.max_batch_tokens, options.num_threads)
     if isinstance(draft, EarlyExit):
@@ -123,13 +127,14 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
     Raises:
         InvalidRequest, NotSupported, ModelError: it has none, or none that can be run; the message tells.
     """
-    inner = inner_model(decoder.module)
-    if draft.model is not None:
+    inner, beside = inner_model(decoder.module), draft.beside
+    if draft.model is not None and beside is None:
         return MtpLayers(given_mtp(draft.model, inner), decoder)
     folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
+    folder = beside if folder is None else folder
     if folder is None:
         raise InvalidRequest(
             "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
-            "draft=Mtp(model=...), transformers' MtpModel made of it"
+            "draft=Mtp(model=...), transformers' MtpModel made of it, or name their folder"
         )
-    return MtpLayers(load_mtp(inner, folder), decoder)
+    return MtpLayers(load_mtp(inner, folder, beside), decoder)

@@ -111,15 +111,16 @@ def open_engine(
         limit, source = settle_length(options, *max_length_of(config))
         runner, options = open_offloaded(loaded, offload, options, limit)
     elif cluster is not None:
-        if isinstance(drafts.draft, EarlyExit | Mtp):
+        if isinstance(drafts.draft, EarlyExit):
             raise NotSupported(
-                f"draft={drafts.draft!r}: with placement=Cluster, the model's own layers don't draft; "
-                "'ngram' and a smaller model do"
+                f"draft={drafts.draft!r}: with placement=Cluster the first layers are not where drafts are "
+                "drawn; 'ngram', 'mtp' and a smaller model draft"
             )
         assert origin is not None
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        runner, options = open_cluster(loaded, origin, cluster, options, limit)
+        mtp_draft = drafts.draft if isinstance(drafts.draft, Mtp) else None
+        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp_draft)
     elif ranks is not None:
         if isinstance(drafts.draft, EarlyExit) or (
             isinstance(drafts.draft, Mtp) and not isinstance(ranks, ExpertParallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -77,11 +78,26 @@ class Mtp:
     sleep, and as they are when weights are updated: drafts get worse then, and no word changes.
 
     Attributes:
-        model: for a live module, which has no files: transformers' `MtpModel`, made of that very module.
-            None reads the layers from the model's checkpoint.
+        model: where they are, if not in the model's own checkpoint: a folder in Hugging Face's format of the
+            same architecture, of which nothing else is read. Or, of a live module, transformers' `MtpModel`,
+            made of that very module. None reads them from the model's checkpoint.
+
+    Raises:
+        InvalidRequest: a name of nothing.
     """
 
     model: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.beside is not None and not self.beside.is_dir():
+            raise InvalidRequest(f"Mtp({str(self.model)!r}): must be a folder, and there is none")
+
+    @property
+    def beside(self) -> Path | None:
+        """The folder that holds the layers, where it is not the model's own."""
+        if not isinstance(self.model, str | os.PathLike):
+            return None
+        return Path(os.path.abspath(os.path.expanduser(self.model)))
 
 
 Drafter = Proposer | DraftModel | EarlyExit | Mtp

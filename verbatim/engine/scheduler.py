@@ -179,7 +179,7 @@ class Scheduler:
 
     def held(self) -> list[Sequence]:
         """Those who run, or have just ended: what they have computed is all that is kept from here on. What
-        others hold, and what is cached, is let go.
+        others hold, what is cached, and what layers that draft have computed, is let go.
         """
         ended = [
             sequence for sequence in self._parked if sequence.finished
@@ -189,6 +189,8 @@ class Scheduler:
                 self._release(sequence)
         self.sessions.drop_kv()
         self.pool.drop_cached()
+        for sequence in self.running:
+            sequence.rewind_drafters(0)
         return [*self.running, *ended]
 
     def revise(self, request: Request) -> None:

@@ -21,11 +21,13 @@ from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.borrow import threads
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp import MtpLayers
 from verbatim.model.routing import RoutingStore
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.again import load_again
 from verbatim.placement.cluster.identity import changed, fingerprint
+from verbatim.placement.cluster.mtp import drafted, open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.sampling.sampler import sample_rows
@@ -54,6 +56,7 @@ class Layers:
         self.store: KVStore | None = None
         self._records: RoutingStore | None = None
         self._kept: HiddenStore | None = None
+        self._mtp: MtpLayers | None = None  # on the last stage, where they draft
         self._num_threads: int | None = None
         self._opened_with: Message = {}
         self._opening = threading.Lock()  # a spare may still be getting ready
@@ -101,15 +104,19 @@ class Layers:
         self._num_threads = message["num_threads"]
         with self._opening, threads(self._num_threads):
             loaded = self._skeleton(message)
-            part = self.part = Part(loaded, message["first"], message["end"], split=self._split)
+            assert self._split is not None
+            self.part, self._mtp = open_part(loaded, self._split, message)
+            part = self.part
         self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
+        drafting = 0 if self._mtp is None else self._mtp.bytes_per_token(dtype)
         return {
             **part.shape.as_dict(),
             "dtype": dtype_name(part.shape.dtype),
             "kv_dtype": name_of(dtype),
-            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype),
+            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype) + drafting,
+            "mtp": {} if self._mtp is None else self._mtp.info(),
             "numerics_key": numerics_key(dtype_name(part.shape.dtype), name_of(dtype)),
             "fingerprint": self._fingerprint,
             "memory": available_memory(),
@@ -130,6 +137,7 @@ class Layers:
         self.store = make_store(
             shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
         )
+        self._open_stores_of_mtp()
         self._records = None
         if part.routed is not None:
             self._records = RoutingStore(part.routed, blocks, size)
@@ -160,8 +168,12 @@ class Layers:
             batch.forced_experts = batch.forced_experts[:, first : first + part.routed.count]
         elif part.routed is None:
             batch.forced_experts = None
+        body = None
+        if self._mtp is not None:
+            self._mtp.copy_blocks(batch.block_copies)
+            body = self._mtp.hidden
         with threads(self._num_threads):
-            out = part.run(batch, store, hidden, self._records)
+            out = part.run(batch, store, hidden, self._records, body)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
@@ -183,6 +195,13 @@ class Layers:
         with threads(self._num_threads):
             return sample_rows(logits, plan)
 
+    def draft(self, message: Message) -> Message:
+        """One forward of a layer for multi-token prediction, and what a plan draws from it, if any."""
+        if self.store is None or self._mtp is None:
+            raise VerbatimError("this stage has no layers that draft, or they sleep")
+        with threads(self._num_threads):
+            return drafted(self._mtp, message)
+
     def check_replay(self, message: Message) -> None:
         """Find out whether the experts here can be forced."""
         part = self._opened()
@@ -202,9 +221,10 @@ class Layers:
             self.store.release()
         if self._kept is not None:
             self._kept.release()
+        if self._mtp is not None:
+            self._mtp.release()
         if message["weights"] and self.part is not None:
-            self.part.close()
-            self.part = None
+            self._close_part()
 
     def wake(self, message: Message) -> None:
         """Take it again.
@@ -224,6 +244,9 @@ class Layers:
             finally:
                 self.store, self._kept, self._records = held
                 self._fingerprint = before
+            self._open_stores_of_mtp()
+        if self._mtp is not None:
+            self._mtp.allocate()
         if self.store is not None:
             self.store.allocate()
         if self._kept is not None:
@@ -233,9 +256,21 @@ class Layers:
         """Free everything."""
         if self.store is not None:
             self.store.release()
+        self._close_part()
+        self.store = self._records = self._kept = None
+
+    def _close_part(self) -> None:
+        if self._mtp is not None:
+            self._mtp.close()
         if self.part is not None:
             self.part.close()
-        self.part = self.store = self._records = self._kept = None
+        self.part = self._mtp = None
+
+    def _open_stores_of_mtp(self) -> None:
+        """As many blocks as there are of K and V."""
+        store, mtp = self.store, self._mtp
+        if mtp is not None and store is not None:
+            mtp.open_stores(store.num_blocks, store.block_size, settle_kv_dtype(store.dtype_name))
 
     def status(self) -> Message:
         part, store = self.part, self.store
@@ -244,7 +279,8 @@ class Layers:
         return {
             "layers": [part.first, part.end],
             "weight_bytes": part.shape.weight_bytes,
-            "kv_bytes": 0 if store is None else store.nbytes,
+            "kv_bytes": (0 if store is None else store.nbytes)
+            + (0 if self._mtp is None else self._mtp.nbytes),
             "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
         }
 

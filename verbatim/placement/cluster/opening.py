@@ -7,8 +7,11 @@ import secrets
 from collections import Counter
 from dataclasses import fields, replace
 
-from verbatim.errors import InvalidRequest
+from verbatim.draft.choice import Mtp
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model.anatomy import inner_model
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp_source import mtp_bytes
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
@@ -31,6 +34,7 @@ def open_cluster(
     cluster: Cluster,
     options: EngineOptions,
     limit: int | None,
+    mtp: Mtp | None = None,
 ) -> tuple[Clustered, EngineOptions]:
     """The runner, and the options of the engine as the machines allow them.
 
@@ -38,15 +42,18 @@ def open_cluster(
         loaded: without its weights.
         source: what a stage opens.
         limit: tokens of one sequence at most.
+        mtp: the model's layers for multi-token prediction draft, on the last stage.
 
     Raises:
         UnsupportedModel: its layers can't be cut apart.
-        NotSupported: Ray is missing, or machines that would give other bits.
+        NotSupported: Ray is missing, machines that would give other bits, or no layers that draft.
         NoHost: there are no machines.
         OutOfBlocks: the model or one block has no room.
     """
     split = Split(loaded)
     first, last, everywhere = split.outside_bytes
+    if mtp is not None:
+        last += split.embedding_bytes + _drafting_bytes(loaded, mtp)
     layout = Layout(tuple(split.layer_bytes), (first, last), everywhere, tuple(split.cuts))
     _check(cluster, layout)
     key, name = secrets.token_bytes(32), secrets.token_hex(4)
@@ -60,6 +67,7 @@ def open_cluster(
         **{field.name: getattr(source, field.name) for field in fields(source)},
         "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
         "num_threads": options.num_threads,
+        "mtp": None if mtp is None else {"beside": mtp.beside and str(mtp.beside)},
     }
     staffing = Staffing(crew, hosts, layout, model, fingerprint(loaded))
     supervisor = Supervisor(staffing, cluster)
@@ -88,6 +96,17 @@ def open_cluster(
         raise
     runner = Clustered(supervisor, cluster, num_blocks=blocks, block_size=options.block_size)
     return runner, options
+
+
+def _drafting_bytes(loaded: LoadedModel, mtp: Mtp) -> int:
+    """What the layers that draft take, where they can be read from files."""
+    if mtp.model is not None and mtp.beside is None:
+        raise NotSupported(
+            "draft=Mtp(model=...): with placement=Cluster another process drafts, and reads the layers from "
+            "files; name their folder"
+        )
+    assert loaded.folder is not None
+    return mtp_bytes(inner_model(loaded.module), loaded.folder, mtp.beside)
 
 
 def _check(cluster: Cluster, layout: Layout) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, UnsupportedModel
+from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import exclusive
@@ -60,6 +61,7 @@ class Part:
     Args:
         skeleton: of the whole model; left as it is, so that other parts can be made of it.
         split: of this skeleton, where it is there already.
+        embeds: it has the embedding in any case, for layers that draft behind its own.
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
@@ -73,7 +75,13 @@ class Part:
     """
 
     def __init__(
-        self, skeleton: LoadedModel, first: int, end: int, *, split: Split | None = None
+        self,
+        skeleton: LoadedModel,
+        first: int,
+        end: int,
+        *,
+        split: Split | None = None,
+        embeds: bool = False,
     ) -> None:
         assert skeleton.recipes is not None, "a skeleton has a recipe for each of its weights"
         split = split or Split(skeleton)
@@ -85,17 +93,17 @@ class Part:
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward in progress
         self._parameters: list[nn.Parameter] = []
         try:
-            self._decoder: Decoder | None = self._open(skeleton)
+            self._decoder: Decoder | None = self._open(skeleton, embeds)
             self.shape = self._shape()
         except BaseException:
             self.close()
             raise
 
-    def _open(self, skeleton: LoadedModel) -> Decoder:
+    def _open(self, skeleton: LoadedModel, embeds: bool) -> Decoder:
         split, first, end = self._split, self.first, self.end
         assert skeleton.recipes is not None
         module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
-        for parameter in split.parameters(first, end):
+        for parameter in split.parameters(first, end, embeds=embeds):
             own = copies[parameter]
             own.data = cook(skeleton.recipes[parameter], read_whole)
             self._parameters.append(own)
@@ -157,8 +165,10 @@ class Part:
         store: KVStore,
         received: Tensor | None,
         records: RoutingStore | None = None,
+        body: HiddenStore | None = None,
     ) -> PartOutput:
-        """One forward; K and V go to `store`, the experts that were chosen to `records`.
+        """One forward; K and V go to `store`, the experts that were chosen to `records`, and, of the last
+        part, what the model's body makes of every row to `body`.
 
         Args:
             batch: as the whole model would get it, but for `forced_experts`, which are of this part's
@@ -176,7 +186,7 @@ class Part:
         with exclusive:
             self._received = None if received is None else self._checked(received, batch)
             try:
-                out = decoder.run(batch, store, records)
+                out = decoder.run(batch, store, records, body)
             finally:
                 self._received = None
         if self.is_last:

@@ -19,7 +19,7 @@ from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.link import RELAY
-from verbatim.placement.cluster.messages import pack_plan, unpack_draws
+from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.runner import Forward
@@ -69,6 +69,7 @@ class Clustered:
             routed = [shape["routed"] for shape in shapes if shape["routed"]]
             self.routed_layers = sum(count for count, _, _ in routed)
             _, self.experts_per_token, self.num_experts = routed[0]
+        self._mtp: dict[str, int] = last["mtp"]  # as `MtpLayers.info`; of no layers empty
         self._last: Remote | None = None
         # For whoever forgets to close it; what it holds on to must not lead back here.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), supervisor)
@@ -157,6 +158,24 @@ class Clustered:
 
         answer: Message = crew.call_each([(crew.members[-1], asked)], meanwhile=look)[0]
         return answer
+
+    # Drafts.
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers for multi-token prediction that draft here."""
+        return self._mtp.get("mtp_layers", 0)
+
+    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws:
+        """Run one of those layers, as `MtpLayers.run`, and draw from its logits; without a plan nothing is.
+
+        Raises:
+            StageGone: a stage is lost.
+        """
+        drawn = None if plan is None else pack_plan(plan)
+        asked = {"do": "draft", "k": k, "batch": pack_batch(batch), "plan": drawn}
+        answer: Message = self.crew.call_each([(self.crew.members[-1], asked)])[0]
+        return unpack_draws(answer["draws"])
 
     # All stages.
 
@@ -259,6 +278,7 @@ class Clustered:
             * self.block_size,
             "kv_dtype": shapes[0]["kv_dtype"],
             "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
+            **self._mtp,
             "stages": [
                 {
                     "layers": [member.first, member.end],

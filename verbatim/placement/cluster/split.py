@@ -116,9 +116,15 @@ class Split:
                     f"{cut}: {self.blocked[cut]}; it can be in front of {self.cuts}"
                 )
 
-    def parameters(self, first: int, end: int) -> list[nn.Parameter]:
-        """The parameters of the skeleton that the part needs, tied ones once."""
+    def parameters(self, first: int, end: int, *, embeds: bool = False) -> list[nn.Parameter]:
+        """The parameters of the skeleton that the part needs, tied ones once.
+
+        Args:
+            embeds: those of the embedding in any case.
+        """
         wanted = set(self.outside.beside)
+        if embeds:
+            wanted |= self.embedding
         if first == 0:
             wanted |= self.outside.before
         if end == self.num_layers:
@@ -126,6 +132,17 @@ class Split:
         for index in self.walked[first:end]:
             wanted |= set(self.layers[index].parameters())
         return [p for p in self.skeleton.module.parameters() if p in wanted]
+
+    @property
+    def embedding(self) -> frozenset[nn.Parameter]:
+        """The parameters of the module that embeds ids."""
+        inner: Any = inner_model(self.skeleton.module)
+        return frozenset(inner.get_input_embeddings().parameters())
+
+    @property
+    def embedding_bytes(self) -> int:
+        """What it takes on the last part, where that would not have it anyway."""
+        return _nbytes(self.embedding - self.outside.after - self.outside.beside)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """What these take in memory."""

@@ -23,7 +23,9 @@ from verbatim.placement.cluster.wire import Garbage
 from verbatim.placement.cluster.work import Work, answer, described
 
 # What the head may ask of what is held here, by the names of its methods.
-_OF_LAYERS = frozenset({"facts", "open", "allocate", "check_replay", "routing", "sleep", "wake"})
+_OF_LAYERS = frozenset(
+    {"facts", "open", "allocate", "check_replay", "draft", "routing", "sleep", "wake"}
+)
 
 Message = dict[str, Any]
 
