@@ -714,7 +714,7 @@ def test_drafts_and_scores(saved: Callable[[str], Path]) -> None:
     ("place", "source"),
     [
         pytest.param(1, "dcp", id="last-dcp"),
-        pytest.param(0, "dcp", id="first-dcp"),
+        pytest.param(0, "dcp", id="first-dcp", marks=pytest.mark.slow),
         pytest.param(1, "folder", id="last-folder", marks=pytest.mark.slow),
     ],
 )

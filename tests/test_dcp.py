@@ -345,22 +345,26 @@ def test_kempner_embeddings_that_are_not_tied_though_the_toml_says_so(tmp_path: 
 # Placements.
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": dict(qk_norm=True),
+    "ernie": dict(num_experts=3, moe_frequency=2),
+    "packed": dict(num_experts=3, moe_packed_experts=True, moe_router="sigmoid_topk"),
+    "starcoder": dict(norm_type="layernorm", activation="gelu"),
+}
+FAST = {("ernie", "bfloat16"), ("packed", "auto")}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("kind", "dtype"),
     [
-        pytest.param(dict(), id="llama"),
-        pytest.param(dict(qk_norm=True), id="qwen3", marks=pytest.mark.slow),
-        pytest.param(dict(num_experts=3, moe_frequency=2), id="ernie"),
-        pytest.param(
-            dict(num_experts=3, moe_packed_experts=True, moe_router="sigmoid_topk"), id="packed"
-        ),
-        pytest.param(dict(norm_type="layernorm", activation="gelu"), id="starcoder"),
+        pytest.param(kind, dtype, marks=() if (kind, dtype) in FAST else pytest.mark.slow)
+        for kind in KINDS
+        for dtype in ("auto", "bfloat16")
     ],
 )
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_the_same_words_wherever_it_lies(
-    fields: dict[str, Any], dtype: str, tmp_path: Path
-) -> None:
+def test_the_same_words_wherever_it_lies(kind: str, dtype: str, tmp_path: Path) -> None:
+    fields = KINDS[kind]
     folder = save(tmp_path / "step", {"model": kempner_reference.make(**fields).state_dict()})
     toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
     with LLM(folder, config=toml, dtype=dtype) as llm:
