@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import uvicorn
 
 from verbatim import LLM
 from verbatim.serve.app import make_app
+from verbatim.serve.server import listen
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
@@ -77,7 +77,7 @@ def _data(text: str) -> Any:
 def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]:
     """A server over an engine, until the block is left."""
     app = make_app(llm, settings)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener = listen("127.0.0.1", 0)
     config = uvicorn.Config(
         app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=5
     )

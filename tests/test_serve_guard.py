@@ -21,6 +21,7 @@ from verbatim import LLM
 from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
 from verbatim.serve.guard import Guard
+from verbatim.serve.server import listen
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = ("first-key-1", "second-key-2")
@@ -465,3 +466,23 @@ def test_the_command_names_hosts_where_nobody_needs_a_key(monkeypatch):
     assert _settings("0.0.0.0", True, None).hosts == ()
     monkeypatch.setenv("VERBATIM_API_KEY", "a-key-of-mine")
     assert _settings("127.0.0.1", False, None).hosts == ()
+
+
+def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():
+    async def without_delay() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            end = writer.get_extra_info("socket")
+            accepted.set_result(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(note, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            found = await accepted
+            writer.close()
+            await writer.wait_closed()
+        return found
+
+    assert asyncio.run(without_delay()) == 1
