@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import re
 import socket
@@ -271,6 +272,23 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
     sample = 'verbatim_http_answers_total{path="/v1/completions",status="500"} 1.0'
     assert sample in served.client.get("/metrics").text
     assert served.idle()
+
+
+def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(served.llm._admission, "admit", broken)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection.connect()
+    connection.auto_open = 0  # it would connect again by itself
+    headers = {"Content-Type": "application/json"}
+    for _ in range(3):
+        connection.request("POST", "/v1/completions", b'{"prompt": "x"}', headers)
+        answer = connection.getresponse()
+        assert answer.status == 500
+        answer.read()
+    connection.close()
 
 
 # ---- how much at once

@@ -226,7 +226,6 @@ def _refusals(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, by_status)
     app.add_exception_handler(ClientGone, gone)
-    app.add_exception_handler(Exception, refuse)
 
 
 _UNREADABLE = (

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.core import Result
+from verbatim.serve.errors import refusal_of
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -76,7 +77,7 @@ class Metrics:
 
 
 class Counted:
-    """Counts the answers of an application by path and status."""
+    """Counts the answers of an application by path and status. What nobody foresaw is answered here."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -100,11 +101,11 @@ class Counted:
 
         try:
             await self._app(scope, receive, noted)
-        except Exception:  # what was not foreseen is answered further out
-            if not begun:
-                path = getattr(scope.get("route"), "path", "other")
-                self._metrics.answers.labels(path, "500").inc()
-            raise
+        except Exception as error:
+            if begun:
+                raise
+            # Not left to those further out, who close the connection under the client's next request.
+            await refusal_of(error).response()(scope, receive, noted)
 
 
 class _Engine(Collector):
