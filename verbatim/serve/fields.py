@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from verbatim.errors import InvalidRequest
+from verbatim.params import MAX_BEAMS, MAX_LOGPROBS, MAX_PRIORITY
 
 MAX_TOP = 20  # likeliest tokens that a chat may ask for, as with OpenAI
 
@@ -20,6 +21,16 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
+
+def within(text: str | None = None, **range_: Any) -> Any:
+    """A field that may be left out. The document tells its range; what checks it is `SamplingParams`."""
+    return Field(None, description=text, json_schema_extra=range_)
+
+
+# Ids outside of the vocabulary are refused later, by the model's own limit.
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+_SHARE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 1}
+_PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2}
 
 Number = float | None
 Integer = int | None
@@ -31,33 +42,37 @@ class Sampling(Strict):
     """What may be asked of a generation everywhere."""
 
     model: str | None = Field(None, description="The served model's name, which may be left out.")
-    temperature: Number = Field(None, description="0 takes the likeliest token.")
-    top_p: Number = None
-    n: Integer = Field(None, description="Completions of each prompt.")
-    seed: Integer = Field(None, description="Equal seeds give equal tokens, in any batch.")
+    temperature: Number = within("0 takes the likeliest token.", minimum=0)
+    top_p: Number = within(**_SHARE)
+    n: Integer = within("Completions of each prompt.", minimum=1)
+    seed: Integer = within(
+        "Equal seeds give equal tokens, in any batch.", minimum=-(2**63), maximum=2**64 - 1
+    )
     stop: Texts = None
-    presence_penalty: Number = None
-    frequency_penalty: Number = None
-    logit_bias: dict[str, float] | None = Field(None, description="By token id.")
+    presence_penalty: Number = within(**_PENALTY)
+    frequency_penalty: Number = within(**_PENALTY)
+    logit_bias: dict[str, float] | None = within(
+        "By token id.", propertyNames={"pattern": "^[0-9]{1,6}$"}
+    )
     user: str | None = Field(None, description="Whom it is for; written into the server's log.")
     stream: Switch = None
     # Ours, by the names of SamplingParams.
-    top_k: Integer = None
-    min_p: Number = None
-    typical_p: Number = None
-    repetition_penalty: Number = None
-    min_tokens: Integer = None
-    stop_token_ids: list[int | list[int]] | None = None
-    bad_words: list[str | list[int]] | None = None
-    allowed_token_ids: list[int] | None = None
+    top_k: Integer = within(minimum=0)
+    min_p: Number = within(minimum=0, maximum=1)
+    typical_p: Number = within(**_SHARE)
+    repetition_penalty: Number = within(exclusiveMinimum=0)
+    min_tokens: Integer = within(minimum=0)
+    stop_token_ids: list[TokenId | list[TokenId]] | None = None
+    bad_words: list[str | list[TokenId]] | None = None
+    allowed_token_ids: list[TokenId] | None = within(minItems=1)
     include_stop_str_in_output: Switch = None
     ignore_eos: Switch = None
     skip_special_tokens: Switch = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: list[str] | None = None
-    priority: Integer = None
-    timeout_s: Number = None
+    regex: str | None = within(minLength=1)
+    grammar: str | None = within(minLength=1)
+    choice: list[str] | None = within(minItems=1)
+    priority: Integer = within("Lower runs earlier.", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    timeout_s: Number = within(exclusiveMinimum=0)
     cache_salt: str | None = None
     draft: Switch = None
 
@@ -98,14 +113,18 @@ class StreamOptions(Strict):
 class Completions(Sampling):
     """A prompt, or several, to be continued."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: Integer = Field(None, description="16 unless given.")
-    logprobs: Integer = Field(None, description="Log-probs, and those of the N likeliest tokens.")
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+        examples=["Once upon a time", [1, 2, 3]]
+    )
+    max_tokens: Integer = within("16 unless given.", minimum=0)
+    logprobs: Integer = within(
+        "Log-probs, and those of the N likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS
+    )
     echo: Switch = Field(None, description="The prompt before the completion, log-probs included.")
     stream_options: StreamOptions | None = None
     json_schema: dict[str, Any] | None = None
-    num_beams: Integer = None
-    length_penalty: Number = None
+    num_beams: Integer = within(minimum=1, maximum=MAX_BEAMS)
+    length_penalty: Number = within(minimum=-100, maximum=100)
     early_stopping: bool | Literal["never"] | None = None
 
 
@@ -222,9 +241,11 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 class ChatCompletions(Sampling):
     """A conversation, to be answered."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: Integer = Field(None, description="As max_completion_tokens, which is newer.")
-    max_completion_tokens: Integer = Field(None, description="Up to the length limit unless given.")
+    messages: list[Message] = Field(
+        min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
+    )
+    max_tokens: Integer = within("As max_completion_tokens, which is newer.", minimum=1)
+    max_completion_tokens: Integer = within("Up to the length limit unless given.", minimum=1)
     logprobs: Switch = None
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
     stream_options: StreamOptions | None = None

@@ -16,7 +16,7 @@ from verbatim.params import SamplingParams
 from verbatim.plain import to_plain
 from verbatim.serve.chat import message_of
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Message, Strict, Switch
+from verbatim.serve.fields import Message, Strict, Switch, TokenId
 from verbatim.serve.service import Service
 from verbatim.text.chat import render_chat
 from verbatim.text.tokenizer import Tokenizer
@@ -30,8 +30,12 @@ class Generate(Strict):
     """One prompt, text or ids, and its `SamplingParams` by their own names."""
 
     model: str | None = None
-    prompt: str | list[int]
-    params: dict[str, Any] = Field(default_factory=dict, description=f"Any of {', '.join(PARAMS)}.")
+    prompt: str | list[TokenId] = Field(examples=["Once upon a time", [1, 2, 3]])
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description=f"Any of {', '.join(PARAMS)}.",
+        examples=[{"max_tokens": 16, "temperature": 0.0}, {"seed": 7, "logprobs": 3}],
+    )
     stream: Switch = None
     return_tokens: Switch = Field(
         None, description="The text of each id, under `tokens`; in a stream each once."
@@ -42,7 +46,9 @@ class Score(Strict):
     """Texts or ids whose tokens are to be judged."""
 
     model: str | None = None
-    prompts: list[str] | list[list[int]] = Field(min_length=1)
+    prompts: list[str] | list[list[TokenId]] = Field(
+        min_length=1, examples=[["Once upon a time"], [[1, 2, 3]]]
+    )
     top_logprobs: int | None = Field(None, ge=0, description="And the N likeliest tokens at each.")
 
 
@@ -60,7 +66,7 @@ class Detokenize(Strict):
     """Ids to be read as text."""
 
     model: str | None = None
-    ids: list[int]
+    ids: list[TokenId] = Field(examples=[[1, 2, 3]])
     skip_special_tokens: bool = False
 
 

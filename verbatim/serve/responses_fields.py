@@ -102,7 +102,7 @@ Item = Annotated[
 class Responses(Sampling):
     """A conversation, to be answered; nothing of it is kept."""
 
-    input: str | list[Item] = Field(min_length=1)
+    input: str | list[Item] = Field(min_length=1, examples=["Tell me a story."])
     instructions: str | None = Field(None, description="A system message before all others.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: Text | None = None
