@@ -15,7 +15,7 @@ import uvicorn
 
 from verbatim import LLM
 from verbatim.serve.app import make_app
-from verbatim.serve.server import listen
+from verbatim.serve.server import configured, listen
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
@@ -23,8 +23,16 @@ from verbatim.serve.settings import ServeSettings
 class Served:
     """What a test knows of a server that runs."""
 
-    def __init__(self, llm: LLM, service: Service, port: int, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        llm: LLM,
+        service: Service,
+        port: int,
+        loop: asyncio.AbstractEventLoop,
+        server: uvicorn.Server,
+    ):
         self.llm, self.service, self.port, self.loop = llm, service, port, loop
+        self._server = server
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
@@ -68,6 +76,10 @@ class Served:
 
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
+    def num_connections(self) -> int:
+        """That are open, asked or not."""
+        return len(self._server.server_state.connections)
+
 
 def _data(text: str) -> Any:
     return text if text == "[DONE]" else json.loads(text)
@@ -78,9 +90,7 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
     """A server over an engine, until the block is left."""
     app = make_app(llm, settings)
     listener = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=5
-    )
+    config = configured(app, log_level="critical", drain_s=5)
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -92,7 +102,7 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
     thread.start()
     while not server.started:
         time.sleep(0.005)
-    served = Served(llm, app.state.service, listener.getsockname()[1], loops[0])
+    served = Served(llm, app.state.service, listener.getsockname()[1], loops[0], server)
     try:
         yield served
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
@@ -62,19 +63,7 @@ def run(
         VerbatimError: the address can't be had.
     """
     app = make_app(llm, settings)
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level=log_level,
-        access_log=log_level in ("info", "debug"),
-        server_header=False,
-        timeout_keep_alive=_IDLE_S,
-        timeout_graceful_shutdown=drain_s,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
-        ws="none",
-        lifespan="off",
-    )
+    config = configured(app, log_level=log_level, drain_s=drain_s)
     listener = listen(host, port)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -86,6 +75,21 @@ def run(
         log.addHandler(logging.StreamHandler())
     logging.getLogger("uvicorn.error").addFilter(_foreseen)
     Server(config, service, say).run(sockets=[listener])
+
+
+def configured(app: FastAPI, *, log_level: str, drain_s: int) -> uvicorn.Config:
+    """How uvicorn is to run the endpoints."""
+    return uvicorn.Config(
+        app,
+        log_level=log_level,
+        access_log=log_level in ("info", "debug"),
+        server_header=False,
+        timeout_keep_alive=_IDLE_S,
+        timeout_graceful_shutdown=drain_s,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+    )
 
 
 def _foreseen(record: logging.LogRecord) -> bool:
