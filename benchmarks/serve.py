@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -64,48 +65,102 @@ class Findings:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
+class Asking(asyncio.Protocol):
+    """One request over a connection of its own. What comes is noted and read later: a client that reads as
+    it goes takes longer than the server.
+
+    Args:
+        goes_after: pieces after which the client vanishes; None stays to the end.
+    """
+
+    def __init__(self, body: bytes, goes_after: int | None = None) -> None:
+        self._body = body
+        self._goes_after = goes_after
+        self.ended = asyncio.get_running_loop().create_future()
+        self.came: list[tuple[float, bytes]] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(self._body)}\r\n\r\n"
+        )
+        self.begun = time.monotonic()
+        transport.write(head.encode() + self._body)
+
+    def data_received(self, data: bytes) -> None:
+        self.came.append((time.monotonic(), data))
+        if self._goes_after is not None and len(self.came) > self._goes_after:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(error)
+
+    @property
+    def status(self) -> int:
+        return int(self.came[0][1].split(b" ", 2)[1])
+
+    def body(self) -> bytes:
+        """Of the answer, put together."""
+        rest = b"".join(data for _, data in self.came).partition(b"\r\n\r\n")[2]
+        parts = []
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            parts.append(rest[: int(size, 16)])
+            rest = rest[int(size, 16) + 2 :]
+        return b"".join(parts)
+
+    def text(self) -> str:
+        """Of the stream, all pieces."""
+        lines = self.body().decode().splitlines()
+        assert lines[-2] == "data: [DONE]", lines[-4:]
+        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return "".join(piece["choices"][0]["text"] for piece in pieces)
+
+    def times(self) -> list[float]:
+        """When each token came."""
+        return [at for at, data in self.came for _ in range(data.count(b"data: {"))]
+
+
 async def load(url: str, streams: int, seconds: float, seed: int = 0) -> Findings:
     """So many clients, each asking again and again until the time is over."""
     found, dice = Findings(), random.Random(seed)
-    end = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    host, _, port = url.removeprefix("http://").partition(":")
+    loop, end = asyncio.get_running_loop(), time.monotonic() + seconds
+    whole: list[tuple[tuple[str, int, int], Asking]] = []
 
-        async def one(number: int) -> None:
-            while time.monotonic() < end:
-                if dice.random() < 0.1:
-                    headers = {"content-type": "application/json"}
-                    answer = await client.post(
-                        "/v1/completions", content=dice.choice(BROKEN), headers=headers
-                    )
-                    found.count(answer.status_code)
-                asked = (dice.choice(PROMPTS), dice.randrange(40), dice.randrange(8, 65))
-                await stream(client, asked, goes=dice.random() < 0.1)
+    async def ask(body: bytes, goes_after: int | None = None) -> Asking:
+        _, asking = await loop.create_connection(lambda: Asking(body, goes_after), host, int(port))
+        async with asyncio.timeout(60):
+            error = await asking.ended
+        if error is not None or not asking.came:
+            raise ConnectionError(f"{body!r:.200}: {error}")
+        found.count(asking.status)
+        return asking
 
-        async def stream(
-            client: httpx.AsyncClient, asked: tuple[str, int, int], goes: bool
-        ) -> None:
-            prompt, seed, length = asked
-            body = {"prompt": prompt, "seed": seed, "max_tokens": length, "stream": True}
-            text, begun, last = "", time.monotonic(), 0.0
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                found.count(answer.status_code)
-                if answer.status_code != 200:
-                    await answer.aread()
-                    return
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    now = time.monotonic()
-                    (found.gaps if last else found.first).append(now - (last or begun))
-                    last = now
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                    if goes:
-                        found.left += 1
-                        return
-            assert found.texts.setdefault(asked, text) == text, asked
+    async def one() -> None:
+        while time.monotonic() < end:
+            if dice.random() < 0.1:
+                await ask(dice.choice(BROKEN))
+            asked = (dice.choice(PROMPTS), dice.randrange(40), dice.randrange(8, 65))
+            body = dict(zip(("prompt", "seed", "max_tokens"), asked, strict=True)) | {
+                "stream": True
+            }
+            goes_after = dice.randrange(8) if dice.random() < 0.1 else None
+            asking = await ask(json.dumps(body).encode(), goes_after)
+            if goes_after is None:
+                whole.append((asked, asking))
+            else:
+                found.left += 1
 
-        await asyncio.gather(*(one(number) for number in range(streams)))
+    await asyncio.gather(*(one() for _ in range(streams)))
+    for asked, asking in whole:
+        assert asking.status == 200, asking.came
+        text, times = asking.text(), asking.times()
+        assert found.texts.setdefault(asked, text) == text, asked
+        found.first.append(times[0] - asking.begun)
+        found.gaps += [b - a for a, b in itertools.pairwise(times)]
     return found
 
 
@@ -140,9 +195,10 @@ def run_load(streams: int, seconds: float) -> None:
     from serving import serving
 
     from verbatim import LLM, SamplingParams
+    from verbatim.serve.server import frozen_heap
 
     context = multiprocessing.get_context("spawn")
-    with LLM() as llm, serving(llm) as server:
+    with LLM() as llm, serving(llm) as server, frozen_heap():
         jobs, answers = context.Queue(), context.Queue()
         client = context.Process(daemon=True, target=_load, args=(server.url, jobs, answers))
         client.start()
