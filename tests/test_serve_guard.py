@@ -21,6 +21,8 @@ from starlette.responses import Response
 from verbatim import LLM
 from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
+from verbatim.sampling.grammar import GrammarCompiler
+from verbatim.serve.app import make_app
 from verbatim.serve.guard import Guard
 from verbatim.serve.server import listen
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
@@ -504,3 +506,95 @@ def test_a_token_does_not_wait_for_the_one_before_to_be_acknowledged():
         return found
 
     assert asyncio.run(without_delay()) == 1
+
+
+# ---- one client's work is not another's wait
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Served]:
+    with LLM(kv_memory="64MB") as llm, serving(llm) as server:
+        yield server
+
+
+def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeypatch):
+    known = {"prompt": "x", "regex": "[ab]{3}", "max_tokens": 4}
+    first = roomy.post("/v1/completions", seed=1, **known)
+    compile_, go_on = GrammarCompiler._compile, threading.Event()
+    begun: list[str] = []
+
+    def slow(self: GrammarCompiler, kind: str, text: Any) -> Any:
+        begun.append(text)
+        assert go_on.wait(60)
+        return compile_(self, kind, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
+    answers: list[int] = []
+
+    def ask(number: int) -> None:
+        body = {"prompt": "x", "regex": f"[ab]{{{number + 4}}}", "max_tokens": 2}
+        with httpx.Client(base_url=roomy.url, timeout=60) as client:
+            answers.append(client.post("/v1/completions", json=body).status_code)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        end = time.monotonic() + 30
+        while roomy.service.under_way < len(threads) or not begun:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        assert roomy.post("/v1/completions", prompt="x", max_tokens=4)["choices"][0]["text"]
+        assert roomy.post("/tokenize", text="x")["count"]
+        assert roomy.client.get("/v1/engine").json()["under_way"] == len(threads)
+        again = roomy.post("/v1/completions", seed=1, **known)  # compiled before
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert not answers
+        assert len(begun) <= 2  # each may take memory
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert answers == [200] * len(threads)
+    assert roomy.idle()
+
+
+def test_prompts_of_one_stream_come_in_together(roomy):
+    prompts = ["Once upon a time", "The dragon", "Lily and Ben", "One day", "x", "In a far land"]
+    body = {"prompt": prompts, "max_tokens": 30, "ignore_eos": True, "seed": 4}
+    before = roomy.llm.stats()["forwards"]
+    pieces = roomy.stream("/v1/completions", **body)
+    assert roomy.llm.stats()["forwards"] - before <= 30
+    whole = roomy.post("/v1/completions", **body)
+    texts = [""] * len(prompts)
+    for piece in pieces[:-1]:
+        choice = piece["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole["choices"]]
+
+
+def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monkeypatch):
+    info, count = roomy.llm.info, 0
+
+    def counted() -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        return info()
+
+    monkeypatch.setattr(roomy.llm, "info", counted)
+    roomy.service._info = None
+    told = [roomy.client.get("/v1/engine").json() for _ in range(8)]
+    assert count == 1
+    assert all(each["info"]["numerics_key"] == info()["numerics_key"] for each in told)
+    assert told[0]["stats"]["forwards"] == roomy.llm.stats()["forwards"]
+
+
+def test_a_model_that_suggests_what_can_not_be_is_refused_at_the_start(monkeypatch):
+    with LLM(kv_memory="16MB") as llm:
+        monkeypatch.setattr(llm._opened.generation_config, "do_sample", True)
+        monkeypatch.setattr(llm._opened.generation_config, "top_p", 7.0)
+        with pytest.raises(InvalidRequest, match=r"generation_config.json.*top_p=7.0.*--no-chat"):
+            make_app(llm)
+        with serving(llm, ServeSettings(chat_defaults=False)) as server:
+            messages = [{"role": "user", "content": "Hello"}]
+            server.post("/v1/chat/completions", messages=messages, max_tokens=3)

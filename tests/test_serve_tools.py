@@ -172,6 +172,10 @@ def test_responses_call_and_take_what_the_tool_said(served):
         "input": "Hi", "tools": tools, "tool_choice": {"type": "function", "name": "weather"},
         "seed": 1, "max_output_tokens": 200, "temperature": 1.0,
     }  # fmt: skip
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    error = served.refused("/v1/responses", body | told)  # a call's tokens belong to no text
+    assert "logprobs" in error["message"] and "tools" in error["message"]
+    served.post("/v1/responses", **(body | told | {"tool_choice": "none", "max_output_tokens": 3}))
     whole = served.post("/v1/responses", **body)
     events = served.stream("/v1/responses", **body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

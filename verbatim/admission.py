@@ -199,6 +199,12 @@ class Admission:
             _resume(sequence, watch)
         return sequence
 
+    def compiles(self, params: SamplingParams) -> bool:
+        """Would `admit` compile a structure, which can take seconds?"""
+        if all(getattr(params, name) is None for name in STRUCTURES):
+            return False
+        return self._compiler is None or not self._compiler.knows(params)
+
     def _grammar(self, request: Request) -> GrammarState | None:
         """Where a completion begins in the structure that is asked for; None where none is."""
         params = request.params

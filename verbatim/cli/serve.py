@@ -64,6 +64,13 @@ def serve(
     docs: Annotated[
         bool, typer.Option(help="Serve /docs and /openapi.json.", rich_help_panel=_SERVER)
     ] = True,
+    chat_defaults: Annotated[
+        bool,
+        typer.Option(
+            help="Let the model's generation_config.json settle what a chat leaves open.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = True,
     log_level: Annotated[
         str,
         typer.Option(help="critical, error, warning, info or debug.", rich_help_panel=_SERVER),
@@ -123,6 +130,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         playground=playground,
         docs=docs,
+        chat_defaults=chat_defaults,
         **{key: value for key, value in given.items() if value is not None},
     )
     placement = placement_of({**values, "stats": None})

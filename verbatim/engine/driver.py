@@ -141,6 +141,32 @@ class Driver:
         finally:
             self._traffic.abort([request])
 
+    async def adeltas_of(self, requests: list[Request]) -> AsyncIterator[tuple[int, Delta]]:
+        """`adeltas` of several requests that come in together, each delta with its request's index.
+
+        The first error of one of them ends all.
+        """
+        self._traffic.refuse_inside()
+        wake = AsyncWake()
+        outboxes = [Outbox(request, self._max_unread, wake.set) for request in requests]
+        by_id = {request.request_id: box for request, box in zip(requests, outboxes, strict=True)}
+        try:
+            clients = self._traffic.enter(
+                requests, lambda delta: by_id[delta.request_id].put(delta), wake.set, hosted=True
+            )
+            ended = False
+            while not ended:
+                over = [client for client in clients if client.ended]
+                ended = len(over) == len(clients)
+                for index, outbox in enumerate(outboxes):
+                    while outbox:
+                        yield index, outbox.pop()
+                _results(over)
+                if not ended:
+                    await wake.wait()
+        finally:
+            self._traffic.abort(requests)
+
     # ---- for servers, and for loops that count their steps
 
     def submit(

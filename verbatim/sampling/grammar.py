@@ -67,6 +67,11 @@ class GrammarCompiler:
         self._compiled: OrderedDict[tuple[str, Any], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of `_compiled`: many threads are admitted at once
 
+    def knows(self, params: SamplingParams) -> bool:
+        """Is the structure that `params` ask for there already, compiled?"""
+        with self._lock:
+            return any((name, getattr(params, name)) in self._compiled for name in STRUCTURES)
+
     def start(self, params: SamplingParams, *, ends: bool) -> GrammarState | None:
         """The state before the first token, None where `params` ask for no structure.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
 
     Raises:
         NotSupported: an engine whose steps are made by several processes of the user's together.
+        InvalidRequest: the model suggests sampling for chats that can't be.
     """
     if not llm._driver.alone:
         raise NotSupported(
@@ -179,7 +179,7 @@ def _operations(app: FastAPI, service: Service) -> None:
     async def engine() -> Response:
         """What was opened, where its layers live, and what it holds now."""
         stats = await service.stats()
-        info = await asyncio.to_thread(service.llm.info) | {"model": service.name}
+        info = await service.info() | {"model": service.name}
         told = {"info": info, "places": places_of(info), "stats": stats}
         return Json(to_plain(told | {"under_way": service.under_way}))
 

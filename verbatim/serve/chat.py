@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.params import STRUCTURES
 from verbatim.serve.completions import (
     check_stream_options,
     finish_reason,
@@ -73,10 +73,7 @@ class Talk:
             if structures:
                 raise NotSupported(f"{structures[0]} with tools: a completion has one structure")
             fields["grammar"] = use.grammar()
-        if service.settings.chat_defaults:
-            self.params = service.llm.default_params().replace(**fields)
-        else:
-            self.params = SamplingParams(**fields)
+        self.params = service.chat_defaults.replace(**fields)
 
     async def prompt(self) -> list[int]:
         """The ids that the template makes of it."""

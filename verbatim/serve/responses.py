@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Result
-from verbatim.errors import InvalidRequest
+from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.serve.chat import Talk, message_of, structure_of, template_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
@@ -60,6 +60,11 @@ class Asked:
             service.llm.tokenizer,
         )
         self.logprobs = bool(body.include)
+        if self.logprobs and use is not None:
+            raise NotSupported(
+                "include=['message.output_text.logprobs'] with tools: a call's tokens belong to no text; "
+                "/v1/chat/completions has logprobs with tools"
+            )
         self.talk = Talk(
             service,
             _messages(body),

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
 log = logging.getLogger("verbatim.serve")
-_AHEAD = 64  # pieces of one prompt that may wait to be merged with the others'
+_INFO_S = 5.0  # how old may be what is told of the engine; a cluster's stages may move
+_COMPILERS = 2  # structures that are compiled at once
 
 
 class Service:
@@ -34,8 +37,12 @@ class Service:
     Attributes:
         name: what clients call the model.
         fingerprint: the numerics key; equal keys and seeds give equal tokens.
+        chat_defaults: what settles that which a chat leaves open.
         texts: of single tokens.
         draining: no new generation is let in.
+
+    Raises:
+        InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
@@ -44,17 +51,29 @@ class Service:
         self.name = settings.name or _plain_name(llm.name)
         self.created = int(time.time())
         self.fingerprint: str = llm.info()["numerics_key"]
+        self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
         self.texts = TokenTexts(llm.tokenizer)
         self.metrics = Metrics()
         self.draining = False
         self._under_way = 0
         self._stats: asyncio.Task[dict[str, Any]] | None = None
+        self._info: asyncio.Task[dict[str, Any]] | None = None
+        self._info_at = -math.inf
+        self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
 
     async def stats(self) -> dict[str, Any]:
         """The engine's, between two steps. All who ask meanwhile wait for the same answer, in one thread."""
         if self._stats is None or self._stats.done():
             self._stats = asyncio.create_task(asyncio.to_thread(self.llm.stats))
         return await asyncio.shield(self._stats)
+
+    async def info(self) -> dict[str, Any]:
+        """The engine's, `_INFO_S` old at most. All who ask meanwhile wait for the same answer."""
+        now = time.monotonic()
+        if self._info is None or (self._info.done() and now > self._info_at + _INFO_S):
+            self._info_at = now
+            self._info = asyncio.create_task(asyncio.to_thread(self.llm.info))
+        return await asyncio.shield(self._info)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""
@@ -115,8 +134,12 @@ class Service:
         limit = self.settings.timeout_s
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
-        admit = self.llm._admission.admit
-        return await asyncio.to_thread(lambda: [admit(prompt, params) for prompt in prompts])
+        admission = self.llm._admission
+        # A structure may take seconds to compile, and nobody but those who ask for another waits for it.
+        threads = self._compilers if admission.compiles(params) else None
+        return await asyncio.get_running_loop().run_in_executor(
+            threads, lambda: [admission.admit(prompt, params) for prompt in prompts]
+        )
 
     async def results(self, requests: list[Request]) -> list[Result]:
         """What became of all of them."""
@@ -126,46 +149,25 @@ class Service:
 
     async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
         """What each step adds to them, each with the number of its request."""
-        # They are generators, which can be closed.
-        streams: list[Any] = [self.llm._driver.adeltas(request) for request in requests]
-        if len(streams) == 1:
-            async with aclosing(streams[0]) as stream:
-                async for delta in stream:
-                    self._note(delta)
-                    yield 0, delta
-            return
-        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(_AHEAD)
-
-        async def pump(number: int, stream: Any) -> None:
-            try:
-                async with aclosing(stream) as pieces:
-                    async for delta in pieces:
-                        await queue.put((number, delta))
-            except Exception as error:
-                await queue.put(error)
-            else:
-                await queue.put(None)
-
-        pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
-        try:
-            left = len(pumps)
-            while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    self._note(item[1])
-                    yield item
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        stream: Any = self.llm._driver.adeltas_of(requests)  # a generator, which can be closed
+        async with aclosing(stream) as pieces:
+            async for number, delta in pieces:
+                self._note(delta)
+                yield number, delta
 
     def _note(self, delta: Delta) -> None:
         if delta.result is not None:
             self.metrics.note([delta.result])
+
+
+def _chat_defaults(llm: LLM) -> SamplingParams:
+    try:
+        return llm.default_params()
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"the model's generation_config.json, which chats would go by: {error}; mend it, or let chats do "
+            "without it: --no-chat-defaults, ServeSettings(chat_defaults=False)"
+        ) from None
 
 
 def _plain_name(name: str) -> str:

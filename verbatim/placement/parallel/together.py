@@ -33,6 +33,9 @@ class _AllAtOnce(Driver):
     def adeltas(self, request: Request) -> AsyncIterator[Delta]:
         raise self._refused("astream")
 
+    def adeltas_of(self, requests: list[Request]) -> AsyncIterator[tuple[int, Delta]]:
+        raise self._refused("astream")
+
     @staticmethod
     def _refused(what: str) -> NotSupported:
         return NotSupported(
