@@ -14,6 +14,8 @@ from serving import Served, serving
 
 from verbatim import LLM
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"prompt": "x", "max_tokens": 2, "seed": 1}
 NUMBERS = ["1e308", "1e-320", "1e400", "NaN", "-Infinity", "-0.0", "true", "9" * 30, "-" + "9" * 30]
 TEXTS = [
