@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verbatim.errors import first_line
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.context import activate, active_pass
-from verbatim.model.layer import NOT_OURS, LayerParts, Norm, NotFusable
+from verbatim.model.layer import LayerParts, Norm, NotFusable, numbers_of
 from verbatim.model.layer_trial import Watch
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -40,14 +40,7 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
     fields = [m.__dict__ for m in skipped]
     role = parts.norms.get
     # What the layer's own forward would read each time: an owner may change it.
-    config = getattr(attention, "config", None)
-    read = [m.__dict__ for m in (layer, *skipped)] + ([] if config is None else [config.__dict__])
-    numbers = [
-        (values, name)
-        for values in read
-        for name, value in values.items()
-        if name not in NOT_OURS and (value is None or type(value) in (int, float, bool, str))
-    ]
+    numbers = numbers_of([layer, *skipped])
     classes = [type(m) for m in (layer, *skipped)]
 
     def now() -> tuple[list[Any], list[Any]]:
