@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,7 @@ from verbatim.errors import (
     VerbatimError,
 )
 from verbatim.params import SamplingParams
+from verbatim.plain import to_plain
 
 log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
@@ -101,19 +101,9 @@ def to_bytes(content: Any) -> bytes:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        plain = _finite(content)
+        plain = to_plain(content)
         text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="replace")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value
 
 
 def refusal_of(error: BaseException) -> Refusal:
