@@ -87,27 +87,30 @@ def _key(http: Request) -> str:
     return str(getattr(http.state, "key", ""))
 
 
+async def _told(
+    http: Request,
+    asked: completions.Asked | chat.Asked | responses.Asked,
+    stream: bool | None,
+    *,
+    done: bool = True,
+) -> Response:
+    if stream:
+        return await streamed(http, asked.events(_key(http)), done=done)
+    return await answered(http, asked.answer(_key(http)))
+
+
 def _openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_ERRORS, tags=["OpenAI"])
     async def create_completion(http: Request, body: Completions) -> Response:
-        asked = completions.Asked(service, body)
-        if body.stream:
-            return await streamed(http, asked.events(_key(http)))
-        return await answered(http, asked.answer(_key(http)))
+        return await _told(http, completions.Asked(service, body), body.stream)
 
     @app.post("/v1/chat/completions", responses=_ERRORS, tags=["OpenAI"])
     async def create_chat_completion(http: Request, body: ChatCompletions) -> Response:
-        asked = chat.Asked(service, body)
-        if body.stream:
-            return await streamed(http, asked.events(_key(http)))
-        return await answered(http, asked.answer(_key(http)))
+        return await _told(http, chat.Asked(service, body), body.stream)
 
     @app.post("/v1/responses", responses=_ERRORS, tags=["OpenAI"])
     async def create_response(http: Request, body: Responses) -> Response:
-        asked = responses.Asked(service, body)
-        if body.stream:
-            return await streamed(http, asked.events(_key(http)), done=False)
-        return await answered(http, asked.answer(_key(http)))
+        return await _told(http, responses.Asked(service, body), body.stream, done=False)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> Response:

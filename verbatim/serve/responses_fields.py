@@ -18,35 +18,36 @@ class InputText(Strict):
     logprobs: list[Any] | None = None  # as an earlier answer had them; they say nothing new
 
 
-class InputMessage(Strict):
+class _Item(Strict):
+    """What an earlier answer's item carries beside what it says; neither is looked at."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(_Item):
     """A turn; one of the assistant's may be an earlier answer's item as it was."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputText]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class CallItem(Strict):
+class CallItem(_Item):
     """A call that the model made."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class OutputItem(Strict):
+class OutputItem(_Item):
     """What the tool answered."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class FunctionTool(Strict):
