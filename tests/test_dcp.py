@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import toy_tokenizers
 import toys
 import transformers
+from programs import environment
 from stages import ThreadHosts
 from test_mtp import Toy, random_mtp, save_with_mtp
 from torch.distributed.checkpoint import metadata as stored
@@ -136,13 +137,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
             [sys.executable, HERE / "save_dcp_rank.py", str(rank), "2", place / "store",
              place / "step_1", fields],
-            cwd=HERE.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env=environment(OMP_NUM_THREADS="1"),
             stderr=subprocess.PIPE,
             text=True,
         )

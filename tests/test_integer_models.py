@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_without_kernels
 from requests_mixed import all_facts, mixed_requests
 from toys import make_toy, random_ids
 
@@ -108,19 +106,11 @@ def test_without_kernels_the_schedule_does_not_show_either(tmp_path: Path) -> No
 import sys
 from pathlib import Path
 from test_integer_models import CASES, test_the_words_do_not_depend_on_the_schedule as same
-from verbatim import kernels
-assert kernels.library() is None
 for i in (0, 2):
     Path(sys.argv[1], str(i)).mkdir()
     same(*CASES[i], Path(sys.argv[1], str(i)))
 """
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        env=os.environ | {"VERBATIM_KERNELS": "none"},
-        cwd=Path(__file__).parent,
-        check=True,
-        timeout=240,
-    )
+    run_without_kernels(script, tmp_path)
 
 
 def test_drafts_change_no_word(folders: Callable[[str], Path]) -> None:

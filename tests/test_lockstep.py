@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import TESTS, environment
 from toys import make_toy, random_ids
 
 from verbatim import InvalidRequest, NotSupported, SamplingParams, rl
 from verbatim.compat.coati import generate, generate_streaming
 
-TESTS = Path(__file__).parent
-
 
 def run_ranks(world: int, store: Path) -> list[dict]:
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     ranks = [
         subprocess.Popen(
             [sys.executable, "-P", str(TESTS / "rank.py"), str(rank), str(world), str(store)],
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_without_kernels
 from requests_mixed import all_facts, mixed_requests
 from torch import nn
 from toys import make_toy, random_ids
@@ -151,19 +152,11 @@ def test_without_kernels_the_words_are_those_of_the_unpacked_matrices_too(tmp_pa
 import sys
 from pathlib import Path
 from test_packed import CASES, test_the_words_are_those_of_the_unpacked_matrices as same
-from verbatim import kernels
-assert kernels.library() is None
 for i in (0, 2, 3):
     Path(sys.argv[1], str(i)).mkdir()
     same(*CASES[i], Path(sys.argv[1], str(i)))
 """
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        env=os.environ | {"VERBATIM_KERNELS": "none"},
-        cwd=Path(__file__).parent,
-        check=True,
-        timeout=240,
-    )
+    run_without_kernels(script, tmp_path)
 
 
 # ---- Layers ----

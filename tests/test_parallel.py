@@ -18,6 +18,7 @@ import pytest
 import torch
 import toys
 from parallel_rank import GREEDY, ROLLOUT, fingerprint
+from programs import TESTS, environment, run_without_kernels
 from requests_mixed import all_facts, mixed_requests
 
 from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
@@ -26,7 +27,6 @@ from verbatim.model import products
 from verbatim.model.shard import bounds_of
 from verbatim.placement.parallel.heads import split_heads
 
-TESTS = Path(__file__).parent
 Folders = Callable[[str], Path]
 
 
@@ -105,12 +105,11 @@ def test_shares_are_whole_units_and_nearly_equal() -> None:
 
 
 def start_ranks(what: str, world: int, folder: Path, **env: str) -> list[dict[str, Any]]:
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", str(TESTS / "parallel_rank.py"), what]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(folder)],
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **env},
+            env=environment(GLOO_SOCKET_IFNAME="lo", **env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -306,10 +305,8 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
         "print(llm._engine.runner.crew.processes[1].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    path = os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
         [sys.executable, "-c", script, str(folders("llama"))],
-        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=100,
@@ -345,8 +342,7 @@ def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
     folders: Folders,
 ) -> None:
     script = (
-        "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from verbatim import LLM, TensorParallel\n"
+        "import sys; from verbatim import LLM, TensorParallel\n"
         "from parallel_rank import fingerprint, mixed_requests\n"
         "told, requests = [], mixed_requests(6)\n"
         "for placement in (None, TensorParallel(2)):\n"
@@ -355,14 +351,7 @@ def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
         "        split = llm.info().get('split_linears')\n"
         "assert told[0] == told[1] and split > 0, (told, split)"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(folders("llama")), str(TESTS)],
-        env={**os.environ, "VERBATIM_KERNELS": "none"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run_without_kernels(script, folders("llama"))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import environment
 
 sys.path.append(str(Path(__file__).parent.parent))
 
@@ -244,7 +245,7 @@ def test_stopped_worker_dies_with_a_driver_that_is_killed():
         [sys.executable, "-c", DRIVER.format(fake=FAKE)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        env=environment(within_reach=ROOT),
     )
     worker = Path("/proc") / driver.stdout.readline().strip()
     assert worker.name.isdigit()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_without_kernels
 from requests_mixed import facts, mixed_requests
 from torch import Tensor
 from toys import make_toy
@@ -403,8 +401,7 @@ def test_embedding_and_head_stay_exact_where_that_is_asked_for(
 _WITHOUT = """
 import sys
 from pathlib import Path
-from test_quantize import compare, kernels
-assert kernels.library() is None
+from test_quantize import compare
 for i, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2")):
     plain, unpacked = Path(sys.argv[1], name), Path(sys.argv[1], f"unpacked-{name}")
     compare(name, ("float32", "bfloat16")[i % 2], ("int4", "int8")[i // 2], plain, unpacked, 3)
@@ -414,13 +411,7 @@ for i, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2")):
 def test_the_same_without_kernels(tmp_path: Path) -> None:
     for name in ("llama", "gpt2", "qwen3_moe", "gemma2"):
         make_toy(name).save_pretrained(tmp_path / name)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _WITHOUT, str(tmp_path)],
-        env=os.environ | {"VERBATIM_KERNELS": "none"},
-        cwd=Path(__file__).parent,
-        check=True,
-        timeout=240,
-    )
+    run_without_kernels(_WITHOUT, tmp_path)
 
 
 @pytest.mark.parametrize("name", list(EXACT))
