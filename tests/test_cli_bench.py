@@ -13,6 +13,7 @@ from verbatim.bench.machine import Limits, Needs
 from verbatim.bench.ours import Ours
 from verbatim.bench.run import Cell, Plan, measure
 from verbatim.cli.bench import bench
+from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.storyteller import path
 
@@ -163,6 +164,18 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
         ours._take_in = then_count
         times = ours.decode(3, 40, 4)
         assert len(times) == 4 and len(seen) == 6 and min(seen) >= 40
+
+
+def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
+    with LLM(path(), prefix_cache=False, max_length=64, max_batch_tokens=16) as llm:
+        store = llm._engine.runner.store
+        store.poison = lambda blocks: None  # prompts that nobody computes have numbers
+        for layer in store.layers:
+            for tensor in layer:
+                tensor.zero_()
+        assert len(Ours(llm).decode(3, 30, 4)) == 4
+        with pytest.raises(InvalidRequest, match="3 rows of 54 tokens: some reach 64"):
+            Ours(llm).decode(3, 54, 4)
 
 
 def test_medians_ratios_and_shares() -> None:

@@ -17,6 +17,11 @@ from benchmarks.peers.protocol import decode
 ROOT = Path(__file__).parent.parent.parent
 
 
+def environment() -> dict[str, str]:
+    """Of a process that runs a module of this package."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+
+
 class PeerFailed(Exception):
     """A system refused a command or died; the message is its own."""
 
@@ -47,7 +52,7 @@ class Peer:
             stderr=self._log,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+            env=environment(),
         )
 
     def __enter__(self) -> Peer:

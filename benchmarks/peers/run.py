@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.client import ROOT, Peer, PeerFailed
+from benchmarks.peers.client import ROOT, Peer, PeerFailed, environment
 from benchmarks.peers.protocol import random_ids
 from benchmarks.peers.setup import REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import Machine, Shape
@@ -102,7 +102,7 @@ class Run:
             self.say("writing the weights")
             command = [sys.executable, "-m", "benchmarks.peers.weights", str(self.folder)]
             command += ["--shape", shape] + (["--layers", str(layers)] if layers else [])
-            subprocess.run(command, check=True, cwd=ROOT)
+            subprocess.run(command, check=True, cwd=ROOT, env=environment())
             note.write_text(json.dumps(asked))
         written = (
             json.loads(note.read_text()) if note.exists() else {"shape": "0.6b", "layers": None}

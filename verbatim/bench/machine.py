@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from verbatim.bench.timing import seconds
 
 _READ_BYTES = 1 << 29  # far more than any cache holds
 _ROWS, _DEPTH, _COLS = 512, 1024, 4096
@@ -32,8 +32,8 @@ class Machine:
 
     def measure(self) -> Limits:
         with torch.inference_mode():
-            read = min(seconds(self._data.sum) for _ in range(3))
-            multiply = min(seconds(lambda: F.linear(self._rows, self._weight)) for _ in range(10))
+            read = min(seconds(self._data.sum) for _ in range(4))
+            multiply = min(seconds(lambda: F.linear(self._rows, self._weight)) for _ in range(15))
         return Limits(_READ_BYTES / read, 2 * _ROWS * self._weight.numel() / multiply)
 
 
@@ -70,10 +70,3 @@ class Needs:
     def prefill_s(self, limits: Limits, length: int) -> float:
         """The least seconds of a prompt, without its attention."""
         return max(self.weight_bytes / limits.bandwidth, 2 * length * self.weights / limits.flops)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from typing import Any
 
 import torch
 
+from verbatim.bench.timing import WARM, seconds, step_times
 from verbatim.core import Request
+from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.placement.runner import Forward
-
-WARM = 2  # steps that are not timed
 
 
 class Ours:
@@ -29,28 +30,47 @@ class Ours:
         self._llm = llm
         self._engine = llm._engine
         self._vocab = llm._admission.vocab_size
+        self._budget = llm._engine.scheduler.max_batch_tokens
 
     def prefill(self, length: int) -> float:
         """Seconds from a prompt of so many ids to its next id."""
-        start = time.perf_counter()
-        requests = self._add([random_ids(length, self._vocab)], max_tokens=1)
-        while not requests[0].finished:
-            self._engine.step()
-        return time.perf_counter() - start
+        return self.prefill_of(random_ids(length, self._vocab))
+
+    def prefill_of(self, prompt: list[int]) -> float:
+        """Seconds from a prompt to its next id."""
+
+        def answer() -> None:
+            request = self.add([prompt], max_tokens=1)[0]
+            while not request.finished:
+                self._engine.step()
+
+        return seconds(answer)
 
     def decode(self, rows: int, context: int, steps: int) -> list[float]:
         """Seconds of each step of `rows` sequences behind `context` tokens each."""
-        prompts = [random_ids(context, self._vocab) for _ in range(rows)]
-        requests = self._add(prompts, max_tokens=rows + steps + WARM + 2)
+        return self.decode_of([random_ids(context, self._vocab) for _ in range(rows)], steps)
+
+    def decode_of(
+        self, prompts: list[list[int]], steps: int, most_s: float = math.inf
+    ) -> list[float]:
+        """Seconds of each step behind prompts; `most_s` as of `step_times`.
+
+        Raises:
+            InvalidRequest: the first are as long as may be before the last is taken in.
+        """
+        rows, longest = len(prompts), max(map(len, prompts))
+        # Those that are in grow by a token in each step in which others come in.
+        taken_in = math.ceil(sum(map(len, prompts)) / max(1, self._budget - rows)) + rows
+        room = self._llm.max_length - longest
+        requests = self.add(prompts, max_tokens=min(taken_in + steps + WARM + 1, room))
         try:
             self._take_in(requests)
-            for _ in range(WARM):
-                self._engine.step()
-            times = []
-            for _ in range(steps):
-                start = time.perf_counter()
-                self._engine.step()
-                times.append(time.perf_counter() - start)
+            times = step_times(self._engine.step, steps, most_s)
+            if any(request.result is not None for request in requests):
+                raise InvalidRequest(
+                    f"{rows} rows of {longest} tokens: some reach {self._llm.max_length}, which is all "
+                    "that fits, before the others are there; take fewer rows or shorter ones"
+                )
             return times
         finally:
             for request in requests:
@@ -83,7 +103,8 @@ class Ours:
         finally:
             del runner.forward
 
-    def _add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
+    def add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
+        """Greedy requests, none of which has had a step yet."""
         requests = [self._admit(prompt, max_tokens) for prompt in prompts]
         for request in requests:
             self._engine.add(request, lambda delta: None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
+import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from verbatim.bench.ours import WARM, random_ids
+from verbatim.bench.ours import random_ids
+from verbatim.bench.timing import WARM, seconds, step_times
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 
 
@@ -54,29 +56,46 @@ class Transformers:
         )
 
     def prefill(self, length: int) -> float:
-        ids = torch.tensor([random_ids(length, self._vocab)])
-        cache = self._make_cache()
-        start = time.perf_counter()
-        self._next(ids, cache)
-        return time.perf_counter() - start
+        return self.prefill_of(random_ids(length, self._vocab))
+
+    def prefill_of(self, prompt: list[int]) -> float:
+        """Seconds from a prompt to its next id."""
+        ids, cache = torch.tensor([prompt]), self._make_cache()
+        return seconds(lambda: self._next(ids, cache))
 
     def decode(self, rows: int, context: int, steps: int) -> list[float]:
+        return self.decode_of(random_ids(context, self._vocab), rows, steps)
+
+    def decode_of(
+        self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
+    ) -> list[float]:
+        """Seconds of each step of `rows` copies of a prompt; `most_s` as of `step_times`."""
         cache = self._make_cache()
-        next_ids = self._next(torch.tensor([random_ids(context, self._vocab)]), cache).expand(rows)
+        next_ids = self._next(torch.tensor([prompt]), cache).expand(rows)
         cache.batch_repeat_interleave(rows)
-        times: list[float] = []
-        for step in range(WARM + steps):
-            start = time.perf_counter()
+
+        def step() -> None:
+            nonlocal next_ids
             next_ids = self._next(next_ids[:, None], cache)
-            if step >= WARM:
-                times.append(time.perf_counter() - start)
-        return times
+
+        return step_times(step, steps, most_s)
+
+    def logits_behind(self, prompts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
+        """`[rows, vocab]`, behind prompts of one length and the ids that follow them, one by one."""
+        cache = self._make_cache()
+        logits = self._logits(torch.tensor(prompts), cache)
+        for ids in zip(*forced, strict=True):
+            logits = self._logits(torch.tensor(ids)[:, None], cache)
+        return logits
 
     def _next(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        return self._logits(ids, cache).argmax(-1)
+
+    def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         with torch.inference_mode():
             out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            next_ids: torch.Tensor = out.logits[:, -1].argmax(-1)
-        return next_ids
+            logits: torch.Tensor = out.logits[:, -1]
+        return logits
 
 
 class LlamaCpp:
@@ -103,9 +122,8 @@ class LlamaCpp:
     def prefill(self, length: int) -> float:
         context = self._context(1, length)
         try:
-            start = time.perf_counter()
-            self._prompt(context, random_ids(length, self._vocab))
-            return time.perf_counter() - start
+            ids = random_ids(length, self._vocab)
+            return seconds(lambda: self._prompt(context, ids))
         finally:
             self._lib.llama_free(context)
 
@@ -116,14 +134,14 @@ class LlamaCpp:
             memory = self._lib.llama_get_memory(handle)
             for row in range(1, rows):
                 self._lib.llama_memory_seq_cp(memory, 0, row, -1, -1)
-            times: list[float] = []
-            for step in range(WARM + steps):
-                start = time.perf_counter()
-                entries = [(step % self._vocab, context + step, row) for row in range(rows)]
+            number = itertools.count()
+
+            def step() -> None:
+                at = next(number)
+                entries = [(at % self._vocab, context + at, row) for row in range(rows)]
                 self._run(handle, entries, list(range(rows)))
-                if step >= WARM:
-                    times.append(time.perf_counter() - start)
-            return times
+
+            return step_times(step, steps)
         finally:
             self._lib.llama_free(handle)
 
@@ -195,21 +213,18 @@ class OpenVINO:
     def prefill(self, length: int) -> float:
         request = self._compiled.create_infer_request()
         ids = self._np.array([random_ids(length, self._vocab)])
-        start = time.perf_counter()
-        self._run(request, ids, 0)
-        return time.perf_counter() - start
+        return seconds(lambda: self._run(request, ids, 0))
 
     def decode(self, rows: int, context: int, steps: int) -> list[float]:
         request = self._compiled.create_infer_request()
         prompts = self._np.array([random_ids(context, self._vocab)] * rows)
-        ids = self._run(request, prompts, 0)
-        times: list[float] = []
-        for step in range(WARM + steps):
-            start = time.perf_counter()
-            ids = self._run(request, ids[:, None], context + step)
-            if step >= WARM:
-                times.append(time.perf_counter() - start)
-        return times
+        ids, position = self._run(request, prompts, 0), itertools.count(context)
+
+        def step() -> None:
+            nonlocal ids
+            ids = self._run(request, ids[:, None], next(position))
+
+        return step_times(step, steps)
 
     def _run(self, request: Any, ids: Any, before: int) -> Any:
         rows, length = ids.shape

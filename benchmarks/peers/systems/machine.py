@@ -1,15 +1,14 @@
-"""No system, but the machine's own limits: memory read and bf16 matrices multiplied, by torch."""
+"""No system, but the machine's own limits, as `verbatim bench` measures them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.peers.protocol import serve
+from verbatim.bench import machine
 
 
 class Machine:
@@ -20,26 +19,12 @@ class Machine:
 
     def load(self, threads: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
-        self.data = torch.ones(2**27)  # 512 MB: far more than any cache
-        self.rows = torch.randn(512, 1024, dtype=torch.bfloat16)
-        self.weight = torch.randn(4096, 1024, dtype=torch.bfloat16)
+        self.machine = machine.Machine(torch.bfloat16)
         self.measure()
         return {}
 
     def measure(self) -> dict[str, float]:
-        """The best of several, since whatever else runs can only lessen them."""
-        with torch.inference_mode():
-            read = min(seconds(self.data.sum) for _ in range(4))
-            multiply = min(seconds(lambda: F.linear(self.rows, self.weight)) for _ in range(15))
-        pairs = self.rows.shape[0] * self.weight.numel()
-        return {"bandwidth": self.data.nbytes / read, "flops": 2 * pairs / multiply}
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+        return asdict(self.machine.measure())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.peers.protocol import enough, random_ids, serve
+from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim import LLM, SamplingParams, __version__
+from verbatim.bench.ours import Ours
 from verbatim.model.quantize import Quantization
-from verbatim.placement.runner import Forward
 
 BLOCK = 16
 
@@ -61,25 +60,26 @@ class Verbatim:
             prefix_cache=False,
             num_threads=threads,
         )
-        self.runner: Any = self.llm._engine.runner
+        self.ours = Ours(self.llm)
         info = self.llm.info()
         self.llm.sleep()
         return {"weight_bytes": info["weight_bytes"], "kv_dtype": info["kv_dtype"]}
 
     def _fill(self, blocks: int) -> None:
         """Let every block hold the K and V of the first: memory of its own, and plausible numbers."""
-        request = self._add([random_ids(BLOCK, 1, self.shape.vocab)], max_tokens=2)[0]
-        self.llm._engine.step()
+        engine: Any = self.llm._engine
+        request = self.ours.add([random_ids(BLOCK, 1, self.shape.vocab)], max_tokens=2)[0]
+        engine.step()
         filled = request.sequences[0].blocks[0]
-        for k, v in self.runner.store.layers:
+        for k, v in engine.runner.store.layers:
             for tensor in (k, v):
                 end = min(blocks + 1, len(tensor))
                 tensor[1:end] = tensor[filled].clone()
-        self._drop([request])
+        engine.abort(request)
 
     def unload(self) -> None:
         self.llm.close()
-        del self.llm, self.runner
+        del self.llm, self.ours
 
     def check(self, prompts: list[list[int]], forced: list[list[int]]) -> np.ndarray:
         last: list[Any] = [None] * len(prompts)
@@ -119,64 +119,13 @@ class Verbatim:
 
     def prefill(self, length: int) -> float:
         with self._awake():
-            return self._prefill(length)
+            return self.ours.prefill_of(random_ids(length, 0, self.shape.vocab))
 
     def decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
+        prompts = [random_ids(length, row, self.shape.vocab) for row in range(rows)]
         with self._awake():
             self._fill(rows * (-(-(length + steps + 66) // BLOCK) + 1))
-            return self._decode(rows, length, steps, seconds)
-
-    def _prefill(self, length: int) -> float:
-        start = time.perf_counter()
-        requests = self._add([random_ids(length, 0, self.shape.vocab)], max_tokens=2)
-        while not requests[0].sequences[0].output_ids:
-            self.llm._engine.step()
-        spent = time.perf_counter() - start
-        self._drop(requests)
-        return spent
-
-    def _decode(self, rows: int, length: int, steps: int, seconds: float) -> list[float]:
-        prompts = [random_ids(length, row, self.shape.vocab) for row in range(rows)]
-        requests = self._add(prompts, max_tokens=steps + 64)
-        self._pretend_prefill(requests)
-        times: list[float] = []
-        for step in range(2 + steps):
-            start = time.perf_counter()
-            self.llm._engine.step()
-            if step >= 2:
-                times.append(time.perf_counter() - start)
-            if enough(times, steps, seconds):
-                break
-        assert not any(r.finished for r in requests)
-        self._drop(requests)
-        return times
-
-    def _pretend_prefill(self, requests: list[Any]) -> None:
-        """Take the prompts in as if they were computed: their blocks are full of numbers already.
-
-        It takes several steps, in which those that are through grow by some tokens.
-        """
-
-        def nothing(batch: Any) -> Forward:
-            return Forward(torch.zeros(len(batch.logit_rows), self.shape.vocab))
-
-        self.runner.forward = nothing
-        try:
-            while not requests[-1].sequences[0].output_ids:
-                self.llm._engine.step()
-        finally:
-            del self.runner.forward
-
-    def _add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Any]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        requests = [self.llm._admission.admit(prompt, params) for prompt in prompts]
-        for request in requests:
-            self.llm._engine.add(request, lambda delta: None)
-        return requests
-
-    def _drop(self, requests: list[Any]) -> None:
-        for request in requests:
-            self.llm._engine.abort(request)
+            return self.ours.decode_of(prompts, steps, seconds)
 
 
 if __name__ == "__main__":
