@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import decode
 import torch
 import triton
 
@@ -25,39 +26,18 @@ import verbatim
 from verbatim import LLM, SamplingParams
 
 QWEN3_8B = dict(
-    vocab_size=151936,
     hidden_size=4096,
     intermediate_size=12288,
     num_hidden_layers=36,
     num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=4096,
-)
-QWEN3_0_6B = dict(
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=4096,
-    tie_word_embeddings=True,
+    tie_word_embeddings=False,
 )
 
 
-def make_model(shape: dict[str, Any]) -> Any:
-    """Random weights, small enough that logits stay numbers."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+def make_model(**changes: Any) -> Any:
+    """Qwen3-0.6B's shape, or one that differs from it, on the GPU."""
+    with torch.device("cuda"):
+        return decode.make_model(torch.bfloat16, **changes)
 
 
 def copy_bandwidth() -> float:
@@ -113,7 +93,7 @@ def step_times(llm: LLM, length: int, steps: int) -> list[float]:
 def one_row(steps: int, bandwidth: float) -> dict[str, Any]:
     """Decode of one row of the 8B shape."""
     found: dict[str, Any] = {}
-    model = make_model(QWEN3_8B)
+    model = make_model(**QWEN3_8B)
     for length in (128, 1024):
         for deterministic in (False, True):
             with open_engine(model, deterministic) as llm:
@@ -140,7 +120,7 @@ def all_of(llm: LLM, ids: list[list[int]], tokens: int) -> tuple[float, list[lis
 
 def many_rows(rows: int, tokens: int) -> dict[str, Any]:
     """New tokens a second of `rows` requests at once, against transformers' continuous batching."""
-    model, ids = make_model(QWEN3_0_6B), prompts(rows, 128)
+    model, ids = make_model(), prompts(rows, 128)
     found: dict[str, Any] = {"rows": rows, "prompt": 128, "new tokens": tokens}
     for deterministic in (False, True):
         with open_engine(model, deterministic) as llm:
@@ -177,7 +157,7 @@ def continuous_batching(model: Any, ids: list[list[int]], tokens: int) -> dict[s
 
 def prefill() -> dict[str, Any]:
     """Tokens a second of one prompt of 4,000 tokens of the 8B shape."""
-    model, found = make_model(QWEN3_8B), {}
+    model, found = make_model(**QWEN3_8B), {}
     for deterministic in (False, True):
         with open_engine(model, deterministic) as llm:
             times = [all_of(llm, [prompts(1, 4000 + i)[0][: 4000 - i]], 1)[0] for i in range(4)]
