@@ -32,9 +32,8 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
 # Where a tensor's numbers are: address, number, strides. None: there is no tensor.
 Lying = tuple[int, int, tuple[int, ...]] | None
-Place = tuple[
-    dict[str, Any], str
-]  # where a tensor or a number hangs: in which dictionary, by what name
+# Where a tensor or a number hangs: in which dictionary, by what name.
+Place = tuple[dict[str, Any], str]
 _everywhere = torch.nn.modules.module  # hooks that every module has
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
