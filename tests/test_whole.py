@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -226,6 +227,18 @@ def test_a_hook_that_every_module_has_is_called() -> None:
     finally:
         handle.remove()
     assert outputs(decoder) == clean
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_a_model_has_no_more_threads_than_processors() -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    decoder = whole(make_toy("llama"))
+    expected, before = outputs(decoder), threads()
+    processors = len(os.sched_getaffinity(0))
+    assert outputs(decoder, threads=processors + 40) == expected
+    assert threads() < before + processors + 8
 
 
 def test_rotations_that_depend_on_the_context_are_made_each_time() -> None:

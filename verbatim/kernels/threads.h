@@ -19,13 +19,13 @@ class Team {
 
     explicit Team(int size) : size(size) {}
 
-    // f(thread) on the first `threads` of the team, of which the caller is one.
+    // f(thread) for each of `threads`, of which the team may have fewer; the caller is one of it.
     template <typename F> void run(int threads, F &f) {
         call = [](void *f, int thread) { (*(F *)f)(thread); };
         context = &f, count = threads;
         left.store(size - 1, std::memory_order_relaxed);
         round.fetch_add(1, std::memory_order_release);
-        f(0);
+        for (int t = 0; t < threads; t += size) f(t);
         wait([&] { return left.load(std::memory_order_acquire) == 0; });
     }
 
@@ -34,7 +34,7 @@ class Team {
         for (uint32_t seen = 0;; seen++) {
             wait([&] { return round.load(std::memory_order_acquire) != seen; });
             if (!call) return;
-            if (thread < count) call(context, thread);
+            for (int t = thread; t < count; t += size) call(context, t);
             left.fetch_sub(1, std::memory_order_release);
         }
     }
@@ -69,12 +69,18 @@ class Team {
     alignas(64) std::atomic<int> left{0};
 };
 
-// f(thread) for each of `threads` threads.
+// As many threads as there are processors to run them: more would wait for one another.
+static inline int threads_at_once(int threads) {
+    static const int processors = omp_get_num_procs();
+    return std::min(threads, processors);
+}
+
+// f(thread) for each of `threads` threads; there may be fewer.
 template <typename F> static inline void parallel(int threads, F f) {
     if (threads <= 1) return f(0);
-    if (Team *team = Team::mine; team && team->size >= threads) return team->run(threads, f);
-#pragma omp parallel num_threads(threads)
-    for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) f(t);  // there may be fewer
+    if (Team *team = Team::mine) return team->run(threads, f);
+#pragma omp parallel num_threads(threads_at_once(threads))
+    for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) f(t);
 }
 
 // f(i) for all i below `count`, in runs of neighbours, one for each thread.
@@ -129,6 +135,7 @@ static inline int threads_for(int64_t rows, int64_t numbers, int threads) {
 
 // f(), whose `parallel` pieces of at most `threads` threads go to a team.
 template <typename F> static inline void with_team(int threads, F f) {
+    threads = threads_at_once(threads);
     if (threads <= 1 || Team::mine || omp_in_parallel()) return f();
     Team *shared = nullptr;
 #pragma omp parallel num_threads(threads)
