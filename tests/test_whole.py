@@ -213,7 +213,7 @@ def test_an_unseen_module_whose_weights_moved_is_looked_at_once() -> None:
     assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
 
 
-def test_a_hook_that_every_module_has_is_called() -> None:
+def test_a_hook_that_every_module_has_is_called(runs: list[bool]) -> None:
     model = make_toy("llama")
     decoder = whole(model, unseen=True)
     clean = outputs(decoder)
@@ -226,7 +226,33 @@ def test_a_hook_that_every_module_has_is_called() -> None:
         assert outputs(decoder) == outputs(Decoder(model, fused=False)) != clean
     finally:
         handle.remove()
+    runs.clear()
     assert outputs(decoder) == clean
+    assert runs and all(runs), "in one piece again"
+
+
+@pytest.mark.parametrize("place", ["model.norm", "model.layers.1.post_attention_layernorm"])
+def test_a_weight_that_is_read_as_another_dtype_is_seen(place: str) -> None:
+    model = make_toy("olmo2", dtype=torch.bfloat16)
+    decoder = whole(model)
+    before = outputs(decoder)
+    weight = model.get_submodule(place).weight
+    weight.data = weight.data.view(torch.float16)  # at the same address
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
+
+
+@pytest.mark.parametrize("part", ["norm", "layers.1.input_layernorm"])
+def test_a_norms_class_may_get_another_forward(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_toy("llama")
+    decoders = [whole(model), Decoder(model, fused=False)]
+    before = outputs(decoders[0])
+    norm = model.model.get_submodule(part)
+    own = type(norm).forward
+    with monkeypatch.context() as patched:
+        patched.setattr(type(norm), "forward", lambda self, x: own(self, x) * 2)
+        found = [outputs(decoder) for decoder in decoders]
+    assert found[0] == found[1] != before
+    assert [outputs(decoder) for decoder in decoders] == [before] * 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from verbatim.model.norms import norm_parts
 from verbatim.model.whole import WholeModel, in_order
 
 _ROWS = 5  # of a trial
+_dtype = attrgetter("dtype")
 
 _MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
@@ -183,6 +184,8 @@ class FusedLayers:
             self._trust.given = True
             return
         self._trust.given = self._whole_fits = False
+        if hooks:  # whoever hooks is handed the modules, and may edit them
+            self._look = None
         if hooks or not self._layers:
             return
         if self._look is None or not self._look.unchanged():
@@ -232,7 +235,9 @@ class _Look:
                     self._dicts.append(place[0])
                     self._names.append(place[1])
                     found.append(lying)
-        self._pointers, self._numels, self._strides = map(list, zip(*found, strict=True))
+        self._pointers, self._numels, self._strides, self._dtypes = map(
+            list, zip(*found, strict=True)
+        )
         numbers = {  # once each: layers share a config
             (id(fields), name): (fields, name, value)
             for layer in layers
@@ -251,6 +256,7 @@ class _Look:
                 [*map(Tensor.data_ptr, tensors)] == self._pointers
                 and [*map(Tensor.numel, tensors)] == self._numels
                 and [*map(Tensor.stride, tensors)] == self._strides
+                and [*map(_dtype, tensors)] == self._dtypes
                 and [*map(dict.get, self._fields, self._keys)] == self._values
                 and all(fields.get(name) is None for fields, name in self._missing)
                 and self.same_code()

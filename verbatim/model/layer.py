@@ -30,8 +30,8 @@ from verbatim.model.products import packing_format
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
-# Where a tensor's numbers are: address, number, strides. None: there is no tensor.
-Lying = tuple[int, int, tuple[int, ...]] | None
+# Where a tensor's numbers are: address, number, strides, dtype. None: there is no tensor.
+Lying = tuple[int, int, tuple[int, ...], torch.dtype] | None
 # Where a tensor or a number hangs: in which dictionary, by what name.
 Place = tuple[dict[str, Any], str]
 _everywhere = torch.nn.modules.module  # hooks that every module has
@@ -412,7 +412,7 @@ class FusedLayer:
 def lying(places: list[Place]) -> list[Lying]:
     """Where the tensors lie that hang there now."""
     return [
-        None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride())
+        None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride(), t.dtype)
         for fields, name in places
     ]
 

@@ -77,8 +77,9 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = None if name is None else parameters[name]
-        fits = weight is None or (
-            weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape
+        fits = type(module).forward is original and (
+            weight is None
+            or (weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape)
         )
         if not args and not kwargs and fits:
             if elementwise.served(x):
@@ -88,7 +89,7 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
                 if norm.served(x, weight):
                     return norm.rms_norm(x, weight, fields[eps], kind)[0]
-        return original(module, x, *args, **kwargs)
+        return type(module).forward(module, x, *args, **kwargs)
 
     return forward
 
