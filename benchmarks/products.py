@@ -32,7 +32,9 @@ from torch.nn import functional as F
 from verbatim import kernels
 from verbatim.model.integers import interleave
 from verbatim.model.products import linear, packed_linear
-from verbatim.model.quantize import WeightPacking, pack, settle_quantization
+from verbatim.model.quantization import settle_quantization
+from verbatim.model.quantize import pack
+from verbatim.model.weight_packing import WeightPacking
 
 SHAPES = {  # name: (N, K)
     "q": (2048, 1024),

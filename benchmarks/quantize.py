@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from verbatim import LLM, SamplingParams, kernels, storyteller
-from verbatim.model.quantize import GROUP_SIZES, Quantization, WeightPacking, pack, unpack
+from verbatim.model.quantization import GROUP_SIZES, Quantization
+from verbatim.model.quantize import pack, unpack
+from verbatim.model.weight_packing import WeightPacking
 
 _LENGTH = 512
 

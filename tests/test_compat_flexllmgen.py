@@ -46,7 +46,7 @@ from verbatim.compat.flexllmgen import model as door
 from verbatim.compat.flexllmgen.config import find_model
 from verbatim.compat.flexllmgen.policy import offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Timings
-from verbatim.model.quantize import Quantization
+from verbatim.model.quantization import Quantization
 
 PAD = 1
 OPT = dict(pad_token_id=PAD, bos_token_id=2, eos_token_id=2)

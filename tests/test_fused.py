@@ -19,7 +19,9 @@ from verbatim.batch import Batch, block_tables
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.model.packed import PackedLinear
-from verbatim.model.quantize import WeightPacking, pack, settle_quantization
+from verbatim.model.quantization import settle_quantization
+from verbatim.model.quantize import pack
+from verbatim.model.weight_packing import WeightPacking
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FUSED = (

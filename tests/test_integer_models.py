@@ -23,7 +23,7 @@ from verbatim import (
 )
 from verbatim.model.integers import unpack_any
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
-from verbatim.model.quantize import Quantization, settle_quantization
+from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.placement import packed_cache
 from verbatim.placement.offload.recipe import Held
 from verbatim.placement.packing import fill

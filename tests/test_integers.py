@@ -17,7 +17,9 @@ from verbatim.model.integers import (
     unpack_any,
 )
 from verbatim.model.products import Packed, linear, linear_many, packed_linear
-from verbatim.model.quantize import GROUP_SIZES, Quantization, WeightPacking, pack, unpack
+from verbatim.model.quantization import GROUP_SIZES, Quantization
+from verbatim.model.quantize import pack, unpack
+from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size, activation_bits=8) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])

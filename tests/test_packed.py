@@ -23,14 +23,8 @@ from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, SamplingPa
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
-from verbatim.model.quantize import (
-    Quantization,
-    pack,
-    rounded,
-    settle_quantization,
-    unpack,
-    unpack_rows,
-)
+from verbatim.model.quantization import Quantization, settle_quantization
+from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.placement import packed_cache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -22,7 +22,9 @@ from verbatim.model.products import (
     packed_linear,
     probe_report,
 )
-from verbatim.model.quantize import GROUP_SIZES, Quantization, WeightPacking, pack, unpack
+from verbatim.model.quantization import GROUP_SIZES, Quantization
+from verbatim.model.quantize import pack, unpack
+from verbatim.model.weight_packing import WeightPacking
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -18,17 +18,10 @@ from torch import Tensor
 from toys import make_toy
 
 from verbatim import LLM, InvalidRequest, ModelError, NotSupported, Offload, TierFailed, kernels
-from verbatim.model.quantize import (
-    GROUP_SIZES,
-    LARGEST,
-    Quantization,
-    WeightPacking,
-    pack,
-    pack_and_measure,
-    settle_quantization,
-    squared_error,
-    unpack,
-)
+from verbatim.model.groups import LARGEST
+from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
+from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
+from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
@@ -175,7 +168,7 @@ def test_sizes(kind: Quantization, width: int, nbytes: int) -> None:
 def test_the_measured_error_is_that_of_all_elements(
     shape: tuple[int, ...], columns: bool, kind: Quantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.model.quantize._PIECE", 1000)
+    monkeypatch.setattr("verbatim.model.groups.PIECE", 1000)
     weight = random(*shape)
     packing = packing_of(weight, kind, columns)
     wrong, all_of_it = squared_error(weight, pack(weight, packing), packing)
@@ -187,7 +180,7 @@ def test_the_measured_error_is_that_of_all_elements(
 def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(random(2, 150, 90), columns) for columns in (False, True)]
     whole = [pack(w, packing_of(w, KINDS[4], columns)) for w, columns in cases]
-    monkeypatch.setattr("verbatim.model.quantize._PIECE", 700)
+    monkeypatch.setattr("verbatim.model.groups.PIECE", 700)
     for (weight, columns), packed in zip(cases, whole, strict=True):
         packing = packing_of(weight, KINDS[4], columns)
         assert torch.equal(pack(weight, packing), packed)

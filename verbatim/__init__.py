@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         VerbatimError,
     )
     from verbatim.llm import LLM
-    from verbatim.model.quantize import Quantization
+    from verbatim.model.quantization import Quantization
     from verbatim.params import SamplingParams
     from verbatim.placement.cluster.choice import Cluster
     from verbatim.placement.offload.choice import Offload
@@ -43,7 +43,7 @@ _HOMES = {
     "TensorParallel": "verbatim.placement.parallel.choice",
     "ExpertParallel": "verbatim.placement.parallel.choice",
     "PipelineParallel": "verbatim.placement.parallel.choice",
-    "Quantization": "verbatim.model.quantize",
+    "Quantization": "verbatim.model.quantization",
     "Session": "verbatim.session",
     "sample": "verbatim.sampling.sampler",
     "generate": "verbatim.tensors",

@@ -18,7 +18,7 @@ from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_token
 from verbatim.engine.driver import Driver
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
-from verbatim.model.quantize import Quantization
+from verbatim.model.quantization import Quantization
 from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import Opened, open_engine, open_runner
 from verbatim.options import positive, switch

@@ -1,7 +1,7 @@
 // Matrices made codes of 8 or 4 bits, the other way round than unpack.cpp: each group of a row as
 // round((w - low) / scale), then (scale, low) of each of its groups.
 //
-// `verbatim/model/quantize.py` says the same in torch, bit for bit; every step here is one IEEE operation.
+// `verbatim/model/groups.py` says the same in torch, bit for bit; every step here is one IEEE operation.
 
 #include <cmath>
 #include <cstring>

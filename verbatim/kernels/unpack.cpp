@@ -1,7 +1,7 @@
 // Matrices in 8 or 4 bits, made numbers again: low + scale * code for each group of a contraction.
 //
-// `verbatim/model/quantize.py` tells how they lie and says the same in torch, bit for bit: the product
-// is exact in a float (8 bits times 8), so the sum is rounded once whether it is fused or not.
+// `verbatim/model/quantize.py` tells how they lie, and `groups.py` says the same in torch, bit for
+// bit: the product is exact in a float (8 bits times 8), so the sum is rounded once whether it is fused or not.
 //
 // What is written is read next by matrix products, and is larger than the caches.
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.model.quantize import WeightPacking, find_library, stretches, unpack
+from verbatim.model.quantize import find_library, unpack
+from verbatim.model.weight_packing import WeightPacking, stretches
 
 BLOCK = 32  # columns; `WeightPacking.nbytes` counts them, too
 _SMALLEST = 2.0**-100

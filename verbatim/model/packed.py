@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from verbatim.model import products
 from verbatim.model.integers import interleaved_rows, unpack_any
-from verbatim.model.quantize import WeightPacking, unpack, unpack_rows
+from verbatim.model.quantize import unpack, unpack_rows
+from verbatim.model.weight_packing import WeightPacking
 
 _POISON = 255  # of bytes: scales that are NaN
 

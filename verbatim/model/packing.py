@@ -13,7 +13,8 @@ from torch import nn
 from verbatim.errors import NotSupported
 from verbatim.model.anatomy import inner_model
 from verbatim.model.hidden import head_of
-from verbatim.model.quantize import Quantization, WeightPacking
+from verbatim.model.quantization import Quantization
+from verbatim.model.weight_packing import WeightPacking
 
 _ROUTER = re.compile(
     r"(^|\.)(gate|\w+_gate|\w*router\w*)(\.|$)"

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from verbatim import kernels
 from verbatim.model.integers import integer_linear
-from verbatim.model.quantize import WeightPacking, unpack
+from verbatim.model.quantize import unpack
+from verbatim.model.weight_packing import WeightPacking
 
 _Function = Callable[..., None]
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}

@@ -8,7 +8,7 @@ from typing import Any
 from verbatim.device import CPU, Device
 from verbatim.errors import OutOfBlocks
 from verbatim.kv.quantized import KVDtype, settle_kv_dtype
-from verbatim.model.quantize import Quantization, settle_quantization
+from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.options import memory_bytes, positive, switch, thread_count
 
 _MAX_BATCH_TOKENS = 2048

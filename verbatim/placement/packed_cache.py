@@ -28,7 +28,7 @@ from torch import Tensor
 
 from verbatim.errors import ModelError
 from verbatim.model.loader import LoadedModel
-from verbatim.model.quantize import Quantization
+from verbatim.model.quantization import Quantization
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.identity import fingerprint
 from verbatim.placement.offload.checkpoint import stored_in

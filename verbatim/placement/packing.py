@@ -16,7 +16,9 @@ from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed
 from verbatim.model.packing import PackingReport, choose_packings, owners
-from verbatim.model.quantize import Quantization, WeightPacking, pack_and_measure
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import pack_and_measure
+from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.checkpoint import open_skeleton, placeholder
 from verbatim.placement.offload.recipe import Held, Recipe, cook, ingredients
 from verbatim.placement.packed_cache import THREADS, PackedCache, read_stored

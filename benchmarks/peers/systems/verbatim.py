@@ -15,7 +15,7 @@ from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim import LLM, SamplingParams, __version__
 from verbatim.bench.ours import Ours
-from verbatim.model.quantize import Quantization
+from verbatim.model.quantization import Quantization
 
 BLOCK = 16
 

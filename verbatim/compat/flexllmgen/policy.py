@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.quantized import PACKINGS
-from verbatim.model.quantize import GROUP_SIZES, Quantization
+from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.options import switch
 from verbatim.placement.offload.choice import Offload
 

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.model.packing import PackingReport
-from verbatim.model.quantize import Quantization, WeightPacking, pack_and_measure, rounded
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import pack_and_measure, rounded
+from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.files import read_whole
 from verbatim.placement.offload.recipe import Held, cook
 from verbatim.placement.offload.scratch import Scratch

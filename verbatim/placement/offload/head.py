@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.model.quantize import WeightPacking
+from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.recipe import rows_can_be_read, rows_of
 from verbatim.placement.offload.units import Slot, Unit, Units
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.invariant import forward_for
-from verbatim.model.quantize import WeightPacking
+from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read
 
 _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
