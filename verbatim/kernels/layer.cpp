@@ -12,7 +12,7 @@ using namespace vb;
 
 namespace {
 
-// As verbatim/model/layer.py declares it.
+// As verbatim/model/structs.py declares it.
 struct Layer {
     Matrix inputs[3];  // of q, k and v; or one of all three
     Matrix output;     // of attention

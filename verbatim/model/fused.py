@@ -24,13 +24,8 @@ from verbatim.model.context import activate
 from verbatim.model.elementwise import Activation
 from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
-from verbatim.model.layer import (
-    FusedLayer,
-    LayerParts,
-    Norm,
-    NotFusable,
-    Trust,
-)
+from verbatim.model.layer import FusedLayer, Trust
+from verbatim.model.layer_parts import LayerParts, Norm, NotFusable
 from verbatim.model.layer_trial import LayerTrial, Watch
 from verbatim.model.norms import norm_parts
 from verbatim.model.whole import WholeModel, in_order

@@ -10,10 +10,9 @@ modules are run with one by one. So the bits are the same, and an update in plac
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -23,134 +22,21 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.context import active_pass
-from verbatim.model.elementwise import Activation, NormKind
-from verbatim.model.norms import NormParts
+from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
 from verbatim.model.packed import PackedLinear
-from verbatim.model.products import packing_format
+from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
+from verbatim.model.structs import ROLES, LayerStruct, matrix_of, norm_of
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
-# Where a tensor's numbers are: address, number, strides, dtype. None: there is no tensor.
-Lying = tuple[int, int, tuple[int, ...], torch.dtype] | None
-# Where a tensor or a number hangs: in which dictionary, by what name.
-Place = tuple[dict[str, Any], str]
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _everywhere = torch.nn.modules.module  # hooks that every module has
 _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
-
-
-class Rotation(enum.IntEnum):
-    """Which dimensions of a head are turned together; as in `kernels/elementwise.h`."""
-
-    UNTURNED = 0
-    HALVES = 1  # i with i + half
-    NEIGHBOURS = 2  # 2i with 2i + 1
-    ONCE = 3  # as HALVES, with one angle for both halves and not two
-
-
-class NotFusable(Exception):
-    """A layer has to run module by module; the message tells why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm of the layer and how it is computed."""
-
-    module: nn.Module
-    parts: NormParts
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """A layer of the common shape, taken apart.
-
-    Attributes:
-        inputs: of attention: q, k and v, or one for all three.
-        gates: gate and up, or one for both; empty where `mlp` runs as it is.
-        norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
-        residual_scale: factor of what is added to the residual.
-    """
-
-    layer: nn.Module
-    attention: nn.Module
-    mlp: nn.Module
-    inputs: list[nn.Module]
-    output: nn.Module
-    gates: list[nn.Module]
-    down: nn.Module | None
-    activation: Activation
-    norms: dict[str, Norm]
-    residual_scale: float
-
-    def modules(self) -> list[nn.Module]:
-        """Everything that does not run by its own forward any more, the layer itself not included."""
-        mlp = [*self.mlp.modules()] if self.gates else []
-        return [*self.attention.modules(), *mlp, *(n.module for n in self.norms.values())]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a layer hands to its attention: numbers of heads, widths, options, and how heads are turned."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    rotation: Rotation
-    options: AttentionOptions  # without sinks: those are read anew each time
-    sinks: bool
-
-
-class Matrix(ctypes.Structure):
-    """`vb::Matrix` of kernels/matrix.h."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("data", "bias")),
-        *((name, _LONG) for name in ("cols", "depth", "stride")),
-        *((name, _INT) for name in ("format", "group")),
-    ]
-
-
-class NormStruct(ctypes.Structure):
-    """`vb::Norm` of kernels/elementwise.h."""
-
-    _fields_ = [("weight", _POINTER), ("width", _LONG), ("eps", _FLOAT), ("kind", _INT)]
-
-
-_ROLES = (
-    "before_attention",
-    "of_queries",
-    "of_keys",
-    "after_attention",
-    "before_mlp",
-    "after_mlp",
-)
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        ("inputs", Matrix * 3),
-        ("output", Matrix),
-        ("gates", Matrix * 2),
-        ("down", Matrix),
-        *((role, NormStruct) for role in _ROLES),
-        *(
-            (name, _LONG)
-            for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim", "inner")
-        ),
-        *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
-        ("residual_scale", _FLOAT),
-        ("is_bf16", _INT),
-        ("scale", _FLOAT),
-        ("softcap", _FLOAT),
-        ("window", _LONG),
-    ]
 
 
 @functools.cache
 def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
     assert library is not None
     library.vb_layer_size.restype = _LONG
-    assert library.vb_layer_size() == ctypes.sizeof(_Layer)
+    assert library.vb_layer_size() == ctypes.sizeof(LayerStruct)
     angles = [*[_POINTER] * 2, _LONG, _INT]
     arguments = {
         "before": [*[_POINTER] * 2, _LONG, *angles, _POINTER, _INT],
@@ -169,12 +55,6 @@ class Trust:
     """Whether fused layers were looked at before this forward, so that they need not look themselves."""
 
     given = False
-
-
-# What changes while a module is borrowed, or by who calls it.
-NOT_OURS = frozenset(
-    {"training", "_attn_implementation_internal", "_experts_implementation_internal"}
-)
 
 
 class FusedLayer:
@@ -215,7 +95,7 @@ class FusedLayer:
         self.classes = list({type(m) for m in (*owners, *modules)})
         self.codes = [cls.forward for cls in self.classes]
         self.found: list[Lying] | None = None
-        self._struct = _Layer()
+        self._struct = LayerStruct()
         self._prepare()
 
     @property
@@ -292,7 +172,7 @@ class FusedLayer:
             fits &= [m.cols for m in struct.gates][: len(wanted)] == wanted
             fits &= all(struct.gates[i].depth == struct.hidden for i in range(len(wanted)))
             fits &= struct.down.cols == struct.hidden
-        for role in _ROLES:
+        for role in ROLES:
             norm = parts.norms.get(role)
             width = {"of_queries": queries, "of_keys": keys}.get(role)
             found = norm_of(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
@@ -409,29 +289,6 @@ class FusedLayer:
             return False
 
 
-def lying(places: list[Place]) -> list[Lying]:
-    """Where the tensors lie that hang there now."""
-    return [
-        None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride(), t.dtype)
-        for fields, name in places
-    ]
-
-
-def numbers_of(modules: list[nn.Module]) -> list[Place]:
-    """Where modules keep numbers and words that their forwards may depend on: each dictionary and name.
-
-    Also those of configs, which some forwards read each time.
-    """
-    fields = [m.__dict__ for m in dict.fromkeys(modules)]
-    configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
-    return [
-        (values, name)
-        for values in (*fields, *{id(c): c for c in configs}.values())
-        for name, value in values.items()
-        if name not in NOT_OURS and (value is None or type(value) in (int, float, bool, str))
-    ]
-
-
 def _own_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
@@ -456,64 +313,3 @@ def _dtype_of(linear: Any) -> torch.dtype:
     if type(linear) is PackedLinear:
         return linear.packing.dtype
     return linear.weight.dtype  # type: ignore[no-any-return]
-
-
-def places_of(linear: nn.Module) -> list[Place]:
-    """Where the tensors of a linear layer hang."""
-    if type(linear) is PackedLinear:
-        return [(linear._buffers, "packed"), (linear._parameters, "bias")]
-    return [(linear._parameters, "weight"), (linear._parameters, "bias")]
-
-
-def _checked(tensor: Any, dtype: torch.dtype) -> int:
-    """The address of a tensor that lies as it should; None has none."""
-    if tensor is None:
-        return 0
-    if type(tensor) not in (nn.Parameter, Tensor) or tensor.dtype is not dtype:
-        raise NotFusable(f"a weight of it is a {type(tensor).__name__} of {tensor.dtype}")
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise NotFusable("a weight of it is not contiguous in memory")
-    address: int = tensor.data_ptr()
-    return address
-
-
-def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
-    """A linear layer's weight and bias as the kernels read them; NotFusable where they can't."""
-    if dtype not in _FORMATS:
-        raise NotFusable(f"its weights are {dtype}")
-    own_bias = linear._parameters.get("bias")
-    bias = _checked(own_bias, dtype)
-    if type(linear) is PackedLinear:
-        packing = linear.packing
-        if packing.dtype is not dtype:
-            raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
-        data = _checked(linear._buffers["packed"], torch.uint8)
-        (cols, depth), kind = packing.shape, packing.quantization
-        _check_bias(own_bias, cols)
-        return Matrix(data, bias, cols, depth, depth, packing_format(packing), kind.group_size)
-    if type(linear) is not nn.Linear:
-        raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
-    weight: Any = linear._parameters["weight"]
-    data = _checked(weight, dtype)
-    cols, depth = weight.shape
-    _check_bias(own_bias, cols)
-    if weight.stride() != (depth, 1):
-        raise NotFusable("a weight of it is not contiguous in memory")
-    return Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
-
-
-def _check_bias(bias: Tensor | None, cols: int) -> None:
-    if bias is not None and bias.shape != (cols,):
-        raise NotFusable("a bias of it has another length than its weight")
-
-
-def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | None) -> NormStruct:
-    """A norm of `width`, or of `head_dim` for each head."""
-    if norm is None:
-        return NormStruct(None, width, 0.0, NormKind.NONE)
-    kind, name, eps = norm.parts
-    weight = None if name is None else norm.module._parameters[name]
-    own = (head_dim or width) if weight is None else weight.shape[0]
-    if own not in (width, head_dim):
-        raise NotFusable(f"a norm of it is {own} wide")
-    return NormStruct(_checked(weight, dtype), own, norm.module.__dict__[eps], kind)

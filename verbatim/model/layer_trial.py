@@ -20,16 +20,8 @@ from verbatim.kv.attention import AttentionOptions
 from verbatim.kv.store import LayerShape
 from verbatim.model.borrow import replaced_forwards
 from verbatim.model.context import activate
-from verbatim.model.layer import (
-    FusedLayer,
-    LayerParts,
-    Norm,
-    NotFusable,
-    Rotation,
-    Shape,
-    Trust,
-    add_sinks,
-)
+from verbatim.model.layer import FusedLayer, Trust, add_sinks
+from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
 
 _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)

@@ -25,22 +25,12 @@ from verbatim.model.angles import Angles
 from verbatim.model.direct import DirectRows
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
-from verbatim.model.layer import (
-    FusedLayer,
-    Lying,
-    Matrix,
-    Norm,
-    NormStruct,
-    NotFusable,
-    Place,
-    lying,
-    matrix_of,
-    norm_of,
-    numbers_of,
-    places_of,
-)
+from verbatim.model.layer import FusedLayer
+from verbatim.model.layer_parts import Norm, NotFusable
 from verbatim.model.layer_trial import noise, same_bits
 from verbatim.model.norms import norm_parts
+from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
+from verbatim.model.structs import Matrix, NormStruct, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Ctrl-C waits for a call of the kernels. With more rows the layers take long, and a call each costs nothing.

@@ -1,0 +1,74 @@
+"""A decoder layer taken apart: its modules by the part they play, and what it hands to its attention."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import nn
+
+from verbatim.kv.attention import AttentionOptions
+from verbatim.model.elementwise import Activation
+from verbatim.model.norms import NormParts
+
+
+class Rotation(enum.IntEnum):
+    """Which dimensions of a head are turned together; as in `kernels/elementwise.h`."""
+
+    UNTURNED = 0
+    HALVES = 1  # i with i + half
+    NEIGHBOURS = 2  # 2i with 2i + 1
+    ONCE = 3  # as HALVES, with one angle for both halves and not two
+
+
+class NotFusable(Exception):
+    """A layer has to run module by module; the message tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the layer and how it is computed."""
+
+    module: nn.Module
+    parts: NormParts
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """A layer of the common shape, taken apart.
+
+    Attributes:
+        inputs: of attention: q, k and v, or one for all three.
+        gates: gate and up, or one for both; empty where `mlp` runs as it is.
+        norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
+        residual_scale: factor of what is added to the residual.
+    """
+
+    layer: nn.Module
+    attention: nn.Module
+    mlp: nn.Module
+    inputs: list[nn.Module]
+    output: nn.Module
+    gates: list[nn.Module]
+    down: nn.Module | None
+    activation: Activation
+    norms: dict[str, Norm]
+    residual_scale: float
+
+    def modules(self) -> list[nn.Module]:
+        """Everything that does not run by its own forward any more, the layer itself not included."""
+        mlp = [*self.mlp.modules()] if self.gates else []
+        return [*self.attention.modules(), *mlp, *(n.module for n in self.norms.values())]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a layer hands to its attention: numbers of heads, widths, options, and how heads are turned."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    rotation: Rotation
+    options: AttentionOptions  # without sinks: those are read anew each time
+    sinks: bool
