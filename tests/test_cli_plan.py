@@ -178,6 +178,7 @@ def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):
     assert any(line.startswith("tokens/s ") for line in notes)
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_command(folder):
     code = "from verbatim.cli import main; main()"
     args = [sys.executable, "-P", "-c", code, "plan", folder, "--gpu", "100KB"]

@@ -283,7 +283,12 @@ def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
 @pytest.mark.parametrize(
     ("redirection", "status", "message"),
     [
-        ("> /dev/full", 1, "can't write to stdout: No space left on device"),
+        pytest.param(
+            "> /dev/full",
+            1,
+            "can't write to stdout: No space left on device",
+            marks=pytest.mark.slow,
+        ),
         (">&-", 1, "stdout is closed"),
         ("<&-", 2, "stdin is closed"),
     ],

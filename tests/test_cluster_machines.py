@@ -124,16 +124,19 @@ def test_whoever_has_another_token_is_kept_out(network: Network, tmp_path: Path)
     own = stranger.environment
     stranger.environment = own | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
     try:
-        joined = stranger.run([*VERBATIM, "cluster", "join", f"{head.address}:{PORT}"], check=False)
-        looked = stranger.run(
-            [*VERBATIM, "cluster", "status", "--address", f"{head.address}:{PORT}"], check=False
+        joins, looks = (  # at once: each waits for an answer that doesn't come
+            stranger.start([*VERBATIM, "cluster", *command], stderr=subprocess.PIPE)
+            for command in (
+                ["join", f"{head.address}:{PORT}"],
+                ["status", "--address", f"{head.address}:{PORT}"],
+            )
         )
+        said = [process.communicate(timeout=120)[1] for process in (joins, looks)]
     finally:
         stranger.environment = own
-    assert joined.returncode == 1
-    assert "is not the cluster's" in joined.stderr
-    assert looked.returncode == 1
-    assert "takes the token of this machine" in looked.stderr
+    assert (joins.returncode, looks.returncode) == (1, 1)
+    assert "is not the cluster's" in said[0]
+    assert "takes the token of this machine" in said[1]
 
 
 def test_an_answer_goes_on_when_a_machine_is_cut_off(

@@ -873,6 +873,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_end_is_that_of_all_ranks(tmp_path):
     assert _is_sequence_finished(torch.tensor([0, 0])) is True
     assert _is_sequence_finished(torch.tensor([0, 1])) is False

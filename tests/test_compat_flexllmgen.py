@@ -830,6 +830,7 @@ def test_a_tier_that_fails_is_told_and_closes_the_engine(folder, monkeypatch):
             model.generate(ROWS, 12)
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_closing(folder):
     script = f"""
 from verbatim.compat.flexllmgen import OptLM, Policy

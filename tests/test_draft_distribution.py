@@ -126,7 +126,7 @@ def check_draws(drafter: Any, num_seeds: int) -> list[float]:
 
 
 def test_two_drafted_tokens_have_the_exact_distribution_whoever_drafts_them() -> None:
-    with_noise, without = (check_draws(OtherModel(shared), 2) for shared in (True, False))
+    with_noise, without = (check_draws(OtherModel(shared), 1) for shared in (True, False))
     # Shared noise lets more of them stand, and neither lets all or none.
     assert all(a > 1.5 * b > 0 for a, b in zip(with_noise, without, strict=True))
     assert with_noise[0] < 0.9
@@ -134,8 +134,8 @@ def test_two_drafted_tokens_have_the_exact_distribution_whoever_drafts_them() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shared noise", "own noise"])
-def test_a_hundred_thousand_draws_have_the_exact_distribution(kind: str) -> None:
-    check_draws(OtherModel(kind == "shared noise"), 25)
+def test_fifty_thousand_draws_have_the_exact_distribution(kind: str) -> None:
+    check_draws(OtherModel(kind == "shared noise"), 13)
 
 
 @pytest.mark.parametrize("pair", pairs(16), ids=lambda pair: pair.name)

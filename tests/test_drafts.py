@@ -130,8 +130,16 @@ def test_quantized_kv_changes_no_bit_under_drafts(kv_dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "float32"),
+        ("qwen3_moe", "bfloat16"),
+        ("gemma2", "bfloat16"),
+        ("gpt_oss", "float32"),
+        ("deepseek_v3", "bfloat16"),
+    ],
+)
 def test_every_length_of_a_draft_in_every_schedule_changes_no_bit(name: str, dtype: str) -> None:
     for shift in range(len(SCHEDULES)):
         check_schedules(name, dtype, shift)

@@ -310,6 +310,7 @@ def interactive(run_dir: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
     process = interactive(run_dir)
     out, err = process.communicate(f"{PROMPT}\n\n   \n{'fox ' * 190}\nlazy dog\n", timeout=120)
@@ -322,6 +323,7 @@ def test_prompts_are_read_to_the_end_of_stdin(run_dir: Path) -> None:
     assert "the limit for" in lines[1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_leaves_with_status_0(run_dir: Path) -> None:
     process = interactive(run_dir)
     assert process.stdout is not None and process.stdin is not None
