@@ -145,32 +145,52 @@ void after(const Layer &l, const void *hidden, const void *attended, int64_t row
               (float *)normed, threads);
 }
 
-// Both, and between them the rows' K and V are written to the stores and attended to.
-void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const float *sinks,
-           const void *hidden, const Angles &angles, void *out, void *normed, int threads) {
+// The rows' K and V are written to the stores, and `attended` [rows, heads * value_dim] is what they attend to.
+void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, const float *sinks,
+            const void *hidden, const Angles &angles, char *attended, int threads) {
     const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
     const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
-    const int64_t size = l.is_bf16 ? 2 : 4, out_width = l.heads * l.value_dim;
-    Scratch<char> qkv(rows.count * width * size), attended(rows.count * out_width * size);
+    const int64_t size = l.is_bf16 ? 2 : 4;
+    Scratch<char> qkv(rows.count * width * size);
     before(l, hidden, rows.count, angles, qkv.data, threads);
     const char *k = qkv.data + q_width * size, *v = k + k_width * size;
     vb_write_kv(k, v, (char *)k_store, (char *)v_store, rows.slots, rows.count, l.kv_heads,
                 rows.block_size, l.head_dim * size, l.value_dim * size, width * size,
                 l.head_dim * size, width * size, l.value_dim * size, threads);
-    vb_attention(qkv.data, attended.data, k_store, v_store, rows.query_starts, rows.context_lens,
+    vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.is_bf16,
                  l.is_bf16, l.scale, l.softcap, sinks, nullptr, threads);
+}
+
+// Bytes of a row of `attended`.
+int64_t attended_bytes(const Layer &l) { return l.heads * l.value_dim * (l.is_bf16 ? 2 : 4); }
+
+void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const float *sinks,
+           const void *hidden, const Angles &angles, void *out, void *normed, int threads) {
+    Scratch<char> attended(rows.count * attended_bytes(l));
+    attend(l, rows, k_store, v_store, sinks, hidden, angles, attended.data, threads);
     after(l, hidden, attended.data, rows.count, out, normed, threads);
 }
 
-// The last norm and the head, for the rows that need logits.
+// The last layer, the last norm and the head. Behind attention nobody asks for other rows than those that
+// need logits.
 template <typename T>
-void finish(const Model &m, const T *x, const int64_t *logit_rows, int64_t count, T *normed,
-            T *logits, int threads) {
-    const int64_t width = m.norm.width;
+void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, const T *hidden,
+            const Angles &angles, const int64_t *logit_rows, int64_t count, T *normed, T *logits,
+            int threads) {
+    const Layer &l = *m.layers[m.count - 1];
+    const int64_t width = m.norm.width, bytes = attended_bytes(l);
+    Scratch<char> attended(rows.count * bytes), theirs(count * bytes);
+    Scratch<T> kept(count * width);
+    attend(l, rows, k_store, v_store, nullptr, hidden, angles, attended.data, threads);
+    for (int64_t i = 0; i < count; i++) {
+        std::memcpy(kept.data + i * width, hidden + logit_rows[i] * width, width * sizeof(T));
+        std::memcpy(theirs.data + i * bytes, attended.data + logit_rows[i] * bytes, bytes);
+    }
+    after<T>(l, kept.data, (const T *)theirs.data, count, kept.data, (T *)nullptr, threads);
     each_row(count, width, threads, [&](int64_t r) {
-        norm_row(normed + r * width, x + logit_rows[r] * width, m.norm);
+        norm_row(normed + r * width, kept.data + r * width, m.norm);
     });
     multiply(normed, count, width, &m.head, 1, logits, m.head.cols, threads);
 }
@@ -211,15 +231,17 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
     const Angles found{cos, sin, angles, angles_f32, angle_rows};
     if (threads <= 0) threads = omp_get_max_threads();
     with_team(threads, [&] {
-        for (int64_t i = 0; i < m->count; i++)
+        const int64_t last = m->count - 1;
+        for (int64_t i = 0; i < last; i++)
             whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], nullptr, hidden, found,
                   hidden, nullptr, threads);
-        if (m->layers[0]->is_bf16)
-            finish(*m, (const bf16 *)hidden, logit_rows, count, (bf16 *)normed, (bf16 *)logits,
-                   threads);
+        void *k = stores[2 * last], *v = stores[2 * last + 1];
+        if (m->layers[last]->is_bf16)
+            finish(*m, *rows, k, v, (const bf16 *)hidden, found, logit_rows, count, (bf16 *)normed,
+                   (bf16 *)logits, threads);
         else
-            finish(*m, (const float *)hidden, logit_rows, count, (float *)normed, (float *)logits,
-                   threads);
+            finish(*m, *rows, k, v, (const float *)hidden, found, logit_rows, count,
+                   (float *)normed, (float *)logits, threads);
     });
 }
 

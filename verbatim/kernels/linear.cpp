@@ -288,8 +288,10 @@ template <typename T, typename O> static void multiply_in(Work<T, O> work, int t
     for (int i = 0; i < work.count; i++) strips += work.strips(work.matrices[i]);
     const int64_t blocks = (work.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pieces = strips * blocks;
     if (!pieces) return;
+    // Whole panels, as far as they go: lower ones take as long.
+    const int64_t height = (work.rows + blocks * PANEL_ROWS - 1) / (blocks * PANEL_ROWS) * PANEL_ROWS;
     const auto block_rows = [&](int64_t block) {
-        return Panels<T>{work.rows * block / blocks, work.rows * (block + 1) / blocks};
+        return Panels<T>{height * block, std::min(height * (block + 1), work.rows)};
     };
     const T *plain = work.x;
     const int64_t plain_stride = work.x_stride, depth = work.matrices[0].depth;

@@ -33,8 +33,9 @@ from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
 from verbatim.model.structs import Matrix, NormStruct, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-# Ctrl-C waits for a call of the kernels. With more rows the layers take long, and a call each costs nothing.
-_MOST_ROWS = 256
+# Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
+# more, the layers take long, and a call each costs nothing.
+_MOST_WORK = 1 << 39
 _NORM_NAMES = ("norm", "final_layernorm", "ln_f")
 
 # A forward with these callables in the layers' places: ids, positions, the rows that have logits, logits.
@@ -142,6 +143,8 @@ class WholeModel:
         self._places: list[Place] = places_of(head)
         if parts.weight is not None:
             self._places.append((norm._parameters, parts.weight))
+        numbers = sum(p.numel() for p in inner.parameters())
+        self._most_rows = max(1, _MOST_WORK // max(1, numbers))
         self._found: list[Lying] | None = None
         self._struct = _Model()
         self._prepare()
@@ -184,7 +187,7 @@ class WholeModel:
             watched: somebody has the model, so nothing is kept that it may have changed.
         """
         direct, batch = walk.direct, walk.batch
-        if direct is None or direct.dtype is not self.dtype or direct.count > _MOST_ROWS:
+        if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
             return None
         hidden = self._embed(batch.token_ids[None])  # in memory of its own: the kernel writes to it
         if hidden.dtype is not self.dtype or not hidden.is_contiguous():
