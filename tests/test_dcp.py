@@ -831,6 +831,9 @@ def attacks(marker: Path) -> dict[str, Change]:
         "in the name of the folder": hidden_in("storage_meta", stored.StorageMeta(touch)),
         "eval": hidden_in("version", _Runs(eval, f"open({str(marker)!r}, 'w')")),
         "getattr": hidden_in("version", _Runs(getattr, "a", "b")),
+        "getattr of a class": hidden_in(
+            "version", _Runs(getattr, stored.TensorProperties, "__init__")
+        ),
         "a class of torch": hidden_in("version", _Runs(torch.load, str(marker))),
         "a subclass": properties,
     }
@@ -845,6 +848,18 @@ def test_metadata_runs_nothing(folder: Path, toml: Path, tmp_path: Path, name: s
     ):
         LLM(folder, config=toml)
     assert not marker.exists()
+
+
+def test_an_enum_may_be_named_by_getattr(folder: Path, toml: Path) -> None:
+    with LLM(folder, config=toml) as llm:
+        expected = words(llm)
+    kind = stored.TensorProperties().__getstate__()[3].__class__  # as Python 3.11.2 does it
+    rewrite(
+        folder, lambda m: setattr(m, "version", _Runs(getattr, kind, "TORCH_CONTIGUOUS_FORMAT"))
+    )
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    with LLM(folder, config=toml) as llm:
+        assert words(llm) == expected
 
 
 @pytest.mark.parametrize(

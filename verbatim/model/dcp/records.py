@@ -44,6 +44,23 @@ class _Size(tuple[Any, ...]):
         return super().__new__(cls, dimensions)
 
 
+class _Member(Record):
+    """A member of an enum, which some Pythons (3.11.2) name by getattr. Nothing else is got by it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any) -> _Member:
+        kind, name = args if len(args) == 2 else (None, None)
+        if kind not in _ENUMS or type(name) is not str:
+            raise ModelError(
+                "it asks for builtins.getattr of something else than an enum, which DCP has no need of; "
+                "nothing was run"
+            )
+        made = super().__new__(cls, *args)
+        assert isinstance(made, _Member)
+        return made
+
+
 def record(name: str) -> type[Record]:
     """A class of records, to stand for the class of this name."""
     return type(name, (Record,), {"__slots__": ()})
@@ -75,7 +92,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     }.items()
     for name in names
 }
+_ENUMS = [kind for (_, name), kind in _ALLOWED.items() if name.endswith("MEM_FORMAT_ENCODING")]
 _ALLOWED["torch", "Size"] = _Size
+_ALLOWED["builtins", "getattr"] = _Member
 _ALLOWED |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 
