@@ -758,6 +758,7 @@ _SIZE = b"ctorch\nSize\n"
 _CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 
 
+@pytest.mark.slow
 def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> None:
     def number(value: int, width: int) -> bytes:
         return value.to_bytes(width, "little")

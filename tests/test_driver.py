@@ -274,10 +274,8 @@ _OPEN_ENDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "ending",
-    ["; ".join(_OPEN_ENDS), *(pytest.param(e, marks=pytest.mark.slow) for e in _OPEN_ENDS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["; ".join(_OPEN_ENDS), *_OPEN_ENDS])
 def test_a_process_ends_quietly_with_streams_left_open(ending: str) -> None:
     script = f"""
 import asyncio, atexit, sys, threading, time

@@ -211,6 +211,7 @@ print(json.dumps([[c.token_ids, c.logprobs] for r in results for c in r.outputs]
 """
 
 
+@pytest.mark.slow
 def test_a_process_restart_gives_the_same_bits() -> None:
     script = _RESTART.format(tests=str(Path(__file__).parent))
     first, second = (

@@ -41,7 +41,8 @@ def run_ranks(world: int, store: Path) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
     told = run_ranks(world, tmp_path / "store")
     module = make_toy("llama")
