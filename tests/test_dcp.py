@@ -497,6 +497,7 @@ def test_what_a_chunk_says_of_itself_is_checked(tmp_path: Path) -> None:
         (right.t(), r"\[4, 3\], and by"),
         ([right], "something else"),
         ({"a": 1}, "something else"),
+        (torch._neg_view(right), "not as they lie there"),
         (b"no archive", "something else"),
     ):
         with pytest.raises(ModelError, match=said):

@@ -172,6 +172,10 @@ def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> N
         raise ModelError(f"it is {own} {list(size)}, and by .metadata {dtype} {list(sizes)}")
     if order not in (None, sys.byteorder.encode()):
         raise ModelError(f"its numbers are in the order of bytes {order!r}")
+    if any(isinstance(one, dict) and one for one in rest):  # negated or conjugated when it is read
+        raise ModelError("its numbers are not as they lie there; save it with resolve_neg()")
+    if not all(type(n) is int for n in (begin, *strides)):
+        raise ModelError("there is something else in its place")
     count = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     ends = (begin + count) * dtype.itemsize
     if min(begin, *strides, 0) < 0 or ends > nbytes or first + nbytes > place.length:
