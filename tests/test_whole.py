@@ -234,6 +234,21 @@ def test_a_hook_that_every_module_has_is_called(runs: list[bool]) -> None:
     assert runs and all(runs), "in one piece again"
 
 
+def test_what_a_hook_has_kept_may_be_edited_when_the_hook_is_gone() -> None:
+    model, kept = make_toy("llama"), []
+    decoder = whole(model, unseen=True)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: kept.append(m))
+    try:
+        clean = outputs(decoder)
+    finally:
+        handle.remove()
+    assert outputs(decoder) == clean
+    for module in kept:
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 5.0
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != clean
+
+
 @pytest.mark.parametrize("place", ["model.norm", "model.layers.1.post_attention_layernorm"])
 def test_a_weight_that_is_read_as_another_dtype_is_seen(place: str) -> None:
     model = make_toy("olmo2", dtype=torch.bfloat16)

@@ -343,6 +343,8 @@ class Decoder:
         if self._layers is not None:
             watched = self._watched
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
+            # A hook may keep the modules that it is handed, and edit them later.
+            self._watched |= hooked
             self._layers.look(hooks=hooked, watched=watched)
             whole = self._layers.whole_now() if body is None and self._in_one_piece else None
             if whole is not None:
