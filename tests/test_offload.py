@@ -775,6 +775,24 @@ def test_a_head_in_pieces_gives_the_same_words(
             assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected
 
 
+def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
+    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 1 << 12)
+    model = toys.make_toy("llama", tie_word_embeddings=False, vocab_size=4096)
+    model.save_pretrained(tmp_path, max_shard_size=model.lm_head.weight.nbytes)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    path = tmp_path / index["lm_head.weight"]
+    assert list(index.values()).count(path.name) == 1
+    with offloaded(tmp_path) as llm:
+        llm.generate([[5, 6]], GREEDY)
+        data = path.read_bytes()
+        path.write_bytes(data[:-8] + data[-4:] + data[-8:-4])
+        with pytest.raises(TierFailed, match="changed since the model was opened"):
+            llm.generate([[5, 6]], GREEDY)
+
+
 def test_rows_that_are_drawn_a_few_at_a_time_are_the_same(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -229,6 +229,7 @@ def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
             (end - begin) * width,
             recipe.dtype,
             (end - begin, *recipe.shape[1:]),
+            recipe.stamp,
         )
     assert isinstance(recipe, Made)
     source: Any = recipe.args[0]
