@@ -21,7 +21,10 @@ from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
+from verbatim.model.quantization import settle_quantization
 from verbatim.model.whole import WholeModel
+from verbatim.placement.offload.recipe import Held
+from verbatim.placement.packing import fill
 
 WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4".split()
 
@@ -293,6 +296,24 @@ def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
         for held in pair:
             held.zero_()
     return decoder.forward(batch, store)
+
+
+@pytest.mark.parametrize("kind", [None, "int4"], ids=str)
+def test_a_call_is_no_longer_where_weights_are_in_few_bits(
+    kind: str | None, runs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_toy("llama", tie_word_embeddings=False)
+    numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    if kind is not None:
+        recipes = {p: Held(p.data) for p in model.parameters()}
+        fill(model, recipes, settle_quantization(kind), None)
+    rows = len(BATCHES[3].token_ids)
+    monkeypatch.setattr("verbatim.model.whole._MOST_WORK", numbers * rows // 2)
+    decoder = whole(model)
+    assert torch.equal(
+        logits_of(decoder, BATCHES[3]), logits_of(Decoder(model, fused=False), BATCHES[3])
+    )
+    assert runs == [False]
 
 
 _THREADS = """

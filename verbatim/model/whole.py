@@ -29,6 +29,7 @@ from verbatim.model.layer import FusedLayer
 from verbatim.model.layer_parts import Norm, NotFusable
 from verbatim.model.layer_trial import noise, same_bits
 from verbatim.model.norms import norm_parts
+from verbatim.model.packed import PackedLinear
 from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
 from verbatim.model.structs import Matrix, NormStruct, matrix_of, norm_of
 
@@ -144,6 +145,8 @@ class WholeModel:
         if parts.weight is not None:
             self._places.append((norm._parameters, parts.weight))
         numbers = sum(p.numel() for p in inner.parameters())
+        packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
+        numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
         self._found: list[Lying] | None = None
         self._struct = _Model()
