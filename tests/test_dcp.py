@@ -44,11 +44,15 @@ from verbatim import (
 from verbatim.cli import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
+from verbatim.model.dcp.filling import Piece, settled
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
 from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers, read_chunk
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
+from verbatim.placement.offload.dcp import leave_there
+from verbatim.placement.offload.files import read_whole
+from verbatim.placement.offload.recipe import cook
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -511,6 +515,32 @@ def test_what_a_chunk_says_of_itself_is_checked(tmp_path: Path) -> None:
         assert buffer.getvalue().count(old) == 1
         with pytest.raises(ModelError, match=said):
             look(buffer.getvalue().replace(old, new))
+
+
+class Odd(torch.nn.Module):
+    """Parameters that don't lie in memory as theirs usually do."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.columns = torch.nn.Parameter(torch.rand(4, 3).t())
+        self.behind = torch.nn.Parameter(torch.rand(10, 2)[4:])
+        self.turned = torch.nn.Parameter(torch.rand(5, 2, 2).permute(2, 0, 1))
+        if shared:
+            self.twin = torch.nn.Parameter(self.behind.data[:2])
+
+
+def test_parameters_that_lie_otherwise_are_made_as_they_lie(tmp_path: Path) -> None:
+    right, module = Odd(), Odd()
+    checkpoint = DcpCheckpoint(save(tmp_path / "x", dict(right.state_dict())))
+    pieces = [Piece(name, into) for name, into in module.state_dict().items()]
+    recipes = leave_there(checkpoint, module, settled(checkpoint, pieces))
+    for (name, parameter), expected in zip(
+        module.named_parameters(), right.parameters(), strict=True
+    ):
+        made = cook(recipes[parameter], read_whole)
+        assert torch.equal(made, expected) and made.stride() == expected.stride(), name
+    with pytest.raises(NotSupported, match="twin shares its memory"):
+        leave_there(checkpoint, Odd(shared=True), [])
 
 
 # What is refused.

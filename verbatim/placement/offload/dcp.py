@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.errors import NotSupported
 from verbatim.model.dcp.filling import Piece, read, unequal
 from verbatim.model.dcp.folder import DcpCheckpoint, Lying
 from verbatim.placement.offload.checkpoint import placeholder
@@ -30,8 +31,15 @@ def leave_there(
 
     Raises:
         ModelError: a tensor is damaged, or stored twice where the model shares it, as two.
+        NotSupported: two parameters share memory, and are not one.
     """
-    owners = {p.untyped_storage().data_ptr(): p for p in module.parameters()}
+    owners: dict[int, nn.Parameter] = {}
+    for key, p in module.named_parameters():
+        if p.numel() and owners.setdefault(p.untyped_storage().data_ptr(), p) is not p:
+            raise NotSupported(
+                f"placement: {key} shares its memory with another parameter, and they are not one; "
+                "of a torch.distributed.checkpoint only placement=None takes that"
+            )
     parts: dict[nn.Parameter, list[_Part]] = {p: [] for p in owners.values()}
     stamps: dict[Path, Stamp] = {}
     twice: list[tuple[str, nn.Parameter, Recipe]] = []
@@ -46,8 +54,9 @@ def leave_there(
         else:
             parts[owner] += found
     recipes = {
-        p: _joined(p, own) if own else Held(p.data.clone())  # what the checkpoint has nothing like
-        for p, own in parts.items()
+        # Held: what the checkpoint has nothing like.
+        p: _joined(p, own) if (own := parts.get(p)) else Held(p.data.clone())
+        for p in module.parameters()
     }
     for parameter in recipes:
         parameter.requires_grad_(False)
@@ -113,11 +122,12 @@ def _recipe(name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stam
 
 def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
     """How a tensor like this is made of its parts, which cover it."""
-    shape, parts = tuple(like.shape), sorted(parts, key=lambda part: part.offset)
+    shape, base = tuple(like.shape), like.storage_offset()
+    parts = sorted(parts, key=lambda part: part.offset)
     first, *others = parts
     rows = [(part.size[0] if part.size else 1) for part in parts]
     row = like[0].numel() if like.ndim else 1
-    starts = [sum(rows[:i]) * row for i in range(len(rows))]
+    starts = [base + sum(rows[:i]) * row for i in range(len(rows))]
     in_rows = all(
         part.size[1:] == shape[1:]
         and part.stride == _strides(shape)
@@ -126,9 +136,9 @@ def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
         for part, start in zip(parts, starts, strict=True)
     )
     if not in_rows:
-        places = tuple((part.size, part.stride, part.offset) for part in parts)
+        places = tuple((part.size, part.stride, part.offset - base) for part in parts)
         made = tuple(part.recipe for part in parts)
-        return Made(_put_together, (shape, like.dtype, places, made), {}, None)
+        return Made(_put_together, (shape, like.stride(), like.dtype, places, made), {}, None)
     recipe = first.recipe
     if others:
         recipe = Made(_aten.cat.default, ([part.recipe for part in parts],), {}, None)
@@ -138,12 +148,16 @@ def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
 
 
 def _put_together(
-    shape: tuple[int, ...], dtype: torch.dtype, places: tuple[Any, ...], parts: tuple[Tensor, ...]
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    places: tuple[Any, ...],
+    parts: tuple[Tensor, ...],
 ) -> Tensor:
     """A tensor of parts, each at its place: (size, strides, first number)."""
-    made = torch.empty(shape, dtype=dtype)
-    for (size, strides, offset), part in zip(places, parts, strict=True):
-        made.as_strided(size, strides, offset).copy_(part)
+    made = torch.empty_strided(shape, strides, dtype=dtype)
+    for (size, steps, offset), part in zip(places, parts, strict=True):
+        made.as_strided(size, steps, offset).copy_(part)
     return made
 
 
