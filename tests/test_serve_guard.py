@@ -598,3 +598,14 @@ def test_a_model_that_suggests_what_can_not_be_is_refused_at_the_start(monkeypat
         with serving(llm, ServeSettings(chat_defaults=False)) as server:
             messages = [{"role": "user", "content": "Hello"}]
             server.post("/v1/chat/completions", messages=messages, max_tokens=3)
+
+
+def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
+    def broken() -> dict[str, Any]:
+        raise OSError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roomy.llm, "info", broken)
+        roomy.service._info = None
+        assert roomy.client.get("/v1/engine").status_code == 500
+    assert roomy.client.get("/v1/engine").status_code == 200

@@ -69,11 +69,15 @@ class Service:
 
     async def info(self) -> dict[str, Any]:
         """The engine's, `_INFO_S` old at most. All who ask meanwhile wait for the same answer."""
-        now = time.monotonic()
-        if self._info is None or (self._info.done() and now > self._info_at + _INFO_S):
+        now, info = time.monotonic(), self._info
+        if info is not None and info.done():
+            failed = info.cancelled() or info.exception() is not None
+            if failed or now > self._info_at + _INFO_S:
+                info = None
+        if info is None:
             self._info_at = now
-            self._info = asyncio.create_task(asyncio.to_thread(self.llm.info))
-        return await asyncio.shield(self._info)
+            info = self._info = asyncio.create_task(asyncio.to_thread(self.llm.info))
+        return await asyncio.shield(info)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""
