@@ -319,7 +319,10 @@ def test_a_call_is_no_longer_where_weights_are_in_few_bits(
 _THREADS = """
 import os
 from pathlib import Path
+import torch
 from test_whole import make_toy, outputs, whole
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.store import LayerShape, make_store
 
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
@@ -328,6 +331,13 @@ decoder = whole(make_toy("llama"))
 expected, before = outputs(decoder), threads()
 processors = len(os.sched_getaffinity(0))
 assert outputs(decoder, threads=processors + 40) == expected
+assert threads() < before + processors + 8, (before, threads())
+
+store = make_store([LayerShape(8, 64, 64)], 40, 16, settle_kv_dtype("int8"), torch.device("cpu"))
+rows = torch.randn(600, 8, 64)
+torch.set_num_threads(processors + 40)
+before = threads()
+store.write(0, rows, rows, torch.arange(600))
 assert threads() < before + processors + 8, (before, threads())
 """
 

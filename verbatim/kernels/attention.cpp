@@ -81,7 +81,7 @@ void pack_kv(const T *k, const T *v, uint8_t *k_store, uint8_t *v_store, const i
              int64_t value_size, const int64_t *strides, int threads) {
     const int64_t k_bytes = row_bytes<BITS>((int)key_size), v_bytes = row_bytes<BITS>((int)value_size);
     if (tokens * kv_heads * (key_size + value_size) < 1 << 16) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_at_once(threads)) schedule(static)
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t h = 0; h < kv_heads; h++) {
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;

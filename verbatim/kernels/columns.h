@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "simd.h"
+#include "threads.h"
 
 #define INLINE __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
@@ -225,7 +226,7 @@ static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int6
 template <typename T, typename O> static void by_columns(const Product<T, O> &p, int threads) {
     const int64_t strips = (p.cols + STRIP_COLS - 1) / STRIP_COLS;
     const int64_t blocks = (p.rows + STRIP_ROWS - 1) / STRIP_ROWS;
-#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads)
+#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads_at_once(threads))
     for (int64_t s = 0; s < strips; s++)
         for (int64_t b = 0; b < blocks; b++)
             column_strip(p, b * STRIP_ROWS, std::min(STRIP_ROWS, p.rows - b * STRIP_ROWS),

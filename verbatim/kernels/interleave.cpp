@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include "packed.h"
+#include "threads.h"
 
 namespace {
 
@@ -49,7 +50,7 @@ extern "C" void vb_interleave(uint32_t *out, const uint8_t *packed, int64_t rows
     const int64_t words = row.whole * (1 + group_words) + (row.rest ? 1 + rest_words : 0);
     const int64_t blocks = (rows + COLS - 1) / COLS;
     if (threads <= 0) threads = omp_get_max_threads();
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads_at_once(threads))
     for (int64_t b = 0; b < blocks; b++) {
         uint32_t *block = out + b * words * COLS;
         const int64_t count = std::min(COLS, rows - b * COLS);

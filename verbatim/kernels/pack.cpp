@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace {
 
@@ -101,8 +102,8 @@ static bool rows_of(uint8_t *out, const T *from, int64_t rows, int64_t depth, in
     const int rest = (int)(depth % group);
     double wrong = 0, all = 0;
     bool good = true;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : wrong, all) \
-    reduction(&& : good)
+#pragma omp parallel for schedule(static) num_threads(threads_at_once(threads)) \
+    reduction(+ : wrong, all) reduction(&& : good)
     for (int64_t r = 0; r < rows; r++) {
         uint8_t *codes = out + r * row_bytes, *heads = codes + code_bytes;
         const T *x = from + r * depth;

@@ -4,6 +4,7 @@
 
 #include "philox.h"
 #include "select.h"
+#include "threads.h"
 
 namespace vb::sampling {
 
@@ -170,7 +171,7 @@ static void all_rows(const T *logits, int64_t stride, int64_t num_rows, int64_t 
                      SampleRow *rows, int32_t *top_ids, float *top_logprobs, int64_t top_stride,
                      int num_threads) {
     if (num_rows * vocab < (1 << 17)) num_threads = 1;  // not worth waking the others
-#pragma omp parallel num_threads(num_threads)
+#pragma omp parallel num_threads(threads_at_once(num_threads))
     {
         Workspace workspace(vocab);
 #pragma omp for schedule(dynamic)

@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include "packed.h"
+#include "threads.h"
 
 namespace {
 
@@ -16,7 +17,7 @@ namespace {
 template <int BITS, int GROUP, typename T>
 static void rows_of(T *out, const uint8_t *packed, int64_t rows, int64_t depth, int threads) {
     const RowLayout row(depth, BITS, GROUP);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(threads_at_once(threads))
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *codes = packed + r * row.bytes;
         unpack_row<BITS, GROUP>(out + r * depth, codes, row, [&](int64_t g) INLINE {
@@ -62,7 +63,7 @@ static void columns_of(T *out, const uint8_t *packed, int64_t batch, int64_t dep
     const int64_t groups = (depth + group - 1) / group, strips = (cols + STRIP - 1) / STRIP;
     const int64_t group_bytes = cols * (4 + group * BITS / 8);
     const int64_t matrix_bytes = cols * ((depth * BITS + 7) / 8 + groups * 4);
-#pragma omp parallel for schedule(static) collapse(3) num_threads(threads)
+#pragma omp parallel for schedule(static) collapse(3) num_threads(threads_at_once(threads))
     for (int64_t b = 0; b < batch; b++)
         for (int64_t g = 0; g < groups; g++)
             for (int64_t n = 0; n < strips; n++)
