@@ -192,17 +192,25 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
 @contextmanager
 def _findable(inner: Any, folder: Path) -> Iterator[None]:
     """Let transformers find the weights: it reads the folder that the config names, and takes for weights of
-    MTP layers what the model's class ignores. Many classes ignore nothing.
+    MTP layers what the model's class ignores. Many classes ignore nothing. Older versions (5.17) also
+    expect to find how weights are renamed at a model that they have loaded, and this one may have been built.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     own, ignored = inner.__dict__, "_keys_to_ignore_on_load_unexpected"
     had, before = ignored in own, own.get(ignored)
     path, dtype = inner.config.name_or_path, inner.config.dtype
     known = getattr(inner, ignored, None) or []
+    built = not hasattr(inner, "_weight_conversions")
+    if built:
+        inner._weight_conversions = get_model_conversion_mapping(inner)
     try:
         setattr(inner, ignored, [*known, *mtp_names(inner.config)])
         inner.config.name_or_path, inner.config.dtype = str(folder), inner.dtype
         yield
     finally:
+        if built:
+            del inner._weight_conversions
         inner.config.name_or_path, inner.config.dtype = path, dtype
         if had:
             own[ignored] = before
