@@ -7,6 +7,8 @@ import pickle
 import struct
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -113,19 +115,14 @@ def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Ten
         ModelError: there is something else, or a tensor of another dtype or size.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            part = io.BufferedReader(_Part(file, place.offset, place.length))
-            _check_archive(part)
+        with _archive_at(path, place) as (part, _):
             part.seek(0)
             tensor = torch.load(part, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile):  # torch's words advise to trust the file
         raise ModelError("there is something else in its place") from None
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.is_cpu:
         raise ModelError("there is something else in its place")
-    if tensor.dtype != dtype or tensor.shape != sizes:
-        raise ModelError(
-            f"it is {tensor.dtype} {list(tensor.shape)}, and by .metadata {dtype} {list(sizes)}"
-        )
+    _check_kind(tensor.dtype, tuple(tensor.shape), dtype, sizes)
     return tensor
 
 
@@ -151,9 +148,7 @@ def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> N
         ModelError: there is something else, or a tensor of another dtype or size.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            part = io.BufferedReader(_Part(file, place.offset, place.length))
-            archive = _check_archive(part)
+        with _archive_at(path, place) as (part, archive):
             found = archive.tensor
             while isinstance(found, _Parameter):
                 found = found.args[0]
@@ -168,8 +163,7 @@ def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> N
         raise ModelError("there is something else in its place") from None
     own = next((one for one in rest if isinstance(one, torch.dtype)), None)
     own = _STORED_AS.get(kind.__name__) if own is None else own
-    if own != dtype or tuple(size) != sizes:
-        raise ModelError(f"it is {own} {list(size)}, and by .metadata {dtype} {list(sizes)}")
+    _check_kind(own, tuple(size), dtype, sizes)
     if order not in (None, sys.byteorder.encode()):
         raise ModelError(f"its numbers are in the order of bytes {order!r}")
     if any(isinstance(one, dict) and one for one in rest):  # negated or conjugated when it is read
@@ -203,6 +197,19 @@ class _Archive:
         begin, nbytes = self.find(part, name)
         part.seek(begin)
         return part.read(min(nbytes, _SMALL))
+
+
+def _check_kind(found: torch.dtype | None, size: Size, dtype: torch.dtype, sizes: Size) -> None:
+    if found != dtype or size != sizes:
+        raise ModelError(f"it is {found} {list(size)}, and by .metadata {dtype} {list(sizes)}")
+
+
+@contextmanager
+def _archive_at(path: Path, place: Place) -> Iterator[tuple[IO[bytes], _Archive]]:
+    """The archive at `place` in a file, checked, and the bytes that it is read from."""
+    with open(path, "rb", buffering=0) as file:
+        part = io.BufferedReader(_Part(file, place.offset, place.length))
+        yield part, _check_archive(part)
 
 
 def _check_archive(part: IO[bytes]) -> _Archive:
