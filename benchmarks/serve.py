@@ -30,8 +30,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 PROMPTS = [
@@ -70,11 +68,12 @@ class Asking(asyncio.Protocol):
     it goes takes longer than the server.
 
     Args:
+        path: of the endpoint.
         goes_after: pieces after which the client vanishes; None stays to the end.
     """
 
-    def __init__(self, body: bytes, goes_after: int | None = None) -> None:
-        self._body = body
+    def __init__(self, path: str, body: bytes, goes_after: int | None = None) -> None:
+        self._path, self._body = path, body
         self._goes_after = goes_after
         self.ended = asyncio.get_running_loop().create_future()
         self.came: list[tuple[float, bytes]] = []
@@ -83,7 +82,7 @@ class Asking(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(self._body)}\r\n\r\n"
         )
         self.begun = time.monotonic()
@@ -123,19 +122,30 @@ class Asking(asyncio.Protocol):
         return [at for at, data in self.came for _ in range(data.count(b"data: {"))]
 
 
+async def asked_of(url: str, path: str, body: bytes, goes_after: int | None = None) -> Asking:
+    """A request that was answered or, for a client that goes, begun to be answered.
+
+    Raises:
+        ConnectionError: it was not.
+    """
+    host, _, port = url.removeprefix("http://").partition(":")
+    _, asking = await asyncio.get_running_loop().create_connection(
+        lambda: Asking(path, body, goes_after), host, int(port)
+    )
+    async with asyncio.timeout(300):
+        error = await asking.ended
+    if error is not None or not asking.came:
+        raise ConnectionError(f"{body!r:.200}: {error}")
+    return asking
+
+
 async def load(url: str, streams: int, seconds: float, seed: int = 0) -> Findings:
     """So many clients, each asking again and again until the time is over."""
-    found, dice = Findings(), random.Random(seed)
-    host, _, port = url.removeprefix("http://").partition(":")
-    loop, end = asyncio.get_running_loop(), time.monotonic() + seconds
+    found, dice, end = Findings(), random.Random(seed), time.monotonic() + seconds
     whole: list[tuple[tuple[str, int, int], Asking]] = []
 
     async def ask(body: bytes, goes_after: int | None = None) -> Asking:
-        _, asking = await loop.create_connection(lambda: Asking(body, goes_after), host, int(port))
-        async with asyncio.timeout(60):
-            error = await asking.ended
-        if error is not None or not asking.came:
-            raise ConnectionError(f"{body!r:.200}: {error}")
+        asking = await asked_of(url, "/v1/completions", body, goes_after)
         found.count(asking.status)
         return asking
 
@@ -245,25 +255,19 @@ def run_load(streams: int, seconds: float) -> None:
 
 async def _ask_all(url: str, prompts: list[list[int]], length: int) -> tuple[float, list[float]]:
     """Seconds for all, and until each one's first token."""
-    first: list[float] = []
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
-        async def one(prompt: list[int]) -> None:
-            body = {"prompt": prompt, "stream": True}
-            body["params"] = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
-            begun = time.perf_counter()
-            async with client.stream("POST", "/v1/generate", json=body) as answer:
-                assert answer.status_code == 200
-                pieces = 0
-                async for piece in answer.aiter_raw():
-                    if not pieces:
-                        first.append(time.perf_counter() - begun)
-                    pieces += piece.count(b"data: ")
-            assert pieces == length, pieces
+    async def one(prompt: list[int]) -> Asking:
+        params = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
+        body = {"prompt": prompt, "stream": True, "params": params}
+        return await asked_of(url, "/v1/generate", json.dumps(body).encode())
 
-        begun = time.perf_counter()
-        await asyncio.gather(*map(one, prompts))
-        return time.perf_counter() - begun, first
+    begun = time.monotonic()
+    answers = await asyncio.gather(*map(one, prompts))
+    taken = time.monotonic() - begun
+    for answer in answers:
+        assert answer.status == 200, answer.came
+        assert len(answer.times()) == length, answer.came
+    return taken, [answer.times()[0] - answer.begun for answer in answers]
 
 
 def _client(url: str, jobs: Any, answers: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from serving import Served, serving
 from starlette.responses import Response
 
@@ -23,6 +24,7 @@ from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
 from verbatim.sampling.grammar import GrammarCompiler
 from verbatim.serve.app import make_app
+from verbatim.serve.errors import to_bytes
 from verbatim.serve.guard import Guard
 from verbatim.serve.server import listen
 from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
@@ -609,3 +611,22 @@ def test_an_error_is_not_told_again_when_it_is_over(roomy, monkeypatch):
         roomy.service._info = None
         assert roomy.client.get("/v1/engine").status_code == 500
     assert roomy.client.get("/v1/engine").status_code == 200
+
+
+NESTED = json.loads("[" * 400 + "]" * 400)  # deeper than pydantic writes
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": float("inf"), "b": [float("nan"), 0.1]}, b'{"a":null,"b":[null,0.1]}'),
+        (torch.tensor([[0.5, float("-inf")]], dtype=torch.bfloat16), b"[[0.5,null]]"),
+        ({1: ("x", None, True)}, b'{"1":["x",null,true]}'),
+        ({"half": "\ud800", "states": torch.tensor([1, 2])}, b'{"half":"?","states":[1,2]}'),
+        (NESTED, b"[" * 400 + b"]" * 400),
+        (10**30, b"1" + b"0" * 30),
+    ],
+    ids=["infinite", "tensor", "keys", "surrogate", "nested", "long"],
+)
+def test_what_json_has_no_word_for(value, text):
+    assert to_bytes(value) == text

@@ -6,6 +6,8 @@ import asyncio
 import atexit
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,10 +46,10 @@ class Wake:
 class AsyncWake:
     """`Wake` for one coroutine; made in the event loop in which it waits."""
 
-    __slots__ = ("_event", "_loop", "_told")
+    __slots__ = ("_bell", "_event", "_told")
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._bell = _bell_of(asyncio.get_running_loop())
         self._event = asyncio.Event()
         self._told = False  # so that a step which brings many deltas wakes its reader once
 
@@ -61,7 +63,7 @@ class AsyncWake:
             return
         self._told = True
         try:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._bell.ring(self._wake)
         except BaseException:  # Ctrl-C as well: who is told again must get it then
             self._told = False
             raise
@@ -74,6 +76,49 @@ class AsyncWake:
         """Wait until it is set, and take that back; look at what it stands for afterwards."""
         await self._event.wait()
         self._event.clear()
+
+
+class _Bell:
+    """Wakes an event loop once for all that it is told before it looks: a step that brings something for
+    each of many streams would otherwise write to the loop's pipe for each."""
+
+    __slots__ = ("_calls", "_rung", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._calls = deque[Callable[[], None]]()
+        self._rung = False
+
+    def ring(self, call: Callable[[], None]) -> None:
+        """Have the loop make a call; from any thread.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        self._calls.append(call)
+        if not self._rung:
+            try:
+                self._rung = True
+                self.loop.call_soon_threadsafe(self._answer)
+            except BaseException:
+                self._rung = False
+                raise
+
+    def _answer(self) -> None:
+        self._rung = False  # before it looks: whoever comes while it does may ring again
+        while self._calls:
+            self._calls.popleft()()
+
+
+_bells = threading.local()
+
+
+def _bell_of(loop: asyncio.AbstractEventLoop) -> _Bell:
+    """That of the loop which this thread runs."""
+    bell: _Bell | None = getattr(_bells, "last", None)
+    if bell is None or bell.loop is not loop:
+        bell = _bells.last = _Bell(loop)
+    return bell
 
 
 class Loop:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -97,13 +98,12 @@ class Json(Response):
 
 
 def to_bytes(content: Any) -> bytes:
-    """Compact JSON. A float that is none of JSON's becomes null."""
+    """Compact JSON. A float that is none of JSON's becomes null, an object its fields, a tensor its lists."""
     try:
-        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        plain = to_plain(content)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="replace")
+        return to_json(content, inf_nan_mode="null", fallback=to_plain)
+    except ValueError:  # half surrogate pairs, nesting that it takes for a circle
+        text = json.dumps(to_plain(content), ensure_ascii=False, separators=(",", ":"))
+        return text.encode(errors="replace")
 
 
 def refusal_of(error: BaseException) -> Refusal:

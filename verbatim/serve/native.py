@@ -13,7 +13,6 @@ from pydantic import Field
 from verbatim.core import Delta, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
-from verbatim.plain import to_plain
 from verbatim.serve.chat import message_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Message, Strict, Switch, TokenId
@@ -24,6 +23,7 @@ from verbatim.text.tokenizer import Tokenizer
 PARAMS = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "logits_processors"
 )
+_FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in (Result, Delta)}
 
 
 class Generate(Strict):
@@ -119,8 +119,8 @@ async def generate_events(
 
 
 def _told(service: Service, value: Result | Delta) -> dict[str, Any]:
-    plain: dict[str, Any] = to_plain(value)
-    return plain | {"model": service.name, "numerics_key": service.fingerprint}
+    fields = {name: getattr(value, name) for name in _FIELDS[type(value)]}
+    return fields | {"model": service.name, "numerics_key": service.fingerprint}
 
 
 def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict[int, str]:
