@@ -26,15 +26,17 @@ namespace {
 
 // How the work is cut, for time alone. Few rows take the weights from memory as they pass: in
 // strips as wide as leaves every thread two of them. More rows go in panels over a strip that
-// stays in the second cache; long rows are then cut along K (the accumulators are kept
-// meanwhile), so that a panel's part stays in the first cache for a whole group of columns.
+// stays in the second cache, long rows in segments of which one does; and these are cut into parts,
+// so that a panel's part stays in the first cache for a whole group of columns. The accumulators are
+// kept meanwhile.
 #if defined(__AVX512F__)
 constexpr int64_t PANEL_ROWS = 6;
 #else
 constexpr int64_t PANEL_ROWS = 1;
 #endif
-constexpr int64_t BLOCK_ROWS = 132, GROUP_COLS = 32, STRIP_BYTES = 128 << 10, PART_BYTES = 2048;
-constexpr int64_t WIDEST = 64, WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 4 * BLOCK_ROWS;
+constexpr int64_t BLOCK_ROWS = 264, LEAST_COLS = 32, GROUP_COLS = 64, WIDEST = 128;
+constexpr int64_t STRIP_BYTES = 512 << 10, SEGMENT_BYTES = 8192, PART_BYTES = 4096;
+constexpr int64_t WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 2 * BLOCK_ROWS;
 
 static bool is_packed(const Matrix &m) { return m.format == INT8 || m.format == INT4; }
 
@@ -73,9 +75,9 @@ template <typename T, typename O> struct Work {
 
     int64_t width(const Matrix &m) const {
         const bool streams = in_streams<T>(m, rows);
-        const int64_t fit = STRIP_BYTES / std::max<int64_t>(1, m.depth * (int64_t)sizeof(T));
-        const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, fit);
-        return std::max(GROUP_COLS, std::min(share, most) / GROUP_COLS * GROUP_COLS);
+        const int64_t bytes = std::clamp<int64_t>(m.depth * sizeof(T), 1, SEGMENT_BYTES);
+        const int64_t most = streams ? WIDEST_IN_STREAMS : std::min(WIDEST, STRIP_BYTES / bytes);
+        return std::max(LEAST_COLS, std::min(share, most) / LEAST_COLS * LEAST_COLS);
     }
     int64_t strips(const Matrix &m) const { return (m.cols + width(m) - 1) / width(m); }
 };
@@ -136,8 +138,9 @@ static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
-// Room that stays with its thread: for weights that were unpacked, and for rows that were interleaved.
-enum Purpose { WEIGHTS, ROWS_OF_X };
+// Room that stays with its thread: for weights that were unpacked, for rows that were interleaved, and
+// for accumulators.
+enum Purpose { WEIGHTS, ROWS_OF_X, SUMS };
 template <Purpose> static void *room(int64_t bytes) {
     static thread_local std::unique_ptr<void, decltype(&std::free)> held(nullptr, std::free);
     static thread_local int64_t size = 0;
@@ -159,6 +162,12 @@ static void few_rows(const Work<T, O> &work, const Strip &strip, const char *aft
 
 // ---- more rows: panels over a strip that stays in the second cache ----
 
+// Pieces of whole steps that make up so much of K, of nearly the same length, at most `most`.
+template <typename T> static int64_t even(int64_t whole, int64_t most) {
+    const int64_t pieces = std::max<int64_t>(1, (whole + most - 1) / most);
+    return ((whole + pieces - 1) / pieces + STEP<T> - 1) / STEP<T> * STEP<T>;
+}
+
 // The panels share the work of fetching the strip that comes `after`: evenly where it takes all of
 // them, so that memory is never idle. Its columns are `after_stride` bytes apart.
 template <typename T, typename O>
@@ -166,27 +175,34 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
                    const T *weights, int64_t stride, bool cold, const char *after,
                    int64_t after_stride) {
     const Panels<T> cut{row, row_end};
-    const int64_t count = cut.count(), depth = strip.matrix->depth;
-    const int64_t length = count == 1 ? depth : PART_BYTES / (int64_t)sizeof(T);
+    const int64_t count = cut.count(), depth = strip.matrix->depth, size = sizeof(T);
+    const int64_t segment = count == 1 ? depth : even<T>(depth, SEGMENT_BYTES / size);
+    const int64_t part = count == 1 ? depth : even<T>(segment, PART_BYTES / size);
+    const int64_t groups = (strip.width + GROUP_COLS - 1) / GROUP_COLS;
+    constexpr int64_t EACH = GROUP_COLS * PANEL_ROWS;
+    alignas(64) f32x16 kept_here[EACH];
+    const bool deep = segment < depth;
+    auto *kept = deep ? (f32x16 *)room<SUMS>(count * groups * EACH * sizeof(f32x16)) : kept_here;
     const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
-    alignas(64) f32x16 kept[GROUP_COLS * PANEL_ROWS];
-    for (int64_t i = 0; i < count; i++) {
+    const auto pass = [&](int64_t i, int64_t from, int64_t to) {
         const int64_t height = cut.at(i + 1) - cut.at(i);
         const Place<T, O> p = place(work, strip, cut.at(i), height);
         const bool ahead = cold && i == 0;
         const int64_t fetched = (i - cold) * steps * advance;
         const bool enough = !after || fetched >= 4 * after_stride || advance > 256;
         const char *later = after + fetched;
-        for (int64_t group = 0; group < strip.width; group += GROUP_COLS) {
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t group = g * GROUP_COLS;
             const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
-            for (int64_t begin = 0, end = -1; end < depth; begin = end) {
-                end = std::min(begin + length, depth);
+            f32x16 *sums = kept + (deep ? (i * groups + g) * EACH : 0);
+            for (int64_t begin = from, end = -1; end < to; begin = end) {
+                end = std::min(begin + part, to);
                 of_height(height, [&](auto r, auto columns) {
                     // a panel has no more rows, so there is no need of such tiles
                     constexpr int R = std::min<int>(r.value, PANEL_ROWS), C = places(columns.value);
                     const auto go = [&](auto fetch) {
-                        tiles<R, C>(p, weights, stride, group, group_end, begin, end, kept, fetch);
+                        tiles<R, C>(p, weights, stride, group, group_end, begin, end, sums, fetch);
                     };
                     if (ahead) go(Ahead{AHEAD_BYTES});
                     else if (enough) go(Ahead{NEAR_BYTES});
@@ -196,6 +212,10 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
                 });
             }
         }
+    };
+    for (int64_t from = 0, to = -1; to < depth; from = to) {
+        to = std::min(from + segment, depth);
+        for (int64_t i = 0; i < count; i++) pass(i, from, to);
     }
 }
 

@@ -113,12 +113,17 @@ static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
 constexpr int64_t AHEAD_BYTES = 2048;  // of what comes from memory
 constexpr int64_t NEAR_BYTES = 512;    // of what comes from the second cache
 
+// Each is asked for what a tile's columns fetch (`of`), and what they fetch at their end (`beyond`): what
+// lies `next` bytes after it, so that the next tile finds its first weights, too. `bytes` is how far ahead.
+
 // LINES lines a step, from `at` on and `column` bytes further for each column; each step goes `advance`
 // bytes on, at most as many as it fetches.
 template <int LINES> struct Later {
     const char *at;
     int64_t advance, column;
+    static constexpr int64_t bytes = 0;
     INLINE inline Later of(int64_t col) const { return {at + col * column, advance, column}; }
+    INLINE inline Later beyond(int64_t) const { return *this; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&)[C], int64_t k) const {
         const char *now = at + k / STEP<T> * advance;
@@ -130,6 +135,7 @@ template <int LINES> struct Later {
 struct Ahead {
     int64_t bytes;
     INLINE inline Ahead of(int64_t) const { return *this; }
+    INLINE inline Ahead beyond(int64_t next) const { return {bytes + next}; }
     template <typename T, int C>
     INLINE inline void operator()(const T *const (&w)[C], int64_t k) const {
         each<C>([&](auto c) INLINE { __builtin_prefetch((const char *)(w[c] + k) + bytes); });
@@ -177,7 +183,14 @@ static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t strid
         Accumulators<R, C> acc;
         acc.clear();
         if (begin) each<R * places(C)>([&](auto i) INLINE { acc.at[i / 4][i % 4] = kept[i]; });
-        steps(acc, x, x_row, x_step, w, begin, end, fetch.of(col));
+        const auto here = fetch.of(col);
+        const int64_t size = sizeof(T), length = end - begin;
+        int64_t split = begin;
+        if (here.bytes) {
+            split += std::max<int64_t>(0, length - here.bytes / size) / STEP<T> * STEP<T>;
+            steps(acc, x, x_row, x_step, w, begin, split, here);
+        }
+        steps(acc, x, x_row, x_step, w, split, end, here.beyond((C * stride - length) * size));
         if (end == depth) finish_all(p, at, acc);
         else each<R * places(C)>([&](auto i) INLINE { kept[i] = acc.at[i / 4][i % 4]; });
     }
