@@ -75,10 +75,21 @@ def run(
     log.setLevel(log_level.upper())
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).addFilter(_foreseen)
-    with frozen_heap():
+    with frozen_heap(), _quiet("uvicorn.error", "asyncio"):
         Server(config, service, say).run(sockets=[listener])
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Leave out of these logs what was foreseen."""
+    logs = [logging.getLogger(name) for name in names]
+    for log in logs:
+        log.addFilter(_foreseen)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(_foreseen)
 
 
 @contextmanager
