@@ -75,6 +75,7 @@ class Asking(asyncio.Protocol):
     def __init__(self, path: str, body: bytes, goes_after: int | None = None) -> None:
         self._path, self._body = path, body
         self._goes_after = goes_after
+        self.begun = time.monotonic()
         self.ended = asyncio.get_running_loop().create_future()
         self.came: list[tuple[float, bytes]] = []
 
@@ -85,7 +86,6 @@ class Asking(asyncio.Protocol):
             f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(self._body)}\r\n\r\n"
         )
-        self.begun = time.monotonic()
         transport.write(head.encode() + self._body)
 
     def data_received(self, data: bytes) -> None:
@@ -119,10 +119,17 @@ class Asking(asyncio.Protocol):
 
     def times(self) -> list[float]:
         """When each token came."""
-        return [at for at, data in self.came for _ in range(data.count(b"data: {"))]
+        found, tail, mark = list[float](), b"", b"data: {"
+        for at, data in self.came:
+            seen = tail + data
+            found += [at] * seen.count(mark)
+            tail = seen[-len(mark) + 1 :]  # a mark may be cut
+        return found
 
 
-async def asked_of(url: str, path: str, body: bytes, goes_after: int | None = None) -> Asking:
+async def asked_of(
+    url: str, path: str, body: bytes, goes_after: int | None = None, *, within_s: float = 60
+) -> Asking:
     """A request that was answered or, for a client that goes, begun to be answered.
 
     Raises:
@@ -132,7 +139,7 @@ async def asked_of(url: str, path: str, body: bytes, goes_after: int | None = No
     _, asking = await asyncio.get_running_loop().create_connection(
         lambda: Asking(path, body, goes_after), host, int(port)
     )
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(within_s):
         error = await asking.ended
     if error is not None or not asking.came:
         raise ConnectionError(f"{body!r:.200}: {error}")
@@ -259,7 +266,7 @@ async def _ask_all(url: str, prompts: list[list[int]], length: int) -> tuple[flo
     async def one(prompt: list[int]) -> Asking:
         params = {"max_tokens": length, "ignore_eos": True, "temperature": 0.0}
         body = {"prompt": prompt, "stream": True, "params": params}
-        return await asked_of(url, "/v1/generate", json.dumps(body).encode())
+        return await asked_of(url, "/v1/generate", json.dumps(body).encode(), within_s=300)
 
     begun = time.monotonic()
     answers = await asyncio.gather(*map(one, prompts))

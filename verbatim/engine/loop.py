@@ -59,7 +59,7 @@ class AsyncWake:
         Raises:
             RuntimeError: its event loop is closed.
         """
-        if self._told:
+        if self._told and self._bell.rung:
             return
         self._told = True
         try:
@@ -80,14 +80,25 @@ class AsyncWake:
 
 class _Bell:
     """Wakes an event loop once for all that it is told before it looks: a step that brings something for
-    each of many streams would otherwise write to the loop's pipe for each."""
+    each of many streams would otherwise write to the loop's pipe for each.
 
-    __slots__ = ("_calls", "_rung", "loop")
+    Ctrl-C may hit any line of it, in any thread: a call is made twice rather than forgotten.
+    """
+
+    __slots__ = ("__weakref__", "_calls", "_loop", "_rung")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self._loop = loop
         self._calls = deque[Callable[[], None]]()
         self._rung = False
+
+    @property
+    def rung(self) -> bool:
+        """Will the loop look?"""
+        return self._rung and not self._loop.is_closed()
+
+    def is_of(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return self._loop is loop
 
     def ring(self, call: Callable[[], None]) -> None:
         """Have the loop make a call; from any thread.
@@ -96,28 +107,40 @@ class _Bell:
             RuntimeError: the loop is closed.
         """
         self._calls.append(call)
-        if not self._rung:
-            try:
-                self._rung = True
-                self.loop.call_soon_threadsafe(self._answer)
-            except BaseException:
-                self._rung = False
-                raise
+        if self.rung:
+            return
+        try:
+            self._rung = True
+            self._loop.call_soon_threadsafe(self._answer)
+        except BaseException:
+            if self._loop.is_closed():
+                self._calls.clear()
+            else:  # others have relied on this
+                self._loop.call_soon_threadsafe(self._answer)
+            self._rung = False
+            raise
 
     def _answer(self) -> None:
         self._rung = False  # before it looks: whoever comes while it does may ring again
-        while self._calls:
-            self._calls.popleft()()
+        try:
+            for _ in range(len(self._calls)):
+                self._calls[0]()
+                self._calls.popleft()
+        finally:
+            if self._calls:
+                self._loop.call_soon(self._answer)
 
 
 _bells = threading.local()
 
 
 def _bell_of(loop: asyncio.AbstractEventLoop) -> _Bell:
-    """That of the loop which this thread runs."""
-    bell: _Bell | None = getattr(_bells, "last", None)
-    if bell is None or bell.loop is not loop:
-        bell = _bells.last = _Bell(loop)
+    """That of the loop which this thread runs, which it keeps no longer than its wakes do."""
+    last: Callable[[], _Bell | None] = getattr(_bells, "last", lambda: None)
+    bell = last()
+    if bell is None or not bell.is_of(loop):
+        bell = _Bell(loop)
+        _bells.last = weakref.ref(bell)
     return bell
 
 

@@ -102,8 +102,13 @@ def to_bytes(content: Any) -> bytes:
     try:
         return to_json(content, inf_nan_mode="null", fallback=to_plain)
     except ValueError:  # half surrogate pairs, nesting that it takes for a circle
-        text = json.dumps(to_plain(content), ensure_ascii=False, separators=(",", ":"))
-        return text.encode(errors="replace")
+        pass
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError):
+        plain = to_plain(content)
+        text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
 
 
 def refusal_of(error: BaseException) -> Refusal:
