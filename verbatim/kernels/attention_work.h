@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "scratch.h"
 
 namespace vb::attention {
 
@@ -74,14 +75,13 @@ static inline std::vector<Work> divide(const Problem &p, int64_t segment, int th
     return pieces;
 }
 
-// A thread's memory, handed out in pieces of whole cache lines and zeroed.
-struct Scratch {
-    char *memory, *next;
-    explicit Scratch(size_t bytes) {
-        memory = next = (char *)std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    }
-    Scratch(const Scratch &) = delete;
-    ~Scratch() { std::free(memory); }
+// Memory handed out in pieces of whole cache lines, zeroed.
+class Pieces {
+    vb::Scratch<char> memory;
+    char *next = memory.data;
+
+  public:
+    explicit Pieces(int64_t bytes) : memory(bytes) {}
     template <typename T> T *take(size_t count) {
         T *piece = (T *)next;
         const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;

@@ -124,7 +124,7 @@ template <class Rows, class Step> class Attention {
     Parts *parts;
     const int k_bytes, v_bytes;  // of rows
     const int q_stride, vectors, v_stride;
-    Scratch scratch;
+    Pieces memory;
     Line *lines;
     float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
@@ -136,17 +136,17 @@ template <class Rows, class Step> class Attention {
           v_bytes(Rows::bytes((int)p.value_size)),
           q_stride((int)(p.key_size + 31) / 32 * (PAIRS ? 32 : 64)),
           vectors(sums_of(p, PAIRS)), v_stride((vectors + 1) / 2 * 32),
-          scratch(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + 2 * v_stride + 1)) + 1024 +
-                  4 * TILE * (q_stride / 2 + v_stride) + std::max(k_bytes, v_bytes)) {
-        lines = scratch.take<Line>(num_lines);
-        queries = scratch.take<float>(num_lines * q_stride);
-        scores = scratch.take<float>(num_lines * TILE);
-        acc = scratch.take<float>(num_lines * v_stride);
-        all_acc = scratch.take<float>(num_lines * v_stride);
-        keys = scratch.take<float>(TILE / 2 * q_stride);
-        values = scratch.take<float>(TILE * v_stride);
-        factors = scratch.take<float>(num_lines);
-        nothing = scratch.take<char>(std::max(k_bytes, v_bytes));
+          memory(num_lines * (sizeof(Line) + 4 * (q_stride + TILE + 2 * v_stride + 1)) + 1024 +
+                 4 * TILE * (q_stride / 2 + v_stride) + std::max(k_bytes, v_bytes)) {
+        lines = memory.take<Line>(num_lines);
+        queries = memory.take<float>(num_lines * q_stride);
+        scores = memory.take<float>(num_lines * TILE);
+        acc = memory.take<float>(num_lines * v_stride);
+        all_acc = memory.take<float>(num_lines * v_stride);
+        keys = memory.take<float>(TILE / 2 * q_stride);
+        values = memory.take<float>(TILE * v_stride);
+        factors = memory.take<float>(num_lines);
+        nothing = memory.take<char>(std::max(k_bytes, v_bytes));
     }
 
     // `after`: the piece that comes next, if any, whose first keys are fetched during this one.

@@ -10,14 +10,10 @@
 // that they are read back as, a strip at a time or in registers, and then go the same way. The
 // bias is added in float and the result rounded once.
 
-#include <atomic>
-#include <cstdlib>
-#include <memory>
-#include <omp.h>
-
 #include "integer.h"
 #include "matrix.h"
 #include "packed_tile.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace {
@@ -138,19 +134,6 @@ static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
 
-// Room that stays with its thread: for weights that were unpacked, for rows that were interleaved, and
-// for accumulators.
-enum Purpose { WEIGHTS, ROWS_OF_X, SUMS };
-template <Purpose> static void *room(int64_t bytes) {
-    static thread_local std::unique_ptr<void, decltype(&std::free)> held(nullptr, std::free);
-    static thread_local int64_t size = 0;
-    if (size < bytes) {
-        size = (bytes + 4095) / 4096 * 4096;
-        held.reset(std::aligned_alloc(4096, size));
-    }
-    return held.get();
-}
-
 template <typename T, typename O>
 static void few_rows(const Work<T, O> &work, const Strip &strip, const char *after) {
     const Place<T, O> p = place(work, strip, 0, work.rows);
@@ -182,7 +165,8 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
     constexpr int64_t EACH = GROUP_COLS * PANEL_ROWS;
     alignas(64) f32x16 kept_here[EACH];
     const bool deep = segment < depth;
-    auto *kept = deep ? (f32x16 *)room<SUMS>(count * groups * EACH * sizeof(f32x16)) : kept_here;
+    const Scratch<f32x16> kept_deep(deep ? count * groups * EACH : 0);
+    f32x16 *kept = deep ? kept_deep.data : kept_here;
     const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     const auto pass = [&](int64_t i, int64_t from, int64_t to) {
@@ -229,19 +213,18 @@ template <typename T> static int64_t spaced(int64_t depth) {
 }
 
 // The strip's numbers, its columns `spaced` apart.
-template <typename T> static const T *unpacked(const Strip &strip) {
-    const Matrix &m = *strip.matrix;
-    const RowLayout row = strip.layout();
-    const int64_t apart = spaced<T>(m.depth);
-    T *out = (T *)room<WEIGHTS>(strip.width * apart * sizeof(T));
-    const auto *at = (const uint8_t *)strip.begin<T>();
-    of_kind(m.format, m.group, [&](auto bits, auto group) {
-        for (int64_t c = 0; c < strip.width; c++)
-            unpack_row<bits.value, group.value>(out + c * apart, at + c * row.bytes, row,
-                                                [](int64_t) {});
-    });
-    return out;
-}
+template <typename T> struct Unpacked : Scratch<T> {
+    explicit Unpacked(const Strip &strip) : Scratch<T>(strip.width * spaced<T>(strip.matrix->depth)) {
+        const Matrix &m = *strip.matrix;
+        const RowLayout row = strip.layout();
+        const auto *at = (const uint8_t *)strip.begin<T>();
+        of_kind(m.format, m.group, [&](auto bits, auto group) {
+            for (int64_t c = 0; c < strip.width; c++)
+                unpack_row<bits.value, group.value>(this->data + c * spaced<T>(m.depth), at + c * row.bytes,
+                                                    row, [](int64_t) {});
+        });
+    }
+};
 
 #if defined(__AVX512BF16__)
 template <typename O>
@@ -257,7 +240,7 @@ static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const
             if (packed_strip<R, C, bits.value, group.value>(p, (const uint8_t *)first, row,
                                                             strip.width, after))
                 return;
-            tiles<R, places(C)>(p, unpacked<bf16>(strip), spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
+            tiles<R, places(C)>(p, Unpacked<bf16>(strip).data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,
                                 Ahead{NEAR_BYTES});
         });
     });
@@ -284,7 +267,7 @@ static void run(const Work<T, O> &work, const Strip &strip, const Strip *after, 
     if (!is_packed(*strip.matrix))
         return panels(work, strip, row, row_end, (const T *)strip.begin<T>(), strip.matrix->stride,
                       cold, ahead, stride);
-    panels(work, strip, row, row_end, unpacked<T>(strip), spaced<T>(depth), false, ahead, stride);
+    panels(work, strip, row, row_end, Unpacked<T>(strip).data, spaced<T>(depth), false, ahead, stride);
 }
 
 // Rows that lie a power of two apart evict one another from the first cache.
@@ -317,16 +300,14 @@ template <typename T, typename O> static void multiply_in(Work<T, O> work, int t
     const int64_t plain_stride = work.x_stride, depth = work.matrices[0].depth;
     work.interleaved = PANEL_ROWS > 1 && work.rows > 1 &&
                        (work.rows <= FEW_ROWS<T> || in_conflict<T>(plain_stride));
-    T *panels = nullptr;
-    if (work.interleaved) {
-        work.x_stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
-        work.x = panels = (T *)room<ROWS_OF_X>(work.rows * work.x_stride * sizeof(T));
-    }
+    if (work.interleaved) work.x_stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
+    const Scratch<T> panels(work.interleaved ? work.rows * work.x_stride : 0);
+    if (work.interleaved) work.x = panels.data;
     auto prepare = [&](int64_t block) {
         const Panels<T> cut = block_rows(block);
         for (int64_t i = 0; i < cut.count(); i++) {
             const int64_t row = cut.at(i);
-            interleave(panels + row * work.x_stride, plain + row * plain_stride, plain_stride,
+            interleave(panels.data + row * work.x_stride, plain + row * plain_stride, plain_stride,
                        cut.at(i + 1) - row, depth);
         }
     };
