@@ -258,20 +258,20 @@ def cases(draw: Any, *, narrow: bool = False, more_stops: bool = False) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases())
 def test_scripted_searches_find_transformers_hypotheses(case: Case) -> None:
     search = assert_equal_to_transformers(case)
     assert len(search.finished) == case.num_beams
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(more_stops=True))
 def test_stops_that_leave_too_few_beams_find_transformers_hypotheses(case: Case) -> None:
     assert_equal_to_transformers(case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(narrow=True))
 def test_bans_that_leave_few_candidates_find_transformers_hypotheses(case: Case) -> None:
     """All that is real in transformers' answer; what it fills the gaps with is left out."""

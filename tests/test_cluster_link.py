@@ -141,7 +141,7 @@ def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> Non
         decode(raw[start : start + header], bytearray(12))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(raw=st.binary(max_size=200), arrays=st.binary(max_size=64))
 def test_garbage_is_called_garbage(raw: bytes, arrays: bytes) -> None:
     for header in (

@@ -401,6 +401,5 @@ TestDraftMachine = DraftMachine.TestCase
 TestDraftMachine.settings = settings(
     max_examples=40,
     stateful_step_count=20,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

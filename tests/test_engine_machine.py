@@ -157,6 +157,5 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
     max_examples=60,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -43,7 +43,7 @@ phrases = st.lists(st.sampled_from([[1, 2, 3, 4], [2, 3], [5] * 7, [1, 2, 3, 9]]
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(repetitive, phrases), st.integers(1, 6), st.integers(1, 9))
 def test_a_draft_is_what_a_search_of_the_whole_history_finds(
     ids: list[int], min_match: int, length: int
@@ -53,7 +53,7 @@ def test_a_draft_is_what_a_search_of_the_whole_history_finds(
     assert history.continuation(length) == searched(ids, min_match, length)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(phrases, st.lists(st.integers(1, 9), min_size=1), st.integers(1, 4))
 def test_what_is_taken_in_piece_by_piece_is_as_if_taken_in_at_once(
     ids: list[int], pieces: list[int], min_match: int

@@ -156,7 +156,7 @@ _sizes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=_sizes,
     gpu=st.integers(1, 1000).map(lambda n: n * 700_000),

@@ -192,7 +192,7 @@ def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(list(DTYPES.values())),
@@ -215,7 +215,7 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(list(DTYPES.values())),

@@ -66,7 +66,7 @@ def hard_rows(width: int, seed: int = 0) -> Tensor:
     return x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 200), st.sampled_from(KINDS), st.sampled_from([F32, BF16]))
 def test_no_element_is_more_than_half_a_step_off(
     width: int, packing: Packing, dtype: torch.dtype

@@ -859,8 +859,6 @@ MODULE = toys.make_toy("llama")
 SessionMachine.TestCase.settings = settings(
     max_examples=12,
     stateful_step_count=12,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
 TestSessionMachine = SessionMachine.TestCase

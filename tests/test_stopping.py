@@ -341,7 +341,7 @@ STOPS += ["n", "n't", "'", "'s", " n", ". ", "'t the", "n'", "aaaab", "he", "t"]
 
 
 @pytest.mark.parametrize("kind", [toys.byte_level, toys.byte_fallback, toys.word_piece])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_watching_token_by_token_equals_brute_force(kind, data):
     tokenizer = kind()
@@ -377,7 +377,7 @@ def check_that_nothing_claimed_was_sent(params, watch, taken, ids):
                 assert len(sent) <= len(watch.text) - size, (stop, sent, watch.text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=6))
 def test_what_was_sent_is_never_cut(text, stop):
     watch = watch_for(SamplingParams(stop=stop))
@@ -432,7 +432,7 @@ def end(watch):
 
 
 @pytest.mark.parametrize("kind", [*toys.EXACT, "in_python"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_fork_and_its_origin_never_meet_again(kind, data):
     """Both are what fresh watches would be; in the middle of characters and of stop strings, too."""

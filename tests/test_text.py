@@ -42,7 +42,7 @@ def tokenizer(request):
 
 
 @pytest.mark.parametrize("kind", toys.EXACT)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=ids_of_any_kind, skip=st.booleans())
 def test_pushed_tokens_join_to_the_decoded_text(kind, ids, skip):
     tokenizer = toys.EXACT[kind]()
@@ -51,7 +51,7 @@ def test_pushed_tokens_join_to_the_decoded_text(kind, ids, skip):
     assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     data=st.lists(st.sampled_from([*b"a \n", *range(128, 256)]), max_size=12), between=st.booleans()
 )
@@ -64,7 +64,7 @@ def test_any_bytes_join_to_the_decoded_text(data, between):
 
 
 @pytest.mark.parametrize("kind", toys.EXACT)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 def test_encoded_text_joins_to_the_decoded_text(kind, text):
     tokenizer = toys.EXACT[kind]()
@@ -73,7 +73,7 @@ def test_encoded_text_joins_to_the_decoded_text(kind, text):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_unstripped"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 def test_no_half_character_is_ever_shown(kind, text):
     tokenizer = toys.EXACT[kind]()
@@ -88,7 +88,7 @@ def test_no_half_character_is_ever_shown(kind, text):
 
 
 @pytest.mark.parametrize("kind", [k for k in toys.EXACT if k != "word_piece"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(prompt=ids_of_any_kind, ids=ids_of_any_kind)
 def test_the_completion_is_what_follows_the_prompts_text(kind, prompt, ids):
     tokenizer = toys.EXACT[kind]()
@@ -178,7 +178,7 @@ def test_clean_up_is_not_done_to_bpe_even_when_asked_for(monkeypatch):
     assert pushed(Detokenizer(tokenizer), ids) == hf.decode(ids, True) == "a . b"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=texts)
 def test_a_tokenizer_in_python_joins_to_the_decoded_text(text):
     tokenizer = toys.in_python()
@@ -186,7 +186,7 @@ def test_a_tokenizer_in_python_joins_to_the_decoded_text(text):
     assert pushed(Detokenizer(tokenizer), ids) == tokenizer.hf.decode(ids[:-1], True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=40))
 def test_a_tokenizer_in_python_survives_any_bytes(data):
     tokenizer = toys.in_python()
