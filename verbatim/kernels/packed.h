@@ -96,22 +96,47 @@ static inline bool rounds_quickly(const uint8_t *heads, int64_t groups) {
     return !slow;
 }
 
+// A group's scale and low, in every lane.
+struct Head {
+    __m512 scale, low;
+    static INLINE inline Head at(const uint8_t *head) {
+        int32_t both;
+        std::memcpy(&both, head, 4);
+        return of(_mm512_set1_epi32(both));
+    }
+    static INLINE inline Head of(__m512i both) {
+        return {(__m512)_mm512_slli_epi32(both, 16),
+                (__m512)_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000))};
+    }
+};
+
+// The heads of sixteen groups as floats, so that each takes but two loads.
+struct Heads {
+    static constexpr int COUNT = 16;
+    alignas(64) float scale[COUNT], low[COUNT];
+    INLINE inline void read(const uint8_t *heads, int64_t count) {
+        const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
+        const Head all = Head::of(_mm512_maskz_loadu_epi32(there, heads));
+        _mm512_store_ps(scale, all.scale);
+        _mm512_store_ps(low, all.low);
+    }
+    INLINE inline Head operator[](int i) const {
+        return {_mm512_set1_ps(scale[i]), _mm512_set1_ps(low[i])};
+    }
+};
+
 // A group's weights, in steps of 32 along K.
 template <int BITS, int GROUP> struct Group;
 
 template <int GROUP> struct Group<8, GROUP> {
-    __m512 scale, low;
     const uint8_t *codes;
-    INLINE inline Group(const uint8_t *codes, const uint8_t *head) : codes(codes) {
-        int32_t both;
-        std::memcpy(&both, head, 4);
-        const __m512i heads = _mm512_set1_epi32(both);
-        scale = (__m512)_mm512_slli_epi32(heads, 16);
-        low = (__m512)_mm512_and_si512(heads, _mm512_set1_epi32((int)0xffff0000));
-    }
+    Head head;
+    Group() = default;
+    INLINE inline Group(const uint8_t *codes, const Head &head) : codes(codes), head(head) {}
     INLINE inline __m512 sixteen(int i) const {
         const __m128i code = _mm_loadu_si128((const __m128i *)(codes + i));
-        return _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(code)), low);
+        const __m512 number = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(code));
+        return _mm512_fmadd_ps(head.scale, number, head.low);
     }
     INLINE inline __m512bh step(int i) const {
         return _mm512_cvtne2ps_pbh(sixteen(32 * i + 16), sixteen(32 * i));
@@ -121,16 +146,12 @@ template <int GROUP> struct Group<8, GROUP> {
 // The sixteen numbers that there are, found by their codes. They are there twice, so that the bit
 // above a code may be anything.
 template <int GROUP> struct Group<4, GROUP> {
-    __m512i numbers;
     const uint8_t *codes;
-    INLINE inline Group(const uint8_t *codes, const uint8_t *head) : codes(codes) {
-        int32_t both;
-        std::memcpy(&both, head, 4);
-        const __m512i heads = _mm512_set1_epi32(both);
-        const __m512 scale = (__m512)_mm512_slli_epi32(heads, 16);
-        const __m512 low = (__m512)_mm512_and_si512(heads, _mm512_set1_epi32((int)0xffff0000));
+    __m512i numbers;
+    Group() = default;
+    INLINE inline Group(const uint8_t *codes, const Head &head) : codes(codes) {
         const __m512 all = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512 values = _mm512_fmadd_ps(scale, all, low);
+        const __m512 values = _mm512_fmadd_ps(head.scale, all, head.low);
         numbers = (__m512i)_mm512_cvtne2ps_pbh(values, values);
     }
     INLINE inline __m512bh step(int i) const {
@@ -151,7 +172,7 @@ template <int GROUP> struct Group<4, GROUP> {
 
 template <int BITS, int GROUP>
 static INLINE inline void quick_group(bf16 *out, const uint8_t *codes, const uint8_t *head) {
-    const Group<BITS, GROUP> group(codes, head);
+    const Group<BITS, GROUP> group(codes, Head::at(head));
     for (int i = 0; i < GROUP / 32; i++)
         _mm512_storeu_si512(out + 32 * i, (__m512i)group.step(i));
 }

@@ -17,23 +17,30 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
     constexpr int BYTES = GROUP * BITS / 8;
     const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
     const bf16 *x = p.x;
+    Heads heads[C];
     for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP * R) {
+        const int i = (int)(g % Heads::COUNT);
+        if (i == 0)
+            each<C>([&](auto c) INLINE {
+                heads[c].read(w[c] + row.code_bytes + g * 4, row.whole - g);
+            });
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
+        Group<BITS, GROUP> groups[C];
         each<C>([&](auto c) INLINE {
-            const Group<BITS, GROUP> group(w[c] + at, w[c] + row.code_bytes + g * 4);
             for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
-            each<GROUP / 32>([&](auto i) INLINE {
-                const __m512bh weights = group.step(i);
-                each<R>([&](auto r) INLINE {
-                    f32x16 &sum = acc.of(r, c);
-                    sum = mac(sum, load_step(x + 32 * (i * R + r)), weights);
-                });
+            groups[c] = {w[c] + at, heads[c][i]};
+        });
+        each<GROUP / 32>([&](auto step) INLINE {
+            __m512bh weights[C];
+            each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
+            each<R>([&](auto r) INLINE {
+                const __m512bh numbers = load_step(x + 32 * (step * R + r));
+                each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), numbers, weights[c]); });
             });
         });
     }
     for (int c = 0; c < C; c++) {
-        const uint8_t *heads = w[c] + row.code_bytes;
-        if (!rounds_quickly(heads, row.whole)) return false;
+        if (!rounds_quickly(w[c] + row.code_bytes, row.whole)) return false;
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
             __builtin_prefetch(w[c] + b + over);
     }
