@@ -286,35 +286,24 @@ static void interleave(T *out, const T *x, int64_t x_stride, int64_t rows, int64
     }
 }
 
-template <typename T, typename O> static void multiply_in(Work<T, O> work, int threads) {
+// Rows, in blocks of whole panels as far as they go: lower ones take as long.
+template <typename T> struct Blocks {
+    int64_t rows, count, height;
+    explicit Blocks(int64_t rows) : rows(rows), count((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) {
+        const int64_t panels = std::max<int64_t>(1, count) * PANEL_ROWS;
+        height = (rows + panels - 1) / panels * PANEL_ROWS;
+    }
+    Panels<T> operator[](int64_t i) const { return {height * i, std::min(height * (i + 1), rows)}; }
+};
+
+// Each block of rows against each strip of columns.
+template <typename T, typename O>
+static void multiply_blocks(const Work<T, O> &work, const Blocks<T> &blocks, int threads) {
     int64_t strips = 0;
     for (int i = 0; i < work.count; i++) strips += work.strips(work.matrices[i]);
-    const int64_t blocks = (work.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, pieces = strips * blocks;
-    if (!pieces) return;
-    // Whole panels, as far as they go: lower ones take as long.
-    const int64_t height = (work.rows + blocks * PANEL_ROWS - 1) / (blocks * PANEL_ROWS) * PANEL_ROWS;
-    const auto block_rows = [&](int64_t block) {
-        return Panels<T>{height * block, std::min(height * (block + 1), work.rows)};
-    };
-    const T *plain = work.x;
-    const int64_t plain_stride = work.x_stride, depth = work.matrices[0].depth;
-    work.interleaved = PANEL_ROWS > 1 && work.rows > 1 &&
-                       (work.rows <= FEW_ROWS<T> || in_conflict<T>(plain_stride));
-    if (work.interleaved) work.x_stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
-    const Scratch<T> panels(work.interleaved ? work.rows * work.x_stride : 0);
-    if (work.interleaved) work.x = panels.data;
-    auto prepare = [&](int64_t block) {
-        const Panels<T> cut = block_rows(block);
-        for (int64_t i = 0; i < cut.count(); i++) {
-            const int64_t row = cut.at(i);
-            interleave(panels.data + row * work.x_stride, plain + row * plain_stride, plain_stride,
-                       cut.at(i + 1) - row, depth);
-        }
-    };
-    if (work.interleaved) parallel_for(blocks, threads, prepare);
-    share_out(pieces, threads, [&](int) {
+    share_out(strips * blocks.count, threads, [&](int) {
         return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
-            const Panels<T> rows = block_rows(n / strips);
+            const Panels<T> rows = blocks[n / strips];
             const Strip strip = strip_at(work, n % strips);
             Strip after;
             const bool more = n + 1 < range_end;
@@ -323,6 +312,25 @@ template <typename T, typename O> static void multiply_in(Work<T, O> work, int t
             last = n;
         };
     });
+}
+
+template <typename T, typename O> static void multiply_in(Work<T, O> work, int threads) {
+    const Blocks<T> blocks(work.rows);
+    if (PANEL_ROWS == 1 || work.rows < 2 ||
+        (work.rows > FEW_ROWS<T> && !in_conflict<T>(work.x_stride)))
+        return multiply_blocks(work, blocks, threads);
+    const int64_t depth = work.matrices->depth, stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
+    const Scratch<T> panels(work.rows * stride);
+    parallel_for(blocks.count, threads, [&](int64_t block) {
+        const Panels<T> cut = blocks[block];
+        for (int64_t i = 0; i < cut.count(); i++) {
+            const int64_t row = cut.at(i);
+            interleave(panels.data + row * stride, work.x + row * work.x_stride, work.x_stride,
+                       cut.at(i + 1) - row, depth);
+        }
+    });
+    work.x = panels.data, work.x_stride = stride, work.interleaved = true;
+    multiply_blocks(work, blocks, threads);
 }
 
 template <typename T, typename O>
