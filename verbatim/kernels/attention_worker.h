@@ -128,7 +128,17 @@ template <class Rows, class Step> class Attention {
     Line *lines;
     float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
-    const char *rows[2][2 * TILE + AHEAD];  // of two tiles: keys, values, the next tile's first keys
+
+    // Where a tile's rows lie, in the order that they are used in, so that the one to fetch is always
+    // AHEAD rows further on.
+    struct Tile {
+        const char *rows[2 * TILE + AHEAD];  // keys, values, the next tile's first rows
+        int first, last;                     // of its keys, those that are there: [first, last)
+        int begin, end;                      // the same in whole chunks
+
+        const char **values() { return rows + end; }
+        const char **next() { return values() + (last + 1) / 2 * 2; }
+    } tiles[2];
 
   public:
     Attention(const Problem &p, int num_lines, Parts *parts)
@@ -208,35 +218,32 @@ template <class Rows, class Step> class Attention {
         const int64_t from = std::max(span.from, segment * SEGMENT);
         const int64_t to = std::min(span.to, (segment + 1) * SEGMENT);
         if (from >= to) return;
-        int now = 0;
         int64_t key = from / TILE * TILE;
-        locate(work, key, from, to, now);
+        Tile *now = &tiles[0], *next = &tiles[1];
+        locate(work, key, from, to, *now);
         if (!fetched)
-            for (int r = 0; r < AHEAD; r++) fetch_row(rows[now][r], k_bytes);
-        for (; key < to; key += TILE, now ^= 1) {
+            for (int r = 0; r < AHEAD; r++) fetch_row(now->rows[r], k_bytes);
+        for (; key < to; key += TILE, std::swap(now, next)) {
             // Both ends of what a line sees grow with its row, so the lines that see this tile
             // stand together.
             int a = 0, b = n;
             while (lines[a].to <= key) a++;
             while (lines[b - 1].from >= key + TILE) b--;
-            const int first = (int)std::max<int64_t>(from - key, 0);
-            const int last = (int)std::min<int64_t>(to - key, TILE);
             if (after && key + TILE >= span.to) {
-                const Span next(p, *after);
-                locate(*after, next.from / TILE * TILE, next.from, next.to, now ^ 1);
+                const Span its(p, *after);
+                locate(*after, its.from / TILE * TILE, its.from, its.to, *next);
             } else {
-                locate(work, key + TILE, from, span.to, now ^ 1);
+                locate(work, key + TILE, from, span.to, *next);
             }
-            std::copy_n(rows[now ^ 1], AHEAD, rows[now] + 2 * TILE);
+            std::copy_n(next->rows, AHEAD, now->next());
             const auto weigh_all = [&] {
                 for (int i = a; i < b; i++)
                     factors[i] = weigh<Step>(lines[i], key, p.scale, p.cap, scores + i * TILE);
             };
             const int width = (int)p.key_size;
-            const int begin = first / CHUNK * CHUNK, end = (last + CHUNK - 1) / CHUNK * CHUNK;
             if (b - a <= FEW) {
                 in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
-                    score_few<Rows, Step, count.value>(rows[now], width, begin, end,
+                    score_few<Rows, Step, count.value>(now->rows, width, now->begin, now->end,
                                                        queries + i * q_stride, q_stride,
                                                        scores + i * TILE);
                 });
@@ -245,55 +252,57 @@ template <class Rows, class Step> class Attention {
                     int same = 1;  // lines of one row see the same keys
                     while (i + same < b && lines[i + same].row == lines[i].row) same++;
                     in_pieces<MOST_QUERIES>(i, i + same, [&](int l, auto count) {
-                        add_few<count.value>(l, key, now);
+                        add_few<count.value>(l, key, now->values());
                     });
                     i += same;
                 }
                 continue;
             }
-            lay_out_keys<Rows, PAIRS>(rows[now], width, begin, end, keys, q_stride);
+            lay_out_keys<Rows, PAIRS>(now->rows, width, now->begin, now->end, keys, q_stride);
             in_pieces<MOST_QUERIES>(a, b, [&](int i, auto count) {
-                score_lines<Step, count.value>(queries + i * q_stride, q_stride, keys, begin, end,
-                                               scores + i * TILE);
+                score_lines<Step, count.value>(queries + i * q_stride, q_stride, keys, now->begin,
+                                               now->end, scores + i * TILE);
             });
             weigh_all();
-            lay_out_values<Rows, PAIRS>(rows[now] + TILE, (int)p.value_size, first, last, values,
-                                        v_stride);
+            lay_out_values<Rows, PAIRS>(now->values(), (int)p.value_size, now->first, now->last,
+                                        values, v_stride);
             in_pieces<LINES>(a, b, [&](int i, auto count) { add_lines<count.value>(i, key); });
         }
     }
 
     // The values of a tile for L lines that see the same keys.
-    template <int L> void add_few(int i, int64_t key, int now) {
+    template <int L> void add_few(int i, int64_t key, const char *const *rows) {
         const int from = (int)std::max<int64_t>(lines[i].from - key, 0);
         const int to = (int)std::min<int64_t>(lines[i].to - key, TILE);
         const int width = (int)p.value_size, whole = width / (Rows::PAIRED ? 32 : 16);
         const auto add = [&](int u, auto is_whole, auto count) {
             add_rows<Rows, Step, is_whole.value, L, count.value>(
-                scores + i * TILE, rows[now] + TILE, width, u, from, to, acc + i * v_stride,
-                v_stride, factors + i);
+                scores + i * TILE, rows, width, u, from, to, acc + i * v_stride, v_stride, factors + i);
         };
         constexpr int MOST = VECTORS * 2 / std::max(2, L);  // what fits into the registers
         in_pieces<MOST>(0, whole, [&](int u, auto count) { add(u, Whole(), count); });
         if (width % (Rows::PAIRED ? 32 : 16)) add(whole, Partial(), Count<1>());
     }
 
-    // Where the keys of a tile lie; those outside of [from, to) are zeros.
-    void locate(const Work &work, int64_t first, int64_t from, int64_t to, int into) {
+    // The tile from key `start` on; its keys outside of [from, to) are zeros.
+    void locate(const Work &work, int64_t start, int64_t from, int64_t to, Tile &tile) {
         const int32_t *table = p.block_tables + work.sequence * p.max_blocks;
-        const char **keys = rows[into], **values = keys + TILE;
-        const int64_t end = std::min(first + TILE, to);
-        int64_t key = std::max(first, from);
-        for (int r = 0; r < TILE; r++)
-            if (first + r < key || first + r >= end) keys[r] = values[r] = nothing;
-        while (key < end) {
+        const int64_t first = std::max(start, from), last = std::min(start + TILE, to);
+        tile.first = first < last ? (int)(first - start) : 0;
+        tile.last = first < last ? (int)(last - start) : 0;
+        tile.begin = tile.first / CHUNK * CHUNK, tile.end = (tile.last + CHUNK - 1) / CHUNK * CHUNK;
+        const char **keys = tile.rows, **values = tile.values();
+        std::fill_n(keys, tile.first, nothing), std::fill_n(values, tile.first, nothing);
+        std::fill(keys + tile.last, keys + tile.end, nothing);
+        std::fill_n(values + tile.last, AHEAD, nothing);
+        for (int64_t key = first; key < last;) {
             const int64_t block = key / p.block_size, offset = key - block * p.block_size;
             const int64_t at = (table[block] * p.kv_heads + work.kv_head) * p.block_size + offset;
             const char *k = (const char *)p.k_store + at * k_bytes;
             const char *v = (const char *)p.v_store + at * v_bytes;
-            const int64_t stop = std::min(end, (block + 1) * p.block_size);
+            const int64_t stop = std::min(last, (block + 1) * p.block_size);
             for (; key < stop; key++, k += k_bytes, v += v_bytes)
-                keys[key - first] = k, values[key - first] = v;
+                keys[key - start] = k, values[key - start] = v;
         }
     }
 
