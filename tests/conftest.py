@@ -26,10 +26,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Every run looks at the same examples, so that one that fails fails again. `pytest
+# A run looks at the examples that it looked at before, so that one that fails fails again. `pytest
 # --hypothesis-profile=search` looks at others.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.register_profile("search", deadline=None)
+settings.register_profile(
+    "same", settings.get_profile("default"), derandomize=True, deadline=None, print_blob=True
+)
+settings.register_profile(
+    "search", settings.get_profile("default"), derandomize=False, deadline=None, print_blob=True
+)
 settings.load_profile("same")
 
 # A shell starts background jobs with Ctrl-C ignored, and Python leaves it at that. Tests that press it
@@ -39,7 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Whatever ran before, a test that draws without a seed of its own draws the same."""
+    """Whatever ran before, a test that draws from torch's or Python's own generator draws the same."""
     random.seed(0)
     torch.manual_seed(0)
 

@@ -129,8 +129,9 @@ template <class Rows, class Step> class Attention {
     float *queries, *scores, *acc, *all_acc, *keys, *values, *factors;
     char *nothing;  // a row of zeros
 
-    // Where a tile's rows lie, in the order that they are used in, so that the one to fetch is always
-    // AHEAD rows further on.
+    // Where a tile's rows lie, in the order that they are used in, so that the one to fetch is AHEAD rows
+    // further on. (Where a window begins within the tile, some are skipped, and with them what they would
+    // have fetched.)
     struct Tile {
         const char *rows[2 * TILE + AHEAD];  // keys, values, the next tile's first rows
         int first, last;                     // of its keys, those that are there: [first, last)
