@@ -22,8 +22,10 @@ from benchmarks.peers.run import BF16_ALONE, SYSTEMS, Plan, Run, relative_error
 from benchmarks.peers.setup import ENVIRONMENT, REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import FORMATS, Machine, Shape
 from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured, markdown, rows_of, text
+from benchmarks.peers.weights import SHAPES, make_experts
 
 SHAPE = Shape(2, 256, 512, 4, 2, 64, 1000)
+EXPERTS = Shape(2, 256, 128, 4, 2, 64, 1000, experts=16, experts_per_token=4)
 
 FAKE = """
 import sys, numpy as np
@@ -114,6 +116,33 @@ def test_limit_is_memory_at_one_row_and_arithmetic_at_many():
     assert slow.decode_limit_s(SHAPE, "bf16", "16bit", 8, 64, 1) == 2 * products / 1e9
     prompt = 10 * SHAPE.layer_weights + 256 * 1000 + 2 * 55 * 2 * 4 * 64
     assert slow.prefill_limit_s(SHAPE, "bf16", 8, 10) == 2 * prompt / 1e9
+
+
+def test_step_reads_the_experts_that_its_rows_choose_and_multiplies_by_those_of_each():
+    attention_and_router, expert, head = 256 * 64 * 12 + 256 * 16, 3 * 256 * 128, 256 * 1000
+    assert EXPERTS.layer_weights == 2 * (attention_and_router + 4 * expert)
+    assert [EXPERTS.distinct_experts(rows) for rows in (1, 2, 3)] == [4, 7, 9.25]
+    assert EXPERTS.distinct_experts(1000) == 16
+    read = [2 * (2 * (attention_and_router + n * expert) + head) for n in (4, 7)]
+    assert [EXPERTS.weight_bytes("bf16", 8, rows) for rows in (1, 2)] == read
+    memory, arithmetic = Machine(1e9, 1e15), Machine(1e15, 1e9)
+    kv = 2 * 100 * EXPERTS.kv_bytes("16bit")
+    assert memory.decode_limit_s(EXPERTS, "bf16", "16bit", 8, 2, 100) == (read[1] + kv) / 1e9
+    assert memory.prefill_limit_s(EXPERTS, "bf16", 8, 2) == read[1] / 1e9
+    products = 8 * (EXPERTS.layer_weights + head) + 2 * 8 * 2 * 4 * 64
+    assert arithmetic.decode_limit_s(EXPERTS, "bf16", "16bit", 8, 8, 1) == 2 * products / 1e9
+
+
+def test_sliding_layer_reads_its_window():
+    shape = Shape(3, 256, 512, 4, 2, 64, 1000, sliding=2, window=16)
+    assert [shape.visible(tokens) for tokens in (10, 16, 100)] == [30, 48, 132]
+    assert shape.kv_bytes("16bit") == 3 * 2 * 2 * 64 * 2
+    assert shape.kv_bytes("16bit", 100) == 132 * 2 * 2 * 64 * 2
+    read = shape.weight_bytes("bf16", 8) + 4 * 132 * 2 * 2 * 64 * 2
+    assert Machine(1e9, 1e15).decode_limit_s(shape, "bf16", "16bit", 8, 4, 100) == read / 1e9
+    pairs = 210 + 2 * (16 * 17 // 2 + 4 * 16)  # of 20 queries, in one full and two sliding layers
+    prompt = 20 * shape.layer_weights + 256 * 1000 + 2 * pairs * 4 * 64
+    assert Machine(1e15, 1e9).prefill_limit_s(shape, "bf16", 8, 20) == 2 * prompt / 1e9
 
 
 def entry(ours: float, *, rows: int = 8, limit: float = 0.01) -> Measured:
@@ -229,6 +258,97 @@ def test_checkpoint_is_read_without_torch(tmp_path):
     assert np.array_equal(checkpoint.floats("w"), weight.float().numpy())
 
 
+@pytest.fixture(scope="module", params=["moe-toy", "gpt-oss-toy"])
+def experts(request, tmp_path_factory):
+    """A folder with a mixture of experts, and the model whose weights it holds."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_experts(**SHAPES[request.param])
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def test_shape_of_a_mixture_of_experts(experts):
+    folder, model = experts
+    shape = Checkpoint(folder).shape
+    assert (shape.intermediate, shape.experts, shape.experts_per_token) == (128, 16, 4)
+    assert (shape.sliding, shape.window) == (
+        (1, 16) if model.config.model_type == "gpt_oss" else (0, 0)
+    )
+    matrices = [p.numel() for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    matrices += [p.numel() for name, p in model.named_parameters() if p.ndim == 3]
+    matrices += [2 * 16 * 256, 1024 * 256]  # routers and head
+    assert 2 * sum(matrices) == shape.weight_bytes("bf16", 8, 10**6)
+
+
+def test_experts_are_stacked_for_llama_cpp(experts):
+    pytest.importorskip("gguf")
+    from benchmarks.peers.gguf_file import gguf_tensors
+
+    folder, model = experts
+    written = {name: list(parts) for name, parts in gguf_tensors(Checkpoint(folder))}
+    layer = model.model.layers[1]
+    both = layer.mlp.experts.gate_up_proj.detach().float()  # [experts, 2 x 128, 256]
+    down = layer.mlp.experts.down_proj.detach().float()
+    if model.config.model_type == "gpt_oss":
+        both, down = both.mT, down.mT
+        gate, up = both[:, ::2], both[:, 1::2]
+        biases = layer.mlp.experts.gate_up_proj_bias.detach().float()
+        assert np.array_equal(np.stack(written["blk.1.ffn_up_exps.bias"]), biases[:, 1::2])
+        assert np.array_equal(
+            written["blk.1.attn_sinks.weight"][0], layer.self_attn.sinks.detach().float()
+        )
+        own = ["post_attention_norm.weight", "attn_sinks.weight", "ffn_gate_inp.bias"]
+        own += [f"attn_{part}.bias" for part in ("q", "k", "v", "output")]
+        own += [f"ffn_{part}_exps.bias" for part in ("gate", "up", "down")]
+        outer = {"output.weight"}
+    else:
+        gate, up = both.chunk(2, 1)
+        own, outer = [f"{part}_norm.weight" for part in ("attn_q", "attn_k", "ffn")], set()
+    for part, values in (("gate", gate), ("up", up), ("down", down)):
+        assert np.array_equal(np.stack(written[f"blk.1.ffn_{part}_exps.weight"]), values)
+    own += [f"ffn_{part}.weight" for part in ("gate_inp", "gate_exps", "up_exps", "down_exps")]
+    own += [f"attn_{part}.weight" for part in ("norm", "q", "k", "v", "output")]
+    outer |= {"token_embd.weight", "output_norm.weight"}
+    assert set(written) == outer | {f"blk.{n}.{name}" for n in range(2) for name in own}
+
+
+def test_gguf_says_how_many_experts_there_are_and_keeps_routers_in_float32(experts, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from benchmarks.peers.gguf_file import write_gguf
+
+    folder, model = experts
+    write_gguf(Checkpoint(folder), "int4", 8, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    oss = model.config.model_type == "gpt_oss"
+    name = "gpt-oss" if oss else "qwen3moe"
+    assert reader.fields["general.architecture"].contents() == name
+    numbers = {"expert_count": 16, "expert_used_count": 4, "expert_feed_forward_length": 128}
+    if oss:
+        numbers["attention.sliding_window"] = 16
+    assert {key: reader.fields[f"{name}.{key}"].contents() for key in numbers} == numbers
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.attn_norm.weight"] == "F32"
+    assert types["blk.0.ffn_down_exps.weight"] == types["blk.0.attn_q.weight"] == "Q4_0"
+    assert types["token_embd.weight"] == types.get("output.weight", "Q8_0") == "Q8_0"
+
+
+def test_rows_go_on_from_different_ids():
+    pytest.importorskip("torch")
+    from benchmarks.peers.systems.verbatim import Rows
+    from verbatim import LLM
+
+    with LLM(make_experts(**SHAPES["moe-toy"])) as llm:
+        rows = Rows(llm)
+        requests = rows.add([[1, 2, 3]] * 4, max_tokens=8)
+        rows._take_in(requests)
+        llm._engine.step()
+        fed, drawn = zip(*(request.sequences[0].output_ids for request in requests), strict=True)
+        for request in requests:
+            llm._engine.abort(request)
+    assert len(set(fed)) == len(set(drawn)) == 4
+
+
 DRIVER = """
 import sys, time
 from benchmarks.peers.client import Peer
@@ -258,11 +378,14 @@ def test_stopped_worker_dies_with_a_driver_that_is_killed():
     pytest.fail("it is still there")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-@pytest.mark.skipif(
+have_peers = pytest.mark.skipif(
     not peers_python(ENVIRONMENT).exists(), reason="python -m benchmarks.peers.setup was not run"
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@have_peers
 def test_peers_run_a_toy_in_every_format(tmp_path):
     plan = Plan(["llama.cpp", "OpenVINO"], list(FORMATS), [1, 3], [20], [40], rounds=1, steps=3)
     run = Run(plan, tmp_path, ENVIRONMENT)
@@ -275,6 +398,22 @@ def test_peers_run_a_toy_in_every_format(tmp_path):
     assert len(errors) == len(run.remarks) == 6
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@have_peers
+@pytest.mark.parametrize("shape", ["moe-toy", "gpt-oss-toy"])
+def test_peers_run_a_mixture_of_experts_or_are_left_out(tmp_path, shape):
+    plan = Plan(["llama.cpp", "OpenVINO"], list(FORMATS), [1, 3], [20], [40], rounds=1, steps=3)
+    run = Run(plan, tmp_path, ENVIRONMENT)
+    run.prepare(shape, None)
+    run.measure()
+    assert len(run.measured) == 9
+    assert all(set(measured.seconds) == {"llama.cpp"} for measured in run.measured)
+    errors = [line for line in run.remarks if "off transformers' bf16 by" in line]
+    refused = [line for line in run.remarks if "OpenVINO, load: ValueError" in line]
+    assert (len(errors), len(refused), len(run.remarks)) == (3, 3, 6)
+
+
 def test_ours_in_another_setting_is_no_peer():
     seconds = {OURS: [1.0], OURS_A8: [0.1], "OpenVINO": [0.5]}
     assert Measured(Cell("int8", 20, 1), [0.2], seconds).best_peer == ("OpenVINO", 2.0)
@@ -282,12 +421,13 @@ def test_ours_in_another_setting_is_no_peer():
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path):
+@pytest.mark.parametrize("shape", ["toy", "moe-toy", "gpt-oss-toy"])
+def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path, shape):
     plan = Plan(
         [OURS, OURS_A8, "transformers"], ["bf16", "int4"], [1, 3], [20], [40], rounds=2, steps=3
     )
     run = Run(plan, tmp_path, tmp_path)
-    run.prepare("toy", None)
+    run.prepare(shape, None)
     run.measure()
     assert run.systems == plan.systems
     cells = ["prompt 20, 1 row", "prompt 20, 3 rows", "prompt 40, prefill"]

@@ -16,8 +16,7 @@ from verbatim.batch import Batch
 from verbatim.errors import ModelChanged, NotSupported
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, FlatPass
-from verbatim.model.invariant import InvariantMode
-from verbatim.model.routing import Replay, RoutedLayers, Routing, RoutingStore
+from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
 from verbatim.placement.resident import Resident
 
 LENGTHS = (13, 6, 9)
@@ -236,10 +235,12 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
     decoder, work = runner.decoder, batch([0], WHOLE[:1], forced_experts=forced)
     layers = decoder.anatomy.routed
     assert layers is not None
-    routing = Routing(layers, forced, keep_weights=True)
-    walk = FlatPass(decoder.anatomy.slots, work, runner.store, routing)
-    decoder._forward(decoder.module, [walk])
-    return routing.chosen[0], routing.weights[0].double()
+    seen: list[Tensor] = []
+    walk = FlatPass(decoder.anatomy.slots, work, runner.store, Routing(layers, LENGTHS[0], forced))
+    with before_experts(decoder.module, lambda n, block, args: seen.append(args[2])):
+        decoder._forward(decoder.module, [walk])
+    assert walk.routing is not None
+    return walk.routing.record()[:, 0].long(), seen[0].double()
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTED if case != "phimoe"])
@@ -304,28 +305,10 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     calls: list[Any] = []
     handle = model.model.layers[1].register_forward_hook(lambda *call: calls.append(call))
     runner.check_replay()
-    assert not calls  # the trial is not the owner's forward
+    assert not calls
     assert torch.equal(runner.forward(work).logits, expected)
     assert len(calls) == 1
     handle.remove()
-
-
-def _replay(routing: Routing) -> Replay:
-    return Replay(lambda: routing, safety_net=False)
-
-
-def test_replay_stands_within_and_around_other_modes() -> None:
-    layers = RoutedLayers((id(torch),), 1, 2, 4)
-    scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2)
-    forced = torch.tensor([[[0, 2]], [[-1, -1]]])
-    inside, outside = (_replay(Routing(layers, forced)) for _ in range(2))
-    with InvariantMode(), inside:
-        first = scores.topk(2)
-    with outside, InvariantMode():
-        second = torch.topk(scores, k=2, dim=-1, sorted=False)
-    for values, indices in (first, second):
-        assert indices[0].tolist() == [0, 2] and sorted(indices[1].tolist()) == [2, 3]
-        assert torch.equal(values, scores.gather(1, indices))
 
 
 def test_dense_models_have_no_routed_layers() -> None:
@@ -341,39 +324,40 @@ def test_dense_models_have_no_routed_layers() -> None:
             refused()
 
 
-@pytest.mark.parametrize("case", ["jetmoe", "dbrx", "longcat_flash"])
-def test_experts_of_a_models_own_are_not_recorded(case: str) -> None:
-    runner = opened(build(case))
+def test_experts_of_a_models_own_are_not_recorded() -> None:
+    runner = opened(build("jetmoe"))
     assert runner.routed_layers == 0
     assert runner.routing_reason is not None and "experts interface" in runner.routing_reason
 
 
-def test_a_router_that_does_not_choose_by_topk_is_recorded_and_not_replayed() -> None:
-    runner = opened(build("phimoe"))
+@pytest.mark.parametrize("case", ["dbrx", "longcat_flash"])
+def test_experts_with_a_known_code_of_their_own_are_recorded(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    runner.forward(batch([0, 1, 2], WHOLE))
+    experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    for s, record in enumerate(records(runner)):
+        chosen: list[Tensor] = []
+        hooks = [
+            m.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))  # noqa: B023
+            for m in experts
+        ]
+        plain(model, s)
+        for hook in hooks:
+            hook.remove()
+        theirs = torch.stack(chosen, 1)
+        assert torch.equal(record.sort(-1)[0].long(), theirs.sort(-1)[0])
+
+
+@pytest.mark.parametrize("case", ["phimoe", "dbrx"])
+def test_a_router_of_no_known_form_is_recorded_and_not_replayed(case: str) -> None:
+    runner = opened(build(case))
     runner.forward(batch([0], WHOLE[:1]))
-    with pytest.raises(NotSupported, match="PhimoeForCausalLM: its router does not choose"):
+    with pytest.raises(NotSupported, match="ForCausalLM: its router is of no form"):
         runner.check_replay()
     forced = other_experts(runner)[0]
-    with pytest.raises(NotSupported, match="does not choose"):
+    with pytest.raises(NotSupported, match="of no form that is known"):
         runner.forward(batch([0], WHOLE[:1], forced_experts=forced))
-
-
-class _BlindReplay(Replay):
-    """Takes weights from what a router has masked."""
-
-    def __torch_function__(self, *call: Any) -> Any:
-        self._masked = (None, None)
-        return super().__torch_function__(*call)
-
-
-def test_a_router_that_has_no_weights_for_others_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner = opened(build("deepseek_v2"))
-    monkeypatch.setattr("verbatim.model.decoder.Replay", _BlindReplay)
-    monkeypatch.setattr("verbatim.model.routing._MASKING", frozenset())
-    with pytest.raises(NotSupported, match="no weights for experts that it did not choose"):
-        runner.check_replay()
 
 
 def test_layers_that_differ_are_refused_by_name() -> None:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import EllipsisType
 
 import numpy as np
 
 from benchmarks.peers.shape import Shape
+
+TIED = {"qwen3": True, "qwen3_moe": True, "gpt_oss": False}
 
 
 class Checkpoint:
     """The bf16 tensors of a folder with one `model.safetensors`.
 
     Attributes:
+        model_type: as transformers names the architecture.
+        tied: whether the embedding is the head, too.
         shape: of the model.
         context: the positions that it has.
     """
 
     def __init__(self, folder: str | Path) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
-        if config["model_type"] != "qwen3" or not config["tie_word_embeddings"]:
-            raise ValueError("only Qwen3 with a tied head is written for the peers")
+        self.model_type: str = config["model_type"]
+        self.tied: bool = config["tie_word_embeddings"]
+        if TIED.get(self.model_type) != self.tied:
+            raise ValueError("only Qwen3 with a tied head and gpt-oss are written for the peers")
         self.shape = Shape.of(config)
         self.context: int = config["max_position_embeddings"]
         file = Path(folder) / "model.safetensors"
@@ -43,6 +50,6 @@ class Checkpoint:
         begin, end = entry["data_offsets"]
         return self._data[begin:end].view(np.uint16).reshape(entry["shape"])
 
-    def floats(self, name: str) -> np.ndarray:
-        """A tensor in float32."""
-        return (self.bits(name).astype(np.uint32) << 16).view(np.float32)
+    def floats(self, name: str, part: int | EllipsisType = ...) -> np.ndarray:
+        """A tensor in float32, or one part of it along its first axis."""
+        return (self.bits(name)[part].astype(np.uint32) << 16).view(np.float32)

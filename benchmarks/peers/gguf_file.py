@@ -1,7 +1,11 @@
-"""Write a checkpoint as GGUF, for llama.cpp: BF16, Q8_0 or Q4_0, norms in float32, no vocabulary."""
+"""Write a checkpoint as GGUF, for llama.cpp: BF16, Q8_0 or Q4_0, no vocabulary.
+
+Norms, biases, sinks and routers are in float32, as llama.cpp's own conversion keeps them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import gguf
@@ -11,6 +15,9 @@ from gguf.constants import GGMLQuantizationType as Type
 from benchmarks.peers.checkpoint import Checkpoint
 
 TYPES = {"bf16": Type.BF16, "int8": Type.Q8_0, "int4": Type.Q4_0}
+_VOCABULARY = ("token_embd.weight", "output.weight")
+_FLOATS = ("norm.weight", ".bias", "attn_sinks.weight", "ffn_gate_inp.weight")
+_ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -19,17 +26,25 @@ _LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_LAYERS = {"gpt_oss": {**_LAYER, "post_attention_layernorm": "post_attention_norm"}}
 
 
 def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> None:
-    """Write `file`; a 4-bit model's embedding, which is its head too, may have 8 bits."""
+    """Write `file`; a 4-bit model's embedding and head, which may be one, may have 8 bits."""
     shape = checkpoint.shape
-    writer = gguf.GGUFWriter(str(file), "qwen3")
+    architecture = _ARCHITECTURES[checkpoint.model_type]
+    writer = gguf.GGUFWriter(str(file), architecture, use_temp_file=True)  # not all in memory
     writer.add_block_count(shape.layers)
     writer.add_context_length(checkpoint.context)
     writer.add_embedding_length(shape.hidden)
@@ -42,33 +57,70 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_vocab_size(shape.vocab)
     writer.add_tokenizer_model("no_vocab")
-    for name in checkpoint:
-        if name == "lm_head.weight":
-            continue  # tied
-        values, target = checkpoint.floats(name), gguf_name(name)
-        if values.ndim == 1:
-            writer.add_tensor(target, values)
-            continue
-        kind = TYPES[fmt]
-        if target == "token_embd.weight" and fmt == "int4" and head_bits == 8:
+    if shape.experts > 1:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_per_token)
+        writer.add_expert_feed_forward_length(shape.intermediate)
+    if shape.sliding:  # every second layer, the first among them: llama.cpp knows gpt-oss so
+        writer.add_sliding_window(shape.window)
+    for name, parts in gguf_tensors(checkpoint):
+        kind = Type.F32 if name.endswith(_FLOATS) else TYPES[fmt]
+        if name in _VOCABULARY and fmt == "int4" and head_bits == 8:
             kind = Type.Q8_0
-        packed = _quantized(values, kind)
-        writer.add_tensor(target, packed, raw_dtype=kind)
+        packed = [_quantized(part, kind) for part in parts]
+        tensor = np.stack(packed) if "_exps." in name else packed[0]
+        writer.add_tensor(name, tensor, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def gguf_name(name: str) -> str:
-    """What llama.cpp calls a parameter of a Qwen3 model."""
+def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
+    """Yield each tensor's name in llama.cpp and its values in float32: one array, or one of each expert."""
+    model_type, count = checkpoint.model_type, checkpoint.shape.experts
+    for name in checkpoint:
+        if name == "lm_head.weight" and checkpoint.tied:
+            continue
+        layer, _, rest = name.partition(".mlp.experts.")
+        if not rest:
+            yield gguf_name(name, model_type), [checkpoint.floats(name)]
+        elif model_type == "qwen3_moe":  # each expert's matrices have names of their own
+            number, rest = rest.split(".", 1)
+            if number == "0":
+                names = [f"{layer}.mlp.experts.{expert}.{rest}" for expert in range(count)]
+                yield (
+                    gguf_name(f"{layer}.mlp.experts.{rest}", model_type),
+                    map(checkpoint.floats, names),
+                )
+        else:  # stacked and transposed, and the columns of gate and up take turns
+            matrix = rest.removesuffix("_bias")
+            ends = ".bias" if matrix != rest else ".weight"
+            parts = ["gate_proj", "up_proj"] if matrix == "gate_up_proj" else [matrix]
+            for first, part in enumerate(parts):
+                target = gguf_name(f"{layer}.mlp.experts.{part}{ends}", model_type)
+                yield target, _every(checkpoint, name, first, len(parts))
+
+
+def gguf_name(name: str, model_type: str = "qwen3") -> str:
+    """Return llama.cpp's name of a parameter; of experts' matrices without the expert's number."""
     name = name.removeprefix("model.")
     if name == "embed_tokens.weight":
         return "token_embd.weight"
     if name == "norm.weight":
         return "output_norm.weight"
+    if name == "lm_head.weight":
+        return "output.weight"
     _, layer, rest = name.split(".", 2)
-    return f"blk.{layer}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+    ends = ".bias" if rest.endswith(".bias") else ".weight"
+    names = _LAYERS.get(model_type, _LAYER)
+    return f"blk.{layer}.{names[rest.removesuffix(ends)]}{ends}"
+
+
+def _every(checkpoint: Checkpoint, name: str, first: int, step: int) -> Iterator[np.ndarray]:
+    """Yield each expert's rows `first`, `first + step`, ... of a tensor that holds them as columns."""
+    for expert in range(checkpoint.shape.experts):
+        yield np.ascontiguousarray(checkpoint.floats(name, expert).T[first::step])
 
 
 def _quantized(values: np.ndarray, kind: Type, rows: int = 8192) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-VERSION = 3  # goes up whenever a kernel's arithmetic changes: part of the numerics key
+VERSION = 4  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 # Best first. The second column is what /proc/cpuinfo or the operating system calls the features.

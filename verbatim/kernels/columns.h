@@ -5,12 +5,15 @@
 
 #include <algorithm>
 #include <omp.h>
+#include <type_traits>
 #include <utility>
 
-#include "simd.h"
+#include <vector>
+
+#include "packed.h"
+#include "scratch.h"
 #include "threads.h"
 
-#define INLINE __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
 
 namespace {
@@ -30,6 +33,7 @@ template <typename T, typename O> struct Product {
     O *out;
     const T *x, *w, *bias;
     int64_t rows, cols, depth, x_stride, w_stride, out_stride;
+    int bits, group;  // of a weight that is quantized down its columns; bits 0: it is plain
 };
 
 #if defined(__AVX512F__)
@@ -46,15 +50,55 @@ static inline void store_all(bf16 *p, f32x16 v) {
 
 // ---- one step: STEP values of either operand, and their products added to an accumulator ----
 
-static inline f32x16 load_step(const float *p) { return load(p); }
-static inline f32x16 mac(f32x16 acc, f32x16 a, f32x16 b) { return fma(a, b, acc); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Sixteen lanes in two registers. Of a vector that is longer than a register gcc keeps each value in memory.
+struct Lanes {
+    __m256 low, high;
+};
+static INLINE inline Lanes lanes_at(const float *p) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+static INLINE inline __m256 eight_at(const bf16 *p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static INLINE inline Lanes lanes_at(const bf16 *p) { return {eight_at(p), eight_at(p + 8)}; }
+static INLINE inline Lanes spread(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static INLINE inline Lanes mac(Lanes acc, Lanes a, Lanes b) {
+    return {_mm256_fmadd_ps(a.low, b.low, acc.low), _mm256_fmadd_ps(a.high, b.high, acc.high)};
+}
+static INLINE inline f32x16 as_vector(Lanes v) {
+    f32x16 out;
+    std::memcpy(&out, &v, sizeof out);
+    return out;
+}
+static INLINE inline float sum(Lanes v) {  // by the tree of vb::sum
+    const __m256 eight = _mm256_add_ps(v.low, v.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+typedef f32x16 Lanes;
+template <typename T> static INLINE inline Lanes lanes_at(const T *p) { return load(p); }
+static INLINE inline Lanes spread(float x) { return splat(x); }
+static INLINE inline Lanes mac(Lanes acc, Lanes a, Lanes b) { return fma(a, b, acc); }
+static INLINE inline f32x16 as_vector(Lanes v) { return v; }
+#endif
 
+template <typename T> static INLINE inline Lanes lanes_first(const T *p, int n) {
+    T lanes[16] = {};
+    std::memcpy(lanes, p, n * sizeof(T));
+    return lanes_at((const T *)lanes);
+}
+
+static INLINE inline Lanes load_step(const float *p) { return lanes_at(p); }
 #if defined(__AVX512F__)
 static inline f32x16 load_step_first(const float *p, int n) {
     return (f32x16)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 #else
-static inline f32x16 load_step_first(const float *p, int n) { return load_first(p, n); }
+static INLINE inline Lanes load_step_first(const float *p, int n) { return lanes_first(p, n); }
 #endif
 
 #if defined(__AVX512BF16__)
@@ -68,31 +112,48 @@ static inline f32x16 mac(f32x16 acc, __m512bh a, __m512bh b) {
 }
 #else
 template <typename T> constexpr int STEP = 16;
-static inline f32x16 load_step(const bf16 *p) { return load(p); }
-static inline f32x16 load_step_first(const bf16 *p, int n) { return load_first(p, n); }
+static INLINE inline Lanes load_step(const bf16 *p) { return lanes_at(p); }
+static INLINE inline Lanes load_step_first(const bf16 *p, int n) { return lanes_first(p, n); }
 #endif
+
+// What tiles read rows as: where bf16 is widened for each product, once for all columns.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <typename T> using Input = float;
+static inline void copy_inputs(float *to, const bf16 *from, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, eight_at(from + i));
+    for (; i < n; i++) to[i] = to_float(from[i]);
+}
+#else
+template <typename T> using Input = T;
+#endif
+template <typename T> static inline void copy_inputs(T *to, const T *from, int64_t n) {
+    std::memcpy(to, from, n * sizeof(T));
+}
 
 // ---- a tile: R rows by 64 columns, over part of K ----
 
-constexpr int VECTORS = 4, TILE_COLS = 16 * VECTORS;
+constexpr int VECTORS = 4;
+constexpr int64_t TILE_COLS = 16 * VECTORS;
 
 // Sixteen columns of a row of weights, from 16v on, of which n - 16v exist; FULL when all do.
-template <bool FULL, typename T> static INLINE inline f32x16 columns(const T *w, int v, int n) {
-    return FULL ? load(w + 16 * v) : load_first(w + 16 * v, std::max(0, std::min(16, n - 16 * v)));
+template <bool FULL, typename T> static INLINE inline Lanes columns(const T *w, int v, int n) {
+    return FULL ? lanes_at(w + 16 * v)
+                : lanes_first(w + 16 * v, std::max(0, std::min(16, n - 16 * v)));
 }
 
 template <bool FULL, int R, typename T>
-static INLINE inline void accumulate(f32x16 (&acc)[R][VECTORS], const T *x, int64_t x_stride,
+static INLINE inline void accumulate(Lanes (&acc)[R][VECTORS], const T *x, int64_t x_stride,
                                      const T *w, int64_t w_stride, int64_t depth, int n) {
     for (int64_t k = 0; k < depth; k++, w += w_stride) {
-        f32x16 b0 = columns<FULL>(w, 0, n), b1 = columns<FULL>(w, 1, n);
-        f32x16 b2 = columns<FULL>(w, 2, n), b3 = columns<FULL>(w, 3, n);
+        const Lanes b0 = columns<FULL>(w, 0, n), b1 = columns<FULL>(w, 1, n);
+        const Lanes b2 = columns<FULL>(w, 2, n), b3 = columns<FULL>(w, 3, n);
         each<R>([&](auto r) INLINE {
-            f32x16 a = splat(to_float(x[r * x_stride + k]));
-            acc[r][0] = fma(a, b0, acc[r][0]);
-            acc[r][1] = fma(a, b1, acc[r][1]);
-            acc[r][2] = fma(a, b2, acc[r][2]);
-            acc[r][3] = fma(a, b3, acc[r][3]);
+            const Lanes a = spread(to_float(x[r * x_stride + k]));
+            acc[r][0] = mac(acc[r][0], a, b0);
+            acc[r][1] = mac(acc[r][1], a, b1);
+            acc[r][2] = mac(acc[r][2], a, b2);
+            acc[r][3] = mac(acc[r][3], a, b3);
         });
     }
 }
@@ -148,89 +209,142 @@ static inline void in_order(f32x16 *v, const bf16 *) {
     }
 }
 #else
-static inline void in_order(f32x16 *, const bf16 *) {}
+static inline void in_order(Lanes *, const bf16 *) {}
 #endif
-static inline void in_order(f32x16 *, const float *) {}
+static inline void in_order(Lanes *, const float *) {}
 
 template <bool FULL, typename T, typename O>
-static inline void finish_row(const Product<T, O> &p, f32x16 *v, int64_t row, int64_t col, int n) {
+static inline void finish_row(const Product<T, O> &p, Lanes *v, int64_t row, int64_t col, int n) {
     in_order(v, p.x);
     O *out = p.out + row * p.out_stride + col;
     for (int i = 0; i < VECTORS; i++) {
         const int m = FULL ? 16 : std::max(0, std::min(16, n - 16 * i));
+        f32x16 sums = as_vector(v[i]);
         if (p.bias) {
             const T *bias = p.bias + col + 16 * i;
-            v[i] += FULL ? load(bias) : load_first(bias, m);
+            sums += FULL ? load(bias) : load_first(bias, m);
         }
         O lanes[16];
-        store_all(lanes, v[i]);
+        store_all(lanes, sums);
         if (FULL) std::memcpy(out + 16 * i, lanes, sizeof lanes);
         else std::memcpy(out + 16 * i, lanes, m * sizeof(O));
     }
 }
 
+// Columns from `col` on, over K from `begin` to `end`; `w` is their weight at `begin`.
 template <int R, bool FULL, typename T, typename O>
-static NOINLINE void column_tile(const Product<T, O> &p, int64_t row, int64_t col, int n,
-                                 int64_t begin, int64_t end, f32x16 *kept) {
-    f32x16 acc[R][VECTORS];
-    if (begin == 0) each<R * VECTORS>([&](auto i) INLINE { acc[i / 4][i % 4] = f32x16{}; });
+static NOINLINE void column_tile(const Product<T, O> &p, const T *w, int64_t w_stride, int64_t row,
+                                 int64_t col, int n, int64_t begin, int64_t end, Lanes *kept) {
+    Lanes acc[R][VECTORS];
+    if (begin == 0) each<R * VECTORS>([&](auto i) INLINE { acc[i / 4][i % 4] = Lanes{}; });
     else each<R * VECTORS>([&](auto i) INLINE { acc[i / 4][i % 4] = kept[i]; });
-    accumulate<FULL>(acc, p.x + row * p.x_stride + begin, p.x_stride,
-                     p.w + begin * p.w_stride + col, p.w_stride, end - begin, n);
+    accumulate<FULL>(acc, p.x + row * p.x_stride + begin, p.x_stride, w, w_stride, end - begin, n);
     each<R * VECTORS>([&](auto i) INLINE { kept[i] = acc[i / 4][i % 4]; });
     if (end == p.depth)
         for (int r = 0; r < R; r++) finish_row<FULL>(p, kept + r * VECTORS, row + r, col, n);
 }
 
 template <bool FULL, typename T, typename O>
-static void column_tile_of(int64_t rows, const Product<T, O> &p, int64_t row, int64_t col, int n,
-                           int64_t begin, int64_t end, f32x16 *kept) {
+static void column_tile_of(int64_t rows, const Product<T, O> &p, const T *w, int64_t w_stride,
+                           int64_t row, int64_t col, int n, int64_t begin, int64_t end,
+                           Lanes *kept) {
     switch (rows) {
-    case 1: return column_tile<1, FULL>(p, row, col, n, begin, end, kept);
+#define HEIGHT(R)                                                                                  \
+    case R: return column_tile<R, FULL>(p, w, w_stride, row, col, n, begin, end, kept);
+        HEIGHT(1)
 #if defined(__AVX512F__)
-    case 2: return column_tile<2, FULL>(p, row, col, n, begin, end, kept);
-    case 3: return column_tile<3, FULL>(p, row, col, n, begin, end, kept);
-    case 4: return column_tile<4, FULL>(p, row, col, n, begin, end, kept);
-    case 5: return column_tile<5, FULL>(p, row, col, n, begin, end, kept);
-    case 6: return column_tile<6, FULL>(p, row, col, n, begin, end, kept);
+        HEIGHT(2)
+        HEIGHT(3)
+        HEIGHT(4)
+        HEIGHT(5)
+        HEIGHT(6)
 #endif
+#undef HEIGHT
     }
 }
 
 // ---- the product ----
 
-// A strip of columns against a block of rows. K runs in short parts, so that the rows of weights
-// are read along their columns, and a part serves all rows while it is in the cache.
+// A strip of columns against a block of rows. K runs in parts, so that the rows of weights are read
+// along their columns, and a part serves all rows while it is in the cache. Few rows have wide strips
+// and short parts: as many streams from memory as a part has rows of weights.
 constexpr int64_t STRIP_COLS = 256, STRIP_ROWS = 48, PART_DEPTH = 128;
+constexpr int64_t FEW_COLUMN_ROWS = 4, FEW_DEPTH = 8;
+
+template <typename T, typename O> static bool few(const Product<T, O> &p) {
+    return p.rows <= FEW_COLUMN_ROWS && !p.bits;
+}
+
+// Numbers of a part of a strip: as they are, or read back to `room`.
+template <typename T, typename O>
+static const T *numbers_at(const Product<T, O> &p, int64_t begin, int64_t end, int64_t col,
+                           int64_t cols, T *room) {
+    if (!p.bits) return p.w + begin * p.w_stride + col;
+    for (int64_t k = begin; k < end; k += p.group) {
+        const int size = (int)std::min<int64_t>(p.group, p.depth - k);
+        const auto *at = (const uint8_t *)p.w + k / p.group * p.cols * (4 + p.group * p.bits / 8);
+        T *to = room + (k - begin) * cols;
+        if (p.bits == 8) unpack_columns<8>(to, cols, at, size, p.cols, col, col + cols);
+        else unpack_columns<4>(to, cols, at, size, p.cols, col, col + cols);
+    }
+    return room;
+}
 
 template <typename T, typename O>
 static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int64_t col,
                          int64_t cols) {
-    const int64_t panels = (rows + ROWS - 1) / ROWS;
-    alignas(64) f32x16 kept[STRIP_ROWS * STRIP_COLS / 16];
-    for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += PART_DEPTH) {
-        const int64_t end = std::min(begin + PART_DEPTH, p.depth);
-        f32x16 *place = kept;
+    const int64_t panels = (rows + ROWS - 1) / ROWS, tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+    const int64_t part = few(p) ? FEW_DEPTH : PART_DEPTH;
+    const Scratch<Lanes> kept(rows * tiles * VECTORS);
+    const Scratch<T> room(p.bits ? PART_DEPTH * cols : 0);
+    const int64_t w_stride = p.bits ? cols : p.w_stride;
+    for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += part) {
+        const int64_t end = std::min(begin + part, p.depth);
+        const T *w = numbers_at(p, begin, end, col, cols, room.data);
+        Lanes *place = kept.data;
         for (int64_t i = 0; i < panels; i++) {
             const int64_t from = rows * i / panels, height = rows * (i + 1) / panels - from;
-            for (int64_t c = col; c < col + cols; c += TILE_COLS, place += height * VECTORS) {
-                const int n = (int)std::min<int64_t>(TILE_COLS, col + cols - c);
+            for (int64_t c = 0; c < cols; c += TILE_COLS, place += height * VECTORS) {
+                const int n = (int)std::min<int64_t>(TILE_COLS, cols - c);
                 if (n == TILE_COLS)
-                    column_tile_of<true>(height, p, row + from, c, n, begin, end, place);
-                else column_tile_of<false>(height, p, row + from, c, n, begin, end, place);
+                    column_tile_of<true>(height, p, w + c, w_stride, row + from, col + c, n, begin,
+                                         end, place);
+                else
+                    column_tile_of<false>(height, p, w + c, w_stride, row + from, col + c, n,
+                                          begin, end, place);
             }
         }
     }
 }
 
-template <typename T, typename O> static void by_columns(const Product<T, O> &p, int threads) {
-    const int64_t strips = (p.cols + STRIP_COLS - 1) / STRIP_COLS;
-    const int64_t blocks = (p.rows + STRIP_ROWS - 1) / STRIP_ROWS;
-#pragma omp parallel for schedule(dynamic) collapse(2) num_threads(threads_at_once(threads))
-    for (int64_t s = 0; s < strips; s++)
-        for (int64_t b = 0; b < blocks; b++)
-            column_strip(p, b * STRIP_ROWS, std::min(STRIP_ROWS, p.rows - b * STRIP_ROWS),
-                         s * STRIP_COLS, std::min(STRIP_COLS, p.cols - s * STRIP_COLS));
+template <typename T, typename O>
+static void by_columns(const std::vector<Product<T, O>> &products, int threads) {
+    int64_t all = 0, count = 0;
+    for (const auto &p : products) all += p.cols;
+    const int64_t share = all / (4 * threads) / TILE_COLS * TILE_COLS;
+    struct Cut {
+        int64_t end, strips, width;
+    };
+    std::vector<Cut> cuts;
+    for (const auto &p : products) {
+        const int64_t widest = few(p) ? 8 * STRIP_COLS : STRIP_COLS;
+        const int64_t width = few(p) ? std::clamp(share, TILE_COLS, widest) : widest;
+        const int64_t strips = (p.cols + width - 1) / width;
+        count += strips * ((p.rows + STRIP_ROWS - 1) / STRIP_ROWS);
+        cuts.push_back({count, strips, width});
+    }
+    share_out(count, threads, [&](int) {
+        return [&](int64_t n, int64_t) {
+            size_t i = 0;
+            while (n >= cuts[i].end) i++;
+            const Product<T, O> &p = products[i];
+            const int64_t local = n - (i ? cuts[i - 1].end : 0), width = cuts[i].width;
+            const int64_t row = local / cuts[i].strips * STRIP_ROWS;
+            const int64_t col = local % cuts[i].strips * width;
+            column_strip(p, row, std::min(STRIP_ROWS, p.rows - row), col,
+                         std::min(width, p.cols - col));
+        };
+    });
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ struct Norm {
     int32_t kind;
 };
 
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SIGMOID_OF = 2 };
 
 enum Rotation : int32_t {
     UNTURNED = 0,
@@ -99,6 +99,12 @@ static inline f32x16 silu(f32x16 x) {
     return (x > 0.0f ? x : x * e) / (1.0f + e);
 }
 
+// 1 / (1 + exp(-x)).
+static inline f32x16 sigmoid(f32x16 x) {
+    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
+    return (x > 0.0f ? splat(1.0f) : e) / (1.0f + e);
+}
+
 static inline f32x16 gelu_tanh(f32x16 x) {
     f32x16 inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
     return 0.5f * x * (1.0f + tanh(inner));
@@ -114,6 +120,7 @@ static inline void activate_row(T *out, const T *gate, const T *up, int64_t widt
                       [=](auto at) { return rounded<T>(function(at(gate))) * at(up); });
     };
     if (activation == SILU) row([](f32x16 x) { return silu(x); });
+    else if (activation == SIGMOID_OF) row([](f32x16 x) { return sigmoid(x); });
     else row([](f32x16 x) { return gelu_tanh(x); });
 }
 

@@ -30,7 +30,6 @@ template <typename F> static inline void of_rows(int64_t rows, F f) {
 }
 
 template <typename T, typename O> struct IntegerWork {
-    const Matrix *matrices;
     CodeLayout layout;
     int bits;
     Codes x;
@@ -41,9 +40,8 @@ template <typename T, typename O> struct IntegerWork {
         return (layout.groups + (layout.groups - 1) * layout.words + layout.rest) * WORD_BYTES;
     }
 
-    // Block n of all matrices, against rows `begin` to `end`.
-    void run(int64_t n, int64_t begin, int64_t end) const {
-        const Matrix *m = matrices;
+    // Block n of all matrices from `m` on, against rows `begin` to `end`.
+    void run(const Matrix *m, int64_t n, int64_t begin, int64_t end) const {
         int64_t out_col = 0;
         for (int64_t count; n >= (count = (m->cols + BLOCK_COLS - 1) / BLOCK_COLS); m++)
             n -= count, out_col += m->cols;
@@ -57,7 +55,7 @@ template <typename T, typename O> struct IntegerWork {
             for (int v = 0; v < BLOCK_VECTORS; v++) {
                 const int left = (int)std::min<int64_t>(16, cols - 16 * v);
                 if (left <= 0) break;
-                f32x16 sum = kept()[r - begin][v];
+                f32x16 sum = as_vector(kept()[r - begin][v]);
                 if (bias) sum += left == 16 ? load(bias + 16 * v) : load_first(bias + 16 * v, left);
                 if (left == 16) store_all(to + 16 * v, sum);
                 else {
@@ -70,7 +68,7 @@ template <typename T, typename O> struct IntegerWork {
     }
 
   private:
-    typedef f32x16 Sums[BLOCK_VECTORS];
+    typedef Lanes Sums[BLOCK_VECTORS];
     static Sums *kept() {
         alignas(64) static thread_local Sums held[MOST_ROWS];
         return held;
@@ -95,47 +93,54 @@ template <typename T, typename O> struct IntegerWork {
     }
 };
 
-template <typename T, typename O>
-static void run_all(const IntegerWork<T, O> &work, int64_t blocks, int64_t rows, int threads,
-                    const T *from, int64_t stride, int8_t *codes, GroupHead *heads) {
-    const int64_t heights = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    const auto encode = [&](int64_t r) {
-        row_codes(codes + r * work.x.stride, heads + r * work.x.groups, from + r * stride,
-                  work.layout);
-    };
-    // Few codes are made sooner than all threads could meet.
-    const bool together = rows * work.layout.depth >= (1 << 17);
-    parallel_for(rows, together ? threads : 1, encode);
-    share_out(blocks * heights, threads, [&](int) {
-        return [&](int64_t n, int64_t) {
-            const int64_t height = n / blocks;
-            work.run(n % blocks, rows * height / heights, rows * (height + 1) / heights);
-        };
-    });
-}
-
 }  // namespace
 
 template <typename T, typename O>
-void vb::multiply_integers(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
-                           int count, O *out, int64_t out_stride, int threads) {
-    int64_t blocks = 0;
-    for (int i = 0; i < count; i++) blocks += (matrices[i].cols + BLOCK_COLS - 1) / BLOCK_COLS;
-    if (!rows || !blocks) return;
+void vb::multiply_integers(const T *x, int64_t x_stride, const RowGroup *groups,
+                           int64_t num_groups, int first, int last, O *out, int64_t out_stride,
+                           int threads) {
+    const Matrix *matrices = groups[0].matrices + first;
+    int64_t blocks = 0, rows = 0, pieces = 0;
+    for (int i = 0; i < last - first; i++)
+        blocks += (matrices[i].cols + BLOCK_COLS - 1) / BLOCK_COLS;
+    std::vector<int64_t> ends;  // of the pieces of a group
+    for (int64_t g = 0; g < num_groups; g++) {
+        const int64_t height = groups[g].end - groups[g].begin;
+        rows += height, pieces += blocks * ((height + MOST_ROWS - 1) / MOST_ROWS);
+        ends.push_back(pieces);
+    }
+    if (!pieces) return;
     const int64_t numbers = blocks * BLOCK_COLS * matrices->depth;
-    threads = threads_for(rows, numbers, threads);
+    threads = threads_for(rows * numbers, num_groups * numbers, threads);
     const int bits = matrices->format == INT8_A8 ? 8 : 4;
     const CodeLayout layout(matrices->depth, matrices->group, bits);
-    Scratch<int8_t> codes(rows * layout.stride);
-    Scratch<GroupHead> heads(rows * layout.groups);
-    const IntegerWork<T, O> work{matrices, layout, bits,
+    const int64_t all_rows = groups[num_groups - 1].end;  // those of the last group come last
+    Scratch<int8_t> codes(all_rows * layout.stride);
+    Scratch<GroupHead> heads(all_rows * layout.groups);
+    const IntegerWork<T, O> work{layout, bits,
                                  {codes.data, heads.data, layout.stride, layout.groups},
                                  out, out_stride};
-    run_all(work, blocks, rows, threads, x, x_stride, codes.data, heads.data);
+    // Few codes are made sooner than all threads could meet.
+    const bool together = all_rows * layout.depth >= (1 << 17);
+    parallel_for(all_rows, together ? threads : 1, [&](int64_t r) {
+        row_codes(codes.data + r * layout.stride, heads.data + r * layout.groups,
+                  x + r * x_stride, layout);
+    });
+    share_out(pieces, threads, [&](int) {
+        return [&](int64_t n, int64_t) {
+            const size_t g = std::upper_bound(ends.begin(), ends.end(), n) - ends.begin();
+            const int64_t local = n - (g ? ends[g - 1] : 0), part = local / blocks;
+            const int64_t height = groups[g].end - groups[g].begin;
+            const int64_t parts = (height + MOST_ROWS - 1) / MOST_ROWS;
+            work.run(groups[g].matrices + first, local % blocks,
+                     groups[g].begin + height * part / parts,
+                     groups[g].begin + height * (part + 1) / parts);
+        };
+    });
 }
 #define INSTANCE(T, O)                                                                             \
-    template void vb::multiply_integers(const T *, int64_t, int64_t, const Matrix *, int, O *,     \
-                                        int64_t, int);
+    template void vb::multiply_integers(const T *, int64_t, const RowGroup *, int64_t, int, int,   \
+                                        O *, int64_t, int);
 INSTANCE(float, float)
 INSTANCE(bf16, bf16)
 INSTANCE(bf16, float)

@@ -18,9 +18,10 @@ static inline bool of_integers(const Matrix &m) {
     return m.format == INT8_A8 || m.format == INT4_A8;
 }
 
-// As `multiply`, of matrices that are all `of_integers` and have one size of groups. O is T or float.
+// As `multiply_groups`, with matrices `first` to `last` of each group, which are all `of_integers` and have
+// one size of groups. O is T or float.
 template <typename T, typename O>
-void multiply_integers(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
-                       int count, O *out, int64_t out_stride, int threads);
+void multiply_integers(const T *x, int64_t x_stride, const RowGroup *groups, int64_t num_groups,
+                       int first, int last, O *out, int64_t out_stride, int threads);
 
 }  // namespace vb

@@ -20,43 +20,73 @@ constexpr int TILE_ROWS = 8;  // 16 sums of whole numbers, 2 weights and a row f
 constexpr int TILE_ROWS = 2;
 #endif
 
-// ---- acc + the products of four codes of each column with the same four of a row ----
-// FEW: the weights' codes are below 16.
+// ---- words of sixteen columns ----
+// dot4: acc + the products of four codes of each column with the same four of a row. FEW: the weights' codes
+// are below 16. add_group: total + what a group contributes, by integer.h's formula.
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+struct Words {  // as Lanes: two registers
+    __m256i half[2];
+};
+static INLINE inline Words words_at(const char *p) {
+    return {{_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 32))}};
+}
+template <typename F> static INLINE inline Words each_half(F f) { return {{f(0), f(1)}}; }
+static INLINE inline Words low_codes(const Words &w) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return each_half([&](int i) INLINE { return _mm256_and_si256(w.half[i], mask); });
+}
+static INLINE inline Words high_codes(const Words &w) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return each_half([&](int i) INLINE {
+        return _mm256_and_si256(_mm256_srli_epi32(w.half[i], 4), mask);
+    });
+}
+// A pair of products must fit 16 bits, so eight bits go in two halves.
+template <bool FEW> static INLINE inline Words dot4(const Words &acc, const Words &w, int32_t x) {
+    const __m256i codes = _mm256_set1_epi32(x), one = _mm256_set1_epi16(1);
+    const auto dots = [&](const Words &part, __m256i by, int i) INLINE {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(part.half[i], codes), by);
+    };
+    if (FEW)
+        return each_half([&](int i) INLINE {
+            return _mm256_add_epi32(acc.half[i], dots(w, one, i));
+        });
+    const Words low = low_codes(w), high = high_codes(w);
+    const __m256i sixteen = _mm256_set1_epi16(16);
+    return each_half([&](int i) INLINE {
+        return _mm256_add_epi32(_mm256_add_epi32(acc.half[i], dots(low, one, i)),
+                                dots(high, sixteen, i));
+    });
+}
+static INLINE inline Lanes add_group(const Lanes &total, const Words &dots, const Words &head,
+                                     const GroupHead &own) {
+    const __m256 by = _mm256_set1_ps(own.scale), sums = _mm256_set1_ps(own.sum);
+    const auto add = [&](__m256 before, int i) INLINE {
+        const __m256i upper = _mm256_set1_epi32((int32_t)0xffff0000);
+        const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(head.half[i], 16));
+        const __m256 low = _mm256_castsi256_ps(_mm256_and_si256(head.half[i], upper));
+        const __m256 dot = _mm256_cvtepi32_ps(dots.half[i]);
+        const __m256 part = _mm256_add_ps(_mm256_mul_ps(scale, dot), _mm256_mul_ps(low, sums));
+        return _mm256_add_ps(before, _mm256_mul_ps(by, part));
+    };
+    return {add(total.low, 0), add(total.high, 1)};
+}
+#else
+typedef i32x16 Words;
 #if defined(__AVX512VNNI__)
 template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
 }
-#elif defined(__AVX2__)
-#if defined(__AVX512BW__)
-typedef __m512i Lanes;
-static INLINE inline Lanes all(int32_t x) { return _mm512_set1_epi32(x); }
-static INLINE inline Lanes pairs(Lanes w, Lanes x) { return _mm512_maddubs_epi16(w, x); }
-static INLINE inline Lanes fours(Lanes p, int16_t by) {
-    return _mm512_madd_epi16(p, _mm512_set1_epi16(by));
-}
-#else
-typedef __m256i Lanes;
-static INLINE inline Lanes all(int32_t x) { return _mm256_set1_epi32(x); }
-static INLINE inline Lanes pairs(Lanes w, Lanes x) { return _mm256_maddubs_epi16(w, x); }
-static INLINE inline Lanes fours(Lanes p, int16_t by) {
-    return _mm256_madd_epi16(p, _mm256_set1_epi16(by));
-}
-#endif
+#elif defined(__AVX512BW__)
 // A pair of products must fit 16 bits, so eight bits go in two halves.
 template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
-    constexpr int COUNT = 64 / sizeof(Lanes);
-    const i32x16 low = FEW ? w : w & 0x0f0f0f0f, high = (w >> 4) & 0x0f0f0f0f;
-    const auto add = [&](i32x16 part, int16_t by) INLINE {
-        Lanes lanes[COUNT];
-        std::memcpy(lanes, &part, 64);
-        each<COUNT>([&](auto i) INLINE { lanes[i] = fours(pairs(lanes[i], all(x)), by); });
-        std::memcpy(&part, lanes, 64);
-        acc += part;
+    const auto dots = [&](i32x16 part, int16_t by) INLINE {
+        const __m512i two = _mm512_maddubs_epi16((__m512i)part, _mm512_set1_epi32(x));
+        return (i32x16)_mm512_madd_epi16(two, _mm512_set1_epi16(by));
     };
-    add(low, 1);
-    if (!FEW) add(high, 16);
-    return acc;
+    if (FEW) return acc + dots(w, 1);
+    return acc + dots(w & 0x0f0f0f0f, 1) + dots((w >> 4) & 0x0f0f0f0f, 16);
 }
 #else
 template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32_t x) {
@@ -64,12 +94,19 @@ template <bool FEW> static INLINE inline i32x16 dot4(i32x16 acc, i32x16 w, int32
     return acc;
 }
 #endif
-
-static INLINE inline i32x16 load_word(const char *p) {
-    i32x16 v;
+static INLINE inline Words words_at(const char *p) {
+    Words v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
+static INLINE inline Words low_codes(Words w) { return w & 0x0f0f0f0f; }
+static INLINE inline Words high_codes(Words w) { return (w >> 4) & 0x0f0f0f0f; }
+static INLINE inline Lanes add_group(Lanes total, Words dots, Words head, const GroupHead &own) {
+    const f32x16 scale = (f32x16)(head << 16), low = (f32x16)(head & (int32_t)0xffff0000);
+    const f32x16 dot = __builtin_convertvector(dots, f32x16);
+    return total + splat(own.scale) * (scale * dot + low * splat(own.sum));
+}
+#endif
 
 static INLINE inline int32_t four_codes(const int8_t *p) {
     int32_t x;
@@ -84,29 +121,29 @@ static INLINE inline int32_t four_codes(const int8_t *p) {
 template <int R, int BITS, bool COLD>
 static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout &layout,
                                   const char *w, int64_t begin, int64_t end,
-                                  f32x16 (*kept)[BLOCK_VECTORS]) {
+                                  Lanes (*kept)[BLOCK_VECTORS]) {
     constexpr int C = BLOCK_VECTORS;
     const auto fetch = [](const char *at) INLINE {
         if (COLD) each<C>([&](auto c) INLINE { __builtin_prefetch(at + AHEAD_BYTES + 64 * c); });
     };
     const int8_t *codes = x.codes + row * x.stride + begin * layout.group;
     const GroupHead *heads = x.heads + row * x.groups + begin;
-    f32x16 total[R][C];
+    Lanes total[R][C];
     each<R>([&](auto r) INLINE {
-        each<C>([&](auto c) INLINE { total[r][c] = begin ? kept[r][c] : f32x16{}; });
+        each<C>([&](auto c) INLINE { total[r][c] = begin ? kept[r][c] : Lanes{}; });
     });
     for (int64_t g = begin; g < end; g++) {
         const char *head = w;
         fetch(w);
         w += WORD_BYTES;
-        i32x16 dots[R][C] = {};
+        Words dots[R][C] = {};
         const int8_t *at = codes;
         const int64_t words = g + 1 < layout.groups ? layout.words : layout.rest;
         for (const char *stop = w + words * WORD_BYTES; w < stop; w += WORD_BYTES) {
-            i32x16 word[C];
-            each<C>([&](auto c) INLINE { word[c] = load_word(w + 64 * c); });
+            Words word[C];
+            each<C>([&](auto c) INLINE { word[c] = words_at(w + 64 * c); });
             fetch(w);
-            const auto step = [&](i32x16 (&part)[C]) INLINE {
+            const auto step = [&](Words (&part)[C]) INLINE {
                 each<R>([&](auto r) INLINE {
                     const int32_t four = four_codes(at + r * x.stride);
                     each<C>([&](auto c) INLINE {
@@ -117,20 +154,17 @@ static NOINLINE void integer_tile(const Codes &x, int64_t row, const CodeLayout 
             };
             if (BITS == 8) step(word);
             else {
-                i32x16 half[C];
-                each<C>([&](auto c) INLINE { half[c] = word[c] & 0x0f0f0f0f; });
+                Words half[C];
+                each<C>([&](auto c) INLINE { half[c] = low_codes(word[c]); });
                 step(half);
-                each<C>([&](auto c) INLINE { half[c] = (word[c] >> 4) & 0x0f0f0f0f; });
+                each<C>([&](auto c) INLINE { half[c] = high_codes(word[c]); });
                 step(half);
             }
         }
         each<C>([&](auto c) INLINE {
-            const i32x16 both = load_word(head + 64 * c);
-            const f32x16 scale = (f32x16)(both << 16), low = (f32x16)(both & (int32_t)0xffff0000);
+            const Words both = words_at(head + 64 * c);
             each<R>([&](auto r) INLINE {
-                const GroupHead &own = heads[r * x.groups];
-                const f32x16 dot = __builtin_convertvector(dots[r][c], f32x16);
-                total[r][c] += splat(own.scale) * (scale * dot + low * splat(own.sum));
+                total[r][c] = add_group(total[r][c], dots[r][c], both, heads[r * x.groups]);
             });
         });
         codes += layout.group, heads++;

@@ -16,6 +16,8 @@
 #include "scratch.h"
 #include "threads.h"
 
+#include <vector>
+
 namespace {
 
 // ---- the work, in strips of columns ----
@@ -27,6 +29,8 @@ namespace {
 // kept meanwhile.
 #if defined(__AVX512F__)
 constexpr int64_t PANEL_ROWS = 6;
+#elif defined(__AVX2__)
+constexpr int64_t PANEL_ROWS = 3;
 #else
 constexpr int64_t PANEL_ROWS = 1;
 #endif
@@ -62,6 +66,7 @@ template <typename T> struct Panels {
 
 template <typename T, typename O> struct Work {
     const T *x;
+    const Input<T> *input;  // what tiles read: x, or a copy of it
     int64_t rows, x_stride;
     bool interleaved;  // a panel's rows lie there step by step, all of the first step together
     const Matrix *matrices;
@@ -120,6 +125,9 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
         HEIGHT(6, 4)
         HEIGHT(7, 3)
         HEIGHT(8, 3)
+#elif defined(__AVX2__)
+        HEIGHT(2, 2)
+        HEIGHT(3, 2)
 #endif
 #undef HEIGHT
     }
@@ -129,7 +137,7 @@ template <typename F> static inline void of_height(int64_t rows, F f) {
 template <typename T, typename O>
 static Place<T, O> place(const Work<T, O> &work, const Strip &strip, int64_t row, int64_t rows) {
     const T *bias = (const T *)strip.matrix->bias;
-    return {work.x + row * work.x_stride, work.interleaved ? STEP<T> : work.x_stride,
+    return {work.input + row * work.x_stride, work.interleaved ? STEP<T> : work.x_stride,
             work.interleaved ? rows : 1, strip.matrix->depth, bias ? bias + strip.col : nullptr,
             work.out + row * work.out_stride + strip.out, work.out_stride};
 }
@@ -163,10 +171,10 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
     const int64_t part = count == 1 ? depth : even<T>(segment, PART_BYTES / size);
     const int64_t groups = (strip.width + GROUP_COLS - 1) / GROUP_COLS;
     constexpr int64_t EACH = GROUP_COLS * PANEL_ROWS;
-    alignas(64) f32x16 kept_here[EACH];
+    alignas(64) Lanes kept_here[EACH];
     const bool deep = segment < depth;
-    const Scratch<f32x16> kept_deep(deep ? count * groups * EACH : 0);
-    f32x16 *kept = deep ? kept_deep.data : kept_here;
+    const Scratch<Lanes> kept_deep(deep ? count * groups * EACH : 0);
+    Lanes *kept = deep ? kept_deep.data : kept_here;
     const int64_t fetching = std::max<int64_t>(1, count - cold), steps = depth / STEP<T> + 1;
     const int64_t advance = std::max<int64_t>(64, 4 * after_stride / (fetching * steps) + 1);
     const auto pass = [&](int64_t i, int64_t from, int64_t to) {
@@ -179,7 +187,7 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
         for (int64_t g = 0; g < groups; g++) {
             const int64_t group = g * GROUP_COLS;
             const int64_t group_end = std::min(group + GROUP_COLS, strip.width);
-            f32x16 *sums = kept + (deep ? (i * groups + g) * EACH : 0);
+            Lanes *sums = kept + (deep ? (i * groups + g) * EACH : 0);
             for (int64_t begin = from, end = -1; end < to; begin = end) {
                 end = std::min(begin + part, to);
                 of_height(height, [&](auto r, auto columns) {
@@ -276,14 +284,19 @@ template <typename T> static bool in_conflict(int64_t stride) {
 }
 
 template <typename T>
-static void interleave(T *out, const T *x, int64_t x_stride, int64_t rows, int64_t depth) {
+static void interleave(Input<T> *out, const T *x, int64_t x_stride, int64_t rows, int64_t depth) {
     constexpr int64_t S = STEP<T>;
     for (int64_t r = 0; r < rows; r++, x += x_stride, out += S) {
         int64_t k = 0;
-        for (T *to = out; k + S <= depth; k += S, to += rows * S)
-            std::memcpy(to, x + k, S * sizeof(T));
-        std::memcpy(out + k * rows, x + k, (depth - k) * sizeof(T));
+        for (Input<T> *to = out; k + S <= depth; k += S, to += rows * S) copy_inputs(to, x + k, S);
+        copy_inputs(out + k * rows, x + k, depth - k);
     }
+}
+
+template <typename T, typename O> static bool wants_interleaving(const Work<T, O> &work) {
+    if (!std::is_same_v<Input<T>, T>) return true;
+    if (PANEL_ROWS == 1 || work.rows < 2) return false;
+    return work.rows <= FEW_ROWS<T> || in_conflict<T>(work.x_stride);
 }
 
 // Rows, in blocks of whole panels as far as they go: lower ones take as long.
@@ -296,102 +309,216 @@ template <typename T> struct Blocks {
     Panels<T> operator[](int64_t i) const { return {height * i, std::min(height * (i + 1), rows)}; }
 };
 
-// Each block of rows against each strip of columns.
+// Products that run together, in pieces: each block of rows against each strip of columns.
+template <typename T, typename O> class Pieces {
+  public:
+    explicit Pieces(const std::vector<Work<T, O>> &works) : works(works) {
+        int64_t end = 0;
+        for (const auto &work : works) ends.push_back(end += blocks(work) * strips(work));
+    }
+
+    int64_t count() const { return ends.back(); }
+
+    struct Piece {
+        const Work<T, O> *work;
+        Panels<T> rows;
+        Strip strip;
+    };
+
+    Piece operator[](int64_t n) const {
+        const size_t i = std::upper_bound(ends.begin(), ends.end(), n) - ends.begin();
+        const Work<T, O> &work = works[i];
+        const int64_t local = n - (i ? ends[i - 1] : 0), across = strips(work);
+        return {&work, Blocks<T>(work.rows)[local / across], strip_at(work, local % across)};
+    }
+
+  private:
+    static int64_t blocks(const Work<T, O> &work) { return Blocks<T>(work.rows).count; }
+    static int64_t strips(const Work<T, O> &work) {
+        int64_t count = 0;
+        for (int i = 0; i < work.count; i++) count += work.strips(work.matrices[i]);
+        return count;
+    }
+
+    const std::vector<Work<T, O>> &works;
+    std::vector<int64_t> ends;
+};
+
+// A panel's rows go step by step where that is faster, to `panels`, which has room for all of them.
 template <typename T, typename O>
-static void multiply_blocks(const Work<T, O> &work, const Blocks<T> &blocks, int threads) {
-    int64_t strips = 0;
-    for (int i = 0; i < work.count; i++) strips += work.strips(work.matrices[i]);
-    share_out(strips * blocks.count, threads, [&](int) {
+static void interleave_rows(std::vector<Work<T, O>> &works, Input<T> *panels, int64_t stride,
+                            int threads) {
+    struct Rows {
+        Panels<T> rows;
+        Input<T> *to;
+        const T *from;
+        int64_t from_stride;
+    };
+    std::vector<Rows> all;
+    for (auto &work : works) {
+        if (!wants_interleaving(work)) continue;
+        const Blocks<T> blocks(work.rows);
+        for (int64_t i = 0; i < blocks.count; i++)
+            all.push_back({blocks[i], panels, work.x, work.x_stride});
+        work.input = panels, work.x_stride = stride, work.interleaved = true;
+        panels += work.rows * stride;
+    }
+    const int64_t depth = works[0].matrices->depth;
+    parallel_for(all.size(), threads, [&](int64_t n) {
+        const Rows &r = all[n];
+        for (int64_t i = 0; i < r.rows.count(); i++) {
+            const int64_t row = r.rows.at(i);
+            interleave<T>(r.to + row * stride, r.from + row * r.from_stride, r.from_stride,
+                          r.rows.at(i + 1) - row, depth);
+        }
+    });
+}
+
+template <typename T, typename O>
+static void multiply_together(std::vector<Work<T, O>> &works, int threads) {
+    const int64_t depth = works[0].matrices->depth;
+    const int64_t stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
+    int64_t rows = 0;
+    for (auto &work : works) {
+        if constexpr (std::is_same_v<Input<T>, T>) work.input = work.x;
+        rows += wants_interleaving(work) ? work.rows : 0;
+    }
+    const Scratch<Input<T>> panels(rows * stride);
+    if (rows) interleave_rows(works, panels.data, stride, threads);
+    const Pieces<T, O> pieces(works);
+    share_out(pieces.count(), threads, [&](int) {
         return [&, last = (int64_t)-2](int64_t n, int64_t range_end) mutable {
-            const Panels<T> rows = blocks[n / strips];
-            const Strip strip = strip_at(work, n % strips);
-            Strip after;
+            const auto piece = pieces[n];
             const bool more = n + 1 < range_end;
-            if (more) after = strip_at(work, (n + 1) % strips);
-            run(work, strip, more ? &after : nullptr, rows.begin, rows.end, n != last + 1);
+            Strip after;
+            if (more) after = pieces[n + 1].strip;
+            run(*piece.work, piece.strip, more ? &after : nullptr, piece.rows.begin,
+                piece.rows.end, n != last + 1);
             last = n;
         };
     });
 }
 
-template <typename T, typename O> static void multiply_in(Work<T, O> work, int threads) {
-    const Blocks<T> blocks(work.rows);
-    if (PANEL_ROWS == 1 || work.rows < 2 ||
-        (work.rows > FEW_ROWS<T> && !in_conflict<T>(work.x_stride)))
-        return multiply_blocks(work, blocks, threads);
-    const int64_t depth = work.matrices->depth, stride = (depth + STEP<T> - 1) / STEP<T> * STEP<T>;
-    const Scratch<T> panels(work.rows * stride);
-    parallel_for(blocks.count, threads, [&](int64_t block) {
-        const Panels<T> cut = blocks[block];
-        for (int64_t i = 0; i < cut.count(); i++) {
-            const int64_t row = cut.at(i);
-            interleave(panels.data + row * stride, work.x + row * work.x_stride, work.x_stride,
-                       cut.at(i + 1) - row, depth);
+// Groups of rows against matrices `first` to `first + count` of each.
+template <typename T> struct Groups {
+    const T *x;
+    int64_t x_stride;
+    const RowGroup *groups;
+    int64_t num_groups;
+    int first, count;
+
+    const Matrix *matrices(int64_t g) const { return groups[g].matrices + first; }
+    int64_t cols() const {
+        int64_t cols = 0;
+        for (int i = 0; i < count; i++) cols += matrices(0)[i].cols;
+        return cols;
+    }
+    int threads(int asked) const {
+        const int64_t numbers = cols() * matrices(0)->depth;
+        int64_t rows = 0;
+        for (int64_t g = 0; g < num_groups; g++) rows += groups[g].end - groups[g].begin;
+        return threads_for(rows * numbers, num_groups * numbers, asked);
+    }
+};
+
+template <typename T, typename O>
+static void multiply_numbers(const Groups<T> &all, O *out, int64_t out_stride, int threads) {
+    threads = all.threads(threads);
+    std::vector<Work<T, O>> works;
+    int64_t rows = 0;
+    const auto flush = [&] {
+        const int64_t share = (int64_t)works.size() * all.cols() / (2 * threads);
+        for (auto &work : works) work.share = share;
+        if (rows) multiply_together(works, threads);
+        works.clear(), rows = 0;
+    };
+    for (int64_t g = 0; g < all.num_groups; g++) {
+        const RowGroup &group = all.groups[g];
+        for (int64_t row = group.begin; row < group.end; row += CHUNK_ROWS) {
+            const int64_t height = std::min(CHUNK_ROWS, group.end - row);
+            if (rows + height > CHUNK_ROWS) flush();
+            works.push_back({all.x + row * all.x_stride, nullptr, height, all.x_stride, false,
+                             all.matrices(g), all.count, out + row * out_stride, out_stride, 0});
+            rows += height;
         }
-    });
-    work.x = panels.data, work.x_stride = stride, work.interleaved = true;
-    multiply_blocks(work, blocks, threads);
+    }
+    flush();
 }
 
 template <typename T, typename O>
-static void multiply_numbers(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
-                             int count, O *out, int64_t out_stride, int threads) {
-    int64_t cols = 0, numbers = 0;
-    for (int i = 0; i < count; i++)
-        cols += matrices[i].cols, numbers += matrices[i].cols * matrices[i].depth;
-    threads = threads_for(rows, numbers, threads);
-    const int64_t share = cols / (2 * threads);
-    for (int64_t row = 0; row < rows; row += CHUNK_ROWS)
-        multiply_in(Work<T, O>{x + row * x_stride, std::min(CHUNK_ROWS, rows - row), x_stride, false,
-                               matrices, count, out + row * out_stride, out_stride, share},
-                    threads);
+static void multiply_columns(const Groups<T> &all, O *out, int64_t out_stride, int threads) {
+    std::vector<Product<T, O>> products;
+    for (int64_t g = 0; g < all.num_groups; g++) {
+        const RowGroup &group = all.groups[g];
+        int64_t col = 0;
+        for (int i = 0; i < all.count; i++) {
+            const Matrix &m = all.matrices(g)[i];
+            products.push_back({out + group.begin * out_stride + col,
+                                all.x + group.begin * all.x_stride, (const T *)m.data,
+                                (const T *)m.bias, group.end - group.begin, m.cols, m.depth,
+                                all.x_stride, m.stride, out_stride,
+                                is_packed(m) ? (int)m.format : 0, m.group});
+            col += m.cols;
+        }
+    }
+    by_columns(products, all.threads(threads));
 }
 
 // Neighbours of one kind go together: those whose activations become codes, of one size of groups, and
 // those whose activations stay numbers.
 template <typename T, typename O>
-static void multiply_all(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices,
-                         int count, O *out, int64_t out_stride, int threads) {
-    const auto kind = [](const Matrix &m) { return of_integers(m) ? m.format + 64 * m.group : 0; };
+static void multiply_all(Groups<T> all, O *out, int64_t out_stride, int threads) {
+    const auto kind = [](const Matrix &m) {
+        return of_integers(m) ? m.format + 64 * m.group : m.transposed != 0;
+    };
+    if (!all.num_groups) return;
+    const int count = all.count;
     for (int begin = 0, end; begin < count; begin = end) {
-        const Matrix *first = matrices + begin;
-        int64_t cols = 0;
-        for (end = begin; end < count && kind(matrices[end]) == kind(*first); end++)
-            cols += matrices[end].cols;
-        if (of_integers(*first))
-            multiply_integers(x, rows, x_stride, first, end - begin, out, out_stride, threads);
-        else multiply_numbers(x, rows, x_stride, first, end - begin, out, out_stride, threads);
-        out += cols;
+        const Matrix *matrices = all.groups[0].matrices;
+        for (end = begin; end < count && kind(matrices[end]) == kind(matrices[begin]);) end++;
+        all.first = begin, all.count = end - begin;
+        if (of_integers(matrices[begin]))
+            multiply_integers(all.x, all.x_stride, all.groups, all.num_groups, begin, end, out,
+                              out_stride, threads);
+        else if (matrices[begin].transposed) multiply_columns(all, out, out_stride, threads);
+        else multiply_numbers(all, out, out_stride, threads);
+        out += all.cols();
     }
 }
 
 template <typename T> constexpr int32_t PLAIN = sizeof(T) == 4 ? FLOAT : BF16;
 
-template <typename T, typename O> static void by_rows(const Product<T, O> &p, int threads) {
-    const Matrix m{p.w, p.bias, p.cols, p.depth, p.w_stride, PLAIN<T>, 0};
-    multiply_numbers(p.x, p.rows, p.x_stride, &m, 1, p.out, p.out_stride, threads);
-}
-
 }  // namespace
+
+template <typename T>
+void vb::multiply_groups(const T *x, int64_t x_stride, const RowGroup *groups, int64_t num_groups,
+                         int count, T *out, int64_t out_stride, int threads) {
+    multiply_all(Groups<T>{x, x_stride, groups, num_groups, 0, count}, out, out_stride, threads);
+}
 
 template <typename T>
 void vb::multiply(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices, int count,
                   T *out, int64_t out_stride, int threads) {
-    multiply_all(x, rows, x_stride, matrices, count, out, out_stride, threads);
+    const RowGroup all{0, rows, matrices};
+    multiply_groups(x, x_stride, &all, 1, count, out, out_stride, threads);
 }
-template void vb::multiply(const float *, int64_t, int64_t, const Matrix *, int, float *, int64_t,
-                           int);
-template void vb::multiply(const bf16 *, int64_t, int64_t, const Matrix *, int, bf16 *, int64_t,
-                           int);
+
+#define INSTANCES(T)                                                                               \
+    template void vb::multiply_groups(const T *, int64_t, const RowGroup *, int64_t, int, T *,     \
+                                      int64_t, int);                                               \
+    template void vb::multiply(const T *, int64_t, int64_t, const Matrix *, int, T *, int64_t, int);
+INSTANCES(float)
+INSTANCES(bf16)
 
 // The same for others than C++. `out_f32` keeps the result of bf16 operands in float32.
 #define EXPORT_MANY(name, T)                                                                       \
     extern "C" void name(void *out, const T *x, int64_t rows, int64_t x_stride,                    \
                          const Matrix *matrices, int count, int64_t out_stride, int out_f32,       \
                          int threads) {                                                            \
-        if (out_f32)                                                                               \
-            multiply_all(x, rows, x_stride, matrices, count, (float *)out, out_stride, threads);   \
-        else multiply_all(x, rows, x_stride, matrices, count, (T *)out, out_stride, threads);      \
+        const RowGroup all{0, rows, matrices};                                                     \
+        const Groups<T> groups{x, x_stride, &all, 1, 0, count};                                    \
+        if (out_f32) multiply_all(groups, (float *)out, out_stride, threads);                      \
+        else multiply_all(groups, (T *)out, out_stride, threads);                                  \
     }
 
 EXPORT_MANY(vb_multiply_f32, float)
@@ -400,20 +527,24 @@ EXPORT_MANY(vb_multiply_bf16, bf16)
 // out[rows, cols] = x[rows, depth] @ w + bias, with w[cols, depth] (vb_linear) or w[depth, cols]
 // (vb_linear_t). Strides are of rows, in elements. `bias` may be null. `out_f32` keeps the
 // result of bf16 operands in float32. `threads` 0 takes OpenMP's number.
-#define EXPORT(name, method, T)                                                                    \
+#define EXPORT(name, transposed, T)                                                                \
     extern "C" void name(void *out, const T *x, const T *w, const T *bias, int64_t rows,           \
                          int64_t cols, int64_t depth, int64_t x_stride, int64_t w_stride,          \
                          int64_t out_stride, int out_f32, int threads) {                           \
-        threads = threads_for(rows, cols * depth, threads);                                        \
-        if (out_f32)                                                                               \
-            method(Product<T, float>{(float *)out, x, w, bias, rows, cols, depth, x_stride,        \
-                                     w_stride, out_stride}, threads);                              \
-        else                                                                                       \
-            method(Product<T, T>{(T *)out, x, w, bias, rows, cols, depth, x_stride, w_stride,      \
-                                 out_stride}, threads);                                            \
+        const Matrix m{w, bias, cols, depth, w_stride, PLAIN<T>, 0, transposed};                   \
+        vb_multiply(out, x, rows, x_stride, &m, out_stride, out_f32, threads);                     \
     }
 
-EXPORT(vb_linear_f32, by_rows, float)
-EXPORT(vb_linear_bf16, by_rows, bf16)
-EXPORT(vb_linear_t_f32, by_columns, float)
-EXPORT(vb_linear_t_bf16, by_columns, bf16)
+static void vb_multiply(void *out, const float *x, int64_t rows, int64_t x_stride, const Matrix *m,
+                        int64_t out_stride, int out_f32, int threads) {
+    vb_multiply_f32(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
+}
+static void vb_multiply(void *out, const bf16 *x, int64_t rows, int64_t x_stride, const Matrix *m,
+                        int64_t out_stride, int out_f32, int threads) {
+    vb_multiply_bf16(out, x, rows, x_stride, m, 1, out_stride, out_f32, threads);
+}
+
+EXPORT(vb_linear_f32, 0, float)
+EXPORT(vb_linear_bf16, 0, bf16)
+EXPORT(vb_linear_t_f32, 1, float)
+EXPORT(vb_linear_t_bf16, 1, bf16)

@@ -198,6 +198,37 @@ static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row
     if (row.rest) short_group<BITS>(out, codes, row.rest, head);
 }
 
+constexpr int64_t STRIP = 512;  // columns whose heads stay in the first cache
+
+// Columns `begin` to `end`, at most STRIP of them, of a group of `size` rows of w[depth, cols]: its
+// scales, lows, then codes. `out_stride` is from row to row.
+template <int BITS, typename T>
+static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, int size, int64_t cols,
+                           int64_t begin, int64_t end) {
+    const uint8_t *scales = group + begin * 2, *lows = scales + cols * 2;
+    const uint8_t *codes = group + cols * 4;
+    const int half = (size + 1) / 2;
+    const int64_t width = end - begin;
+    float s[STRIP], l[STRIP];
+    for (int64_t c = 0; c < width; c++)
+        s[c] = bf16_at(scales + c * 2), l[c] = bf16_at(lows + c * 2);
+    for (int i = 0; i < size; i++) {
+        const bool upper = BITS == 4 && i >= half;
+        const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
+        T *to = out + i * out_stride;
+        int64_t c = 0;
+        for (; c + 16 <= width; c += 16) {
+            u8x16 code = load_codes(from + c);
+            if (BITS == 4) code = upper ? code >> 4 : code & 15;
+            put_all(to + c, fma(load(s + c), to_floats(code), load(l + c)));
+        }
+        for (; c < width; c++) {
+            const int code = BITS == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
+            put(to + c, l[c] + s[c] * (float)code);
+        }
+    }
+}
+
 // f(bits, group), both as constants.
 template <typename F> static inline void of_kind(int bits, int group, F f) {
     const auto sized = [&](auto b) {

@@ -125,11 +125,11 @@ template <typename F> static inline void share_out(int64_t count, int threads, F
     share_out(count, threads, edge, begin);
 }
 
-// How many threads a product takes. Waking the others costs some microseconds, and many more where
+// How many threads so many multiplications with so many weights take. Waking the others costs some microseconds, and many more where
 // other programs want the processor too; a product of that length runs where it is. `threads` 0 takes
 // OpenMP's number.
-static inline int threads_for(int64_t rows, int64_t numbers, int threads) {
-    if (numbers < (1 << 19) && rows * numbers < (1 << 22)) return 1;
+static inline int threads_for(int64_t products, int64_t numbers, int threads) {
+    if (numbers < (1 << 19) && products < (1 << 22)) return 1;
     return threads > 0 ? threads : omp_get_max_threads();
 }
 

@@ -38,10 +38,10 @@ constexpr int places(int cols) { return cols == 3 ? 4 : cols; }
 // few more where that does not come out even.
 template <int R, int C> struct Accumulators {
     static constexpr int WIDTH = places(C), COUNT = R * WIDTH, FOURS = (COUNT + 3) / 4;
-    f32x16 at[FOURS][4];
-    INLINE inline f32x16 &of(int r, int c) { return at[(r * WIDTH + c) / 4][(r * WIDTH + c) % 4]; }
+    Lanes at[FOURS][4];
+    INLINE inline Lanes &of(int r, int c) { return at[(r * WIDTH + c) / 4][(r * WIDTH + c) % 4]; }
     INLINE inline void clear() {
-        each<FOURS * 4>([&](auto i) INLINE { at[i / 4][i % 4] = f32x16{}; });
+        each<FOURS * 4>([&](auto i) INLINE { at[i / 4][i % 4] = Lanes{}; });
     }
 };
 
@@ -65,7 +65,7 @@ template <int FIRST, int FOURS> static INLINE inline f32x16 sums(const f32x16 (&
 // A panel of rows against a strip of columns. It is made once for many tiles: to write it for each and
 // read it back at once would hold every tile up until the one before it is done.
 template <typename T, typename O> struct Place {
-    const T *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
+    const Input<T> *x;              // element k of row r at r * x_row + k * x_step, k a whole number of steps
     int64_t x_row, x_step;   // STEP and the number of rows where they are interleaved
     int64_t depth;
     const T *bias;  // of the first column, or null
@@ -100,6 +100,7 @@ static INLINE inline void finish(const Place<T, O> &p, const Columns &at, f32x16
     }
 }
 
+#if defined(__AVX512F__)
 template <int R, int C, typename T, typename O>
 static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
                                      const Accumulators<R, C> &acc) {
@@ -107,6 +108,21 @@ static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
     finish<C>(p, at, sums<0>(acc.at), 0, std::min(R, EACH));
     if constexpr (R > EACH) finish<C>(p, at, sums<4>(acc.at), EACH, R - EACH);
 }
+#else
+template <int R, int C, typename T, typename O>
+static INLINE inline void finish_all(const Place<T, O> &p, const Columns &at,
+                                     Accumulators<R, C> &acc) {
+    each<R>([&](auto r) INLINE {
+        each<C>([&](auto c) INLINE {
+            if (c >= at.count) return;
+            const int64_t col = at.first + c * at.apart;
+            const float bias = p.bias ? to_float(p.bias[col]) : 0.0f;
+            const float total = sum(acc.of(r, c));
+            put(p.out + r * p.out_stride + col, p.bias ? total + bias : total);
+        });
+    });
+}
+#endif
 
 // ---- what is brought into the cache meanwhile ----
 
@@ -146,21 +162,32 @@ struct Ahead {
 
 // Steps from k to `end`, which is K, or a whole number of steps from k.
 template <int R, int C, typename Fetch, typename T>
-static INLINE inline void steps(Accumulators<R, C> &acc, const T *x, int64_t x_row,
+static INLINE inline void steps(Accumulators<R, C> &acc, const Input<T> *x, int64_t x_row,
                                 int64_t x_step, const T *const (&w)[C], int64_t k, int64_t end,
                                 Fetch fetch) {
     auto step = [&](auto load) INLINE {
-        decltype(load(x)) b[C];
+#if !defined(__AVX512F__)  // too few registers for all weights at once
+        fetch(w, k);
+        if constexpr (R == 1) {
+            const auto a = load(x + k * x_step);
+            each<C>([&](auto c) INLINE { acc.of(0, c) = mac(acc.of(0, c), a, load(w[c] + k)); });
+            return;
+        }
+        Lanes b[C];
+        each<C>([&](auto c) INLINE { b[c] = load(w[c] + k); });
+#else
+        decltype(load(w[0])) b[C];
         each<C>([&](auto c) INLINE { b[c] = load(w[c] + k); });
         fetch(w, k);
+#endif
         each<R>([&](auto r) INLINE {
             auto a = load(x + r * x_row + k * x_step);
             each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), a, b[c]); });
         });
     };
-    for (; k + STEP<T> <= end; k += STEP<T>) step([](const T *at) INLINE { return load_step(at); });
+    for (; k + STEP<T> <= end; k += STEP<T>) step([](const auto *at) INLINE { return load_step(at); });
     if (int rest = (int)(end - k))  // zeros fill the step up: this depends on K alone
-        step([rest](const T *at) INLINE { return load_step_first(at, rest); });
+        step([rest](const auto *at) INLINE { return load_step_first(at, rest); });
 }
 
 // Where the columns' weights begin, `apart` from one to the next.
@@ -173,8 +200,8 @@ static INLINE inline void begins(const W *(&w)[C], const W *first, int64_t apart
 // are whole steps; `kept` has the accumulators between parts.
 template <int R, int C, typename Fetch, typename T, typename O>
 static NOINLINE void tiles(const Place<T, O> &p, const T *weights, int64_t stride, int64_t col,
-                           int64_t col_end, int64_t begin, int64_t end, f32x16 *kept, Fetch fetch) {
-    const T *x = p.x;
+                           int64_t col_end, int64_t begin, int64_t end, Lanes *kept, Fetch fetch) {
+    const Input<T> *x = p.x;
     const int64_t x_row = p.x_row, x_step = p.x_step, depth = p.depth;
     for (; col < col_end; col += C, kept += R * places(C)) {
         const Columns at{col, 1, (int)std::min<int64_t>(C, col_end - col)};
@@ -216,7 +243,7 @@ static INLINE inline void each_in_streams(int64_t width, const char *first, int6
 template <int R, int C, typename T, typename O>
 static NOINLINE void lone_strip(const Place<T, O> &p, const T *weights, int64_t stride,
                                 int64_t width, const char *after) {
-    const T *x = p.x;
+    const Input<T> *x = p.x;
     const int64_t depth = p.depth, size = sizeof(T);
     const int64_t split = std::max<int64_t>(0, (depth - AHEAD_BYTES / size) / STEP<T> * STEP<T>);
     each_in_streams<C>(width, (const char *)weights, stride * size, after,

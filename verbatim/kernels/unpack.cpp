@@ -26,36 +26,7 @@ static void rows_of(T *out, const uint8_t *packed, int64_t rows, int64_t depth, 
     }
 }
 
-// ---- w[depth, cols], groups down a column: scales, lows, then codes, group by group ----
-
-constexpr int64_t STRIP = 512;  // columns whose heads stay in the first cache
-
-template <int BITS, typename T>
-static void strip(T *out, const uint8_t *group, int size, int64_t cols, int64_t begin,
-                  int64_t end) {
-    const uint8_t *scales = group + begin * 2, *lows = scales + cols * 2;
-    const uint8_t *codes = group + cols * 4;
-    const int half = (size + 1) / 2;
-    const int64_t width = end - begin;
-    float s[STRIP], l[STRIP];
-    for (int64_t c = 0; c < width; c++)
-        s[c] = bf16_at(scales + c * 2), l[c] = bf16_at(lows + c * 2);
-    for (int i = 0; i < size; i++) {
-        const bool upper = BITS == 4 && i >= half;
-        const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
-        T *to = out + i * cols + begin;
-        int64_t c = 0;
-        for (; c + 16 <= width; c += 16) {
-            u8x16 code = load_codes(from + c);
-            if (BITS == 4) code = upper ? code >> 4 : code & 15;
-            put_all(to + c, fma(load(s + c), to_floats(code), load(l + c)));
-        }
-        for (; c < width; c++) {
-            const int code = BITS == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
-            put(to + c, l[c] + s[c] * (float)code);
-        }
-    }
-}
+// ---- w[depth, cols] ----
 
 template <int BITS, typename T>
 static void columns_of(T *out, const uint8_t *packed, int64_t batch, int64_t depth, int64_t cols,
@@ -67,10 +38,10 @@ static void columns_of(T *out, const uint8_t *packed, int64_t batch, int64_t dep
     for (int64_t b = 0; b < batch; b++)
         for (int64_t g = 0; g < groups; g++)
             for (int64_t n = 0; n < strips; n++)
-                strip<BITS>(out + (b * depth + g * group) * cols,
-                            packed + b * matrix_bytes + g * group_bytes,
-                            (int)std::min<int64_t>(group, depth - g * group), cols, n * STRIP,
-                            std::min(cols, (n + 1) * STRIP));
+                unpack_columns<BITS>(out + (b * depth + g * group) * cols + n * STRIP, cols,
+                                     packed + b * matrix_bytes + g * group_bytes,
+                                     (int)std::min<int64_t>(group, depth - g * group), cols,
+                                     n * STRIP, std::min(cols, (n + 1) * STRIP));
 }
 
 // Waking the other threads takes longer than this many numbers.

@@ -259,12 +259,23 @@ def _mpt_model(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
+    """A product for each expert's rows, which come sorted."""
+
+    def forward(inputs: Tensor, expert_size: list[int]) -> Tensor:
+        rows = inputs.split(expert_size)
+        return torch.cat([products.linear(x, w) for x, w in zip(rows, module.weight, strict=True)])
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "FalconAttention": _falcon,
     "FalconLinear": _falcon_linear,
     "GPTJAttention": _gptj,
+    "JetMoeParallelExperts": _jetmoe_experts,
     "GPTNeoSelfAttention": _gpt_neo,
     "GPTNeoXJapaneseAttention": _neox_japanese,
     "MegatronBertSelfAttention": _bert,

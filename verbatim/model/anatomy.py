@@ -23,7 +23,7 @@ from verbatim.model.context import activate
 from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
 from verbatim.model.invariant import Recorder
 from verbatim.model.refusals import reason_to_refuse
-from verbatim.model.routing import Call, RoutedLayers, routed_layers_of
+from verbatim.model.routing import UNKNOWN_ROUTER, Call, RoutedLayers, routed_layers_of
 from verbatim.model.trial import try_out
 from verbatim.model.verified import is_verified
 
@@ -44,6 +44,7 @@ class Anatomy:
         takes_positions: the model's forward has `position_ids`, or passes them on.
         routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
             their routing can't be recorded.
+        replay_reason: why their experts can't be forced; None: they can.
         hidden_reason: why what its head sees can't be handed back; None: it can.
         finite: the logits of the look were numbers.
     """
@@ -58,6 +59,7 @@ class Anatomy:
     takes_positions: bool
     routed: RoutedLayers | None
     routing_reason: str | None
+    replay_reason: str | None
     hidden_reason: str | None
     finite: bool
 
@@ -71,6 +73,7 @@ class Look:
         self.query_heads: list[int] = []
         self.calls: dict[int, int] = {}
         self.routed: list[Call] = []
+        self.choices = 0  # of routers of a known form
         self.dtype: torch.dtype | None = None
         self.needs_positions = False
 
@@ -93,9 +96,13 @@ class Look:
         turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
         return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
 
-    def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
-        num_experts: Any = experts.num_experts
-        self.routed.append(Call(id(experts), index.shape[0], index.shape[1], num_experts))
+    def route(self, experts: Any, index: Tensor) -> None:
+        count: int = getattr(experts, "total_experts", None) or experts.num_experts
+        self.routed.append(Call(id(experts), index.shape[0], index.shape[1], count))
+
+    def forced_experts(self) -> None:
+        """A router asks whether its choice is forced."""
+        self.choices += 1
 
 
 def inner_model(module: nn.Module) -> Any:
@@ -186,6 +193,8 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         takes_positions=positions,
         routed=routed,
         routing_reason=routing_reason,
+        replay_reason=routing_reason
+        or (UNKNOWN_ROUTER if look.choices != len(look.routed) else None),
         hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )

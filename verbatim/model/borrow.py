@@ -22,7 +22,7 @@ from torch import nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.context import IMPLEMENTATION, active_pass
-from verbatim.model.invariant import forward_for
+from verbatim.model.invariant import forward_for, gate_forward, is_gate
 from verbatim.model.tree import Tree
 
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
@@ -58,14 +58,23 @@ os.register_at_fork(after_in_child=_free_in_child)
 def replaced_forwards(module: nn.Module, *, same_bits: bool = True) -> Forwards:
     """For each layer we know, its instance dictionary and the forward to put there.
 
-    With `same_bits` False only what a flat batch asks for, and norms, where the kernel is the faster one.
+    With `same_bits` False only what a flat batch asks for: routers, experts, and norms, where the kernel is
+    the faster one.
 
     The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
     another module which happens to be shared.
     """
     found: Forwards = []
+    gates = {
+        id(child)
+        for parent in module.modules()
+        for name, child in parent._modules.items()
+        if same_bits and is_gate(parent, name)
+    }
     for layer in module.modules():
         forward = forward_for(layer, same_bits=same_bits) or adapter_for(layer)
+        if id(layer) in gates and forward is not None:
+            forward = gate_forward(layer)
         if forward is not None:
             found.append((layer.__dict__, _aside(forward, type(layer).forward, layer)))
     return found

@@ -72,11 +72,11 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Attentio
     return walk.attend(module, q, k, v, options)
 
 
-def route(experts: nn.Module, index: Tensor, weights: Tensor) -> None:
-    """Tell the active pass that `experts` serve `index` `[T, k]` with `weights` `[T, k]`."""
+def route(experts: nn.Module, index: Tensor) -> None:
+    """Tell the active pass that `experts` serve `index` `[T, k]`."""
     note = getattr(active_pass(), "route", None)  # a pass that does not care has none
     if note is not None:
-        note(experts, index, weights)
+        note(experts, index)
 
 
 def flat_attention(

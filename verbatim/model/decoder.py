@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,19 +25,13 @@ from verbatim.model.borrow import (
     plain_numbers,
     replaced_forwards,
 )
-from verbatim.model.context import IMPLEMENTATION, Pass, activate, active_pass, flat_attention
+from verbatim.model.context import IMPLEMENTATION, Pass, activate, flat_attention
 from verbatim.model.direct import direct_rows
-from verbatim.model.experts import flat_experts
+from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
-from verbatim.model.routing import (
-    Replay,
-    RoutedLayers,
-    Routing,
-    RoutingStore,
-    why_not_replayable,
-)
+from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
 from verbatim.model.tree import Tree, hooked_everywhere
 
 _TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
@@ -142,8 +137,6 @@ class Decoder:
             self._forwards += self._layers.forwards
             self.fused = self._layers.report
         self._body: nn.Module | None = None
-        self._replay_tried = False
-        self._replay_reason: str | None = None
 
     def look_again(self) -> None:
         """Follow a module that was edited since the last forward.
@@ -183,6 +176,16 @@ class Decoder:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
 
+    def how_experts_run(self) -> dict[str, int]:
+        """How many layers' experts run in which way, in words; empty without experts."""
+        fused = set() if self._layers is None else self._layers.fused_experts()
+        found: collections.Counter[str] = collections.Counter()
+        for module in self.held.modules():
+            way = how_run(module, self.anatomy.dtype)
+            if way is not None:
+                found["in the kernel call of their layer" if id(module) in fused else way] += 1
+        return dict(found)
+
     def weights_moved(self) -> None:
         """The module's tensors lie elsewhere now."""
         if self._layers is not None:
@@ -221,8 +224,8 @@ class Decoder:
             if self._watched:
                 self.look_again()
             layers = self.anatomy.routed
-            if layers is None and batch.forced_experts is not None:
-                raise NotSupported(f"its routing can't be replayed: {self.anatomy.routing_reason}")
+            if batch.forced_experts is not None and self.anatomy.replay_reason is not None:
+                raise NotSupported(f"its routing can't be replayed: {self.anatomy.replay_reason}")
             if batch.wants_hidden and self.anatomy.hidden_reason is not None:
                 raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
             if records is not None:
@@ -262,19 +265,16 @@ class Decoder:
             return self._forward(self.module, [walk], hooks=False).logits
 
     def check_replay(self) -> None:
-        """Try once whether this model's experts can be forced; cheap when it was done before.
+        """Ask whether this model's experts can be forced.
 
         Raises:
             NotSupported: they can't; the message tells why.
         """
         with exclusive:
             self.look_again()
-            if not self._replay_tried:
-                self._replay_reason = self._try_replay()
-                self._replay_tried = True
-            if self._replay_reason is not None:
+            if self.anatomy.replay_reason is not None:
                 name = type(inner_model(self.held)).__name__
-                raise NotSupported(f"{name}: {self._replay_reason}")
+                raise NotSupported(f"{name}: {self.anatomy.replay_reason}")
 
     def check_body(self, hidden_size: int) -> None:
         """Try once whether `run` can keep what the model's body makes, `hidden_size` numbers a row.
@@ -286,7 +286,7 @@ class Decoder:
             self.look_again()
             store, device = self._trial_store(), next(self.held.parameters()).device
             body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
-            walk = FlatPass(self.anatomy.slots, self._trial_batch(None), store)
+            walk = FlatPass(self.anatomy.slots, self._trial_batch(), store)
             try:
                 self._forward(self.held, [walk], body=body, hooks=False)
             except Exception as error:  # a body of any architecture
@@ -301,24 +301,11 @@ class Decoder:
             self._body = inner_model(module).get_decoder()
         return self._body
 
-    def _try_replay(self) -> str | None:
-        layers = self.anatomy.routed
-        if layers is None:
-            return self.anatomy.routing_reason
-        store = self._trial_store()
-
-        def run(forced: Tensor | None) -> tuple[Tensor, Routing]:
-            routing = Routing(layers, forced, keep_weights=True)
-            walk = FlatPass(self.anatomy.slots, self._trial_batch(forced), store, routing)
-            return self._forward(self.held, [walk], hooks=False).logits, routing
-
-        return why_not_replayable(run, _TRIAL_TOKENS)
-
     def _trial_store(self) -> KVStore:
         anatomy, device = self.anatomy, next(self.held.parameters()).device
         return KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
 
-    def _trial_batch(self, forced: Tensor | None) -> Batch:
+    def _trial_batch(self) -> Batch:
         tokens = _TRIAL_TOKENS
         return Batch(
             token_ids=torch.arange(tokens) * 7 % max(1, self.anatomy.vocab_size - 3) + 1,
@@ -327,7 +314,6 @@ class Decoder:
             context_lens=torch.tensor([tokens], dtype=torch.int32),
             block_tables=torch.ones(1, 1, dtype=torch.int32),
             logit_rows=torch.arange(tokens),
-            forced_experts=forced,
         )
 
     def _forward(
@@ -354,7 +340,7 @@ class Decoder:
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
             borrow(self._tree, self._forwards, self._configs, hooks=hooks),
-            _mode(self._tree, anatomy, walks, self._same_bits),
+            _mode(self._tree, anatomy, self._same_bits),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
             body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
@@ -386,26 +372,15 @@ def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _mode(
-    tree: Tree, anatomy: Anatomy, walks: list[FlatPass], same_bits: bool
-) -> AbstractContextManager[object]:
+def _mode(tree: Tree, anatomy: Anatomy, same_bits: bool) -> AbstractContextManager[object]:
     """What must stand between the model and torch in this forward: usually nothing."""
     # What a hook calls was not seen in the look, so the net is out for it.
     safety_net = same_bits and (bool(anatomy.needs_safety_net) or tree.has_hooks())
-    if walks[0].batch.forced_experts is not None:
-        return Replay(_active_routing, safety_net=safety_net)
     return InvariantMode() if safety_net else nullcontext()
 
 
 def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
-    forced = batch.forced_experts
-    return Routing(layers, None if forced is None else forced.to(device))
-
-
-def _active_routing() -> Routing:
-    walk = active_pass()
-    assert isinstance(walk, FlatPass) and walk.routing is not None
-    return walk.routing
+    return Routing(layers, batch.num_tokens, batch.forced_experts, device)
 
 
 class FlatPass:
@@ -443,9 +418,13 @@ class FlatPass:
         self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
 
-    def route(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
+    def route(self, experts: nn.Module, index: Tensor) -> None:
         if self.routing is not None:
-            self.routing.note(experts, index, weights)
+            self.routing.note(experts, index)
+
+    def forced_experts(self) -> Tensor | None:
+        """What is forced in the layer whose router runs now, `[T, k]`."""
+        return None if self.routing is None else self.routing.forced_experts()
 
     def layer_of(self, module: nn.Module) -> int:
         """The layer of the store for this call of `module`; the next one may have another."""

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim import kernels
 
@@ -32,6 +32,16 @@ class Activation(enum.IntEnum):
 
     SILU = 0
     GELU_TANH = 1
+    SIGMOID = 2  # of gates: no MLP has it
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """What a module computes, if the kernels do, too."""
+    name = type(module).__name__
+    if type(module) is nn.SiLU or name == "SiLUActivation":
+        return Activation.SILU
+    tanh = type(module) is nn.GELU and module.approximate == "tanh"
+    return Activation.GELU_TANH if tanh or name in ("GELUTanh", "PytorchGELUTanh") else None
 
 
 @functools.cache

@@ -1,51 +1,351 @@
 """The experts contract: how a mixture-of-experts layer runs on a flat batch.
 
-Registered in transformers' `ExpertsInterface`. A token's output may not depend on which other tokens
-chose the same experts, so each expert's rows go through row-invariant products, and the top-k outputs
-of a token are added in the order of its own slots, in float32. The pass that is active is told where the
-tokens go (`routing.py`).
+`flat_experts` is registered in transformers' `ExpertsInterface`. A token's output may not depend on which
+other tokens chose the same experts: each expert's rows go through row-invariant products, and the top-k
+outputs of a token are added in the order of its own slots, in float32. One call of the kernels runs all
+experts of a layer; `backend="torch"` is its slow reference, expert by expert. The pass that is active is
+told where the tokens go (`routing.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verbatim import kernels
+from verbatim.model import elementwise
 from verbatim.model.context import route
-from verbatim.model.packed import one_matrix
-from verbatim.model.products import linear, matmul, packed_linear
-from verbatim.model.quantize import unpack
+from verbatim.model.elementwise import activation_of
+from verbatim.model.layer_parts import Norm, NotFusable
+from verbatim.model.norms import norm_parts
+from verbatim.model.places import Lying, Place, lying
+from verbatim.model.products import Matrix, Packed, linear, packed_linear
+from verbatim.model.structs import NormStruct, matrix_at, norm_of
+from verbatim.model.weight_packing import WeightPacking
+
+# As `Glu` of kernels/experts.h.
+UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS = range(4)
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class StackStruct(ctypes.Structure):
+    """`Stack` of kernels/experts.h."""
+
+    _fields_ = (("first", Matrix), ("data_step", _LONG), ("bias_step", _LONG))
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`Experts` of kernels/experts.h."""
+
+    _fields_ = (
+        ("inputs", StackStruct * 2),
+        ("down", StackStruct),
+        ("norm", NormStruct),
+        *((name, _LONG) for name in ("count", "hidden", "inner")),
+        *((name, _INT) for name in ("num_inputs", "glu", "activation")),
+        ("alpha", _FLOAT),
+        ("limit", _FLOAT),
+    )
+
+
+class Stack(NamedTuple):
+    """One matrix for each expert, `[cols, depth]`, or `[depth, cols]` where they are transposed.
+
+    Attributes:
+        weight: where the tensor is: the parameter, or the bytes of a quantized one.
+        bias: where `[experts, cols]` is, or nothing.
+    """
+
+    weight: Place
+    bias: Place
+    cols: int
+    depth: int
+    transposed: bool
+    packing: WeightPacking | None
+
+    def packed(self, expert: int) -> Packed | None:
+        """One quantized matrix; None: they are plain."""
+        if self.packing is None:
+            return None
+        one = replace(self.packing, shape=self.packing.shape[1:])
+        data: Tensor = self.weight[0][self.weight[1]]
+        return Packed(data[expert * one.nbytes : (expert + 1) * one.nbytes], one)
+
+    def project(self, expert: int, rows: Tensor) -> Tensor:
+        """The product of `rows` `[n, depth]` with one matrix: `[n, cols]`."""
+        biases = self.bias[0].get(self.bias[1])
+        bias = None if biases is None else biases[expert]
+        packed = self.packed(expert)
+        if packed is not None:
+            return packed_linear(rows, packed.data, packed.packing, bias)
+        tensor: Tensor = self.weight[0][self.weight[1]]
+        shape = (self.depth, self.cols) if self.transposed else (self.cols, self.depth)
+        matrix = tensor.view(-1, *shape)[expert]
+        return linear(rows, matrix.t() if self.transposed else matrix, bias)
+
+    def struct(self, dtype: torch.dtype) -> StackStruct:
+        """The stack as the kernels read it; NotFusable where they can't."""
+        tensor: Any = self.weight[0][self.weight[1]]
+        biases = self.bias[0].get(self.bias[1])
+        first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
+        first.transposed = self.transposed and first.format < 16
+        first.stride = self.cols if self.transposed else self.depth
+        if self.packing is None:
+            step = self.cols * self.depth * tensor.element_size()
+        else:
+            step = replace(self.packing, shape=self.packing.shape[1:]).nbytes
+        return StackStruct(first, step, 0 if biases is None else self.cols * biases.element_size())
+
+
+def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
+    """The stack of a parameter `[experts, cols, depth]`, or `[experts, depth, cols]`."""
+    packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
+    bias = (layer._parameters, f"{name}_bias")
+    if packing is None:
+        weight: Place = (layer._parameters, name)
+        parameter = layer._parameters.get(name)
+        if parameter is None or parameter.ndim != 3:
+            raise NotFusable(f"its experts have no stacked {name}")
+        shape = parameter.shape[1:]
+    else:
+        weight, shape = (layer._buffers, f"{name}_packed"), torch.Size(packing.shape[1:])
+    cols, depth = reversed(shape) if transposed else shape
+    return Stack(weight, bias, cols, depth, transposed, packing)
+
+
+class ExpertsParts:
+    """The matrices of an experts module, and how a row goes through them.
+
+    Args:
+        experts: a module of transformers' interface, or one whose own code does the same.
+
+    Raises:
+        NotFusable: it is of another kind.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        self._module = weakref.ref(experts)  # who keeps this may keep it by the module
+        stacks = _OWN_STACKS.get(type(experts).__name__)
+        gated = stacks is not None or bool(getattr(experts, "has_gate", False))
+        if stacks is not None:
+            self.inputs, self.down = stacks(experts)
+        else:
+            transposed = bool(experts.is_transposed)
+            self.inputs = [_stack(experts, "gate_up_proj" if gated else "up_proj", transposed)]
+            self.down = _stack(experts, "down_proj", transposed)
+        self.norm = None
+        if getattr(experts, "has_post_expert_norm", False):
+            parts = norm_parts(experts.post_expert_norm)
+            if parts is None:
+                raise NotFusable("the norm behind its experts is no RMS norm of a known family")
+            self.norm = Norm(experts.post_expert_norm, parts)
+        self.glu, self.alpha, self.limit = UNGATED, 0.0, 0.0
+        if gated:
+            self.glu, self.alpha, self.limit = _glu_of(experts)
+        act: Any = _act_of(experts)
+        self.activation = None if act is None else activation_of(act)
+        self.tensors: list[Place] = [
+            p for s in (*self.inputs, self.down) for p in (s.weight, s.bias)
+        ]
+        if self.norm is not None and self.norm.parts.weight is not None:
+            self.tensors.append((self.norm.module._parameters, self.norm.parts.weight))
+        self._struct = ExpertsStruct()
+        self._prepared: tuple[list[Lying], torch.dtype] | None = None
+
+    @property
+    def module(self) -> Any:
+        """The experts module."""
+        return self._module()
+
+    @property
+    def hidden(self) -> int:
+        """Width of a row."""
+        return self.inputs[0].depth
+
+    def struct(self, dtype: torch.dtype) -> ExpertsStruct:
+        """What the kernels are given, of activations of `dtype`; it stays where it is.
+
+        Raises:
+            NotFusable: the weights are of a kind that the kernels don't read where they are.
+        """
+        found = lying(self.tensors)
+        if self._prepared == (found, dtype):
+            return self._struct
+        self._prepared = None
+        struct = self._struct
+        if self.glu != CLAMPED_PAIRS and self.activation is None:
+            raise NotFusable("the activation of its experts is no SiLU and no tanh GELU")
+        for i, stack in enumerate(self.inputs):
+            struct.inputs[i] = stack.struct(dtype)
+        struct.down = self.down.struct(dtype)
+        struct.norm = norm_of(self.norm, dtype, self.hidden, None)
+        weight: Tensor = self.down.weight[0][self.down.weight[1]]
+        each = struct.down.data_step
+        struct.count = weight.nbytes // max(1, each)
+        struct.hidden, struct.inner = self.hidden, self.down.depth
+        struct.num_inputs, struct.glu = len(self.inputs), self.glu
+        struct.activation = self.activation or 0
+        struct.alpha, struct.limit = self.alpha, self.limit
+        width = sum(s.cols for s in self.inputs)
+        if width != self.down.depth * (1 if self.glu == UNGATED else 2):
+            raise NotFusable("the matrices of its experts do not fit together")
+        if self.down.cols != self.hidden or any(s.depth != self.hidden for s in self.inputs):
+            raise NotFusable("the matrices of its experts do not fit together")
+        self._prepared = found, dtype
+        return struct
+
+    def served(self, rows: Tensor) -> ExpertsStruct | None:
+        """The struct where the kernels can run `rows`, else None."""
+        if rows.dtype not in _SUFFIX or not rows.is_cpu or kernels.library() is None:
+            return None
+        try:
+            return self.struct(rows.dtype)
+        except NotFusable:
+            return None
+
+    def one(self, expert: int, rows: Tensor) -> Tensor:
+        """What one expert makes of `rows` `[n, H]`, product by product."""
+        mixed = torch.cat([stack.project(expert, rows) for stack in self.inputs], -1)
+        out = self.down.project(expert, self._gate(mixed))
+        if self.norm is not None:
+            out = self.norm.module(out)
+        return out
+
+    def _gate(self, x: Tensor) -> Tensor:
+        """What `down` is given, of input products `x` `[n, width]`."""
+        experts: Any = self.module
+        if elementwise.served(x) and (self.glu == CLAMPED_PAIRS or self.activation is not None):
+            return self._gate_in_kernel(x)
+        if self.glu == CLAMPED_PAIRS:
+            return _clamped_pairs(x, self.alpha, self.limit)
+        act: Any = _act_of(experts)
+        if self.glu == UNGATED:
+            return act(x)  # type: ignore[no-any-return]
+        gate, up = x.chunk(2, -1)
+        if self.glu == SPLIT:
+            return act(gate) * up  # type: ignore[no-any-return]
+        return (act(gate.float()) * up.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+    def _gate_in_kernel(self, x: Tensor) -> Tensor:
+        inner = x.shape[1] // (1 if self.glu == UNGATED else 2)
+        struct = ExpertsStruct(inner=inner, glu=self.glu, activation=self.activation or 0)
+        struct.alpha, struct.limit = self.alpha, self.limit
+        x = x.clone(memory_format=torch.contiguous_format)
+        function = _function(kernels.library(), "vb_glu", x.dtype)
+        function(ctypes.addressof(struct), x.data_ptr(), len(x), torch.get_num_threads())
+        return x[:, :inner].contiguous()
+
+
+_parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDictionary()
+
+
+def parts_of(experts: nn.Module) -> ExpertsParts:
+    """The parts of an experts module, found once; NotFusable where they are of no known kind."""
+    parts = _parts.get(experts)
+    if parts is None or parts.tensors[0][0].get(parts.tensors[0][1]) is None:
+        parts = _parts[experts] = ExpertsParts(experts)  # anew where it was quantized meanwhile
+    return parts
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Is it an experts module of transformers' interface?"""
+    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
+
+
+def how_run(experts: Any, dtype: torch.dtype) -> str | None:
+    """How an experts module runs by itself, in words; None: `flat_experts` does not run it."""
+    own = type(experts).__name__ in _OWN_STACKS
+    if not own and not all(
+        hasattr(experts, n) for n in ("num_experts", "has_gate", "is_transposed")
+    ):
+        return None
+    if kernels.library() is None or dtype not in _SUFFIX:
+        return "expert by expert: no compiled kernels for them"
+    try:
+        parts_of(experts).struct(dtype)
+    except NotFusable as reason:
+        return f"expert by expert: {reason}"
+    return "all in one kernel call" + (
+        ", on each rank its own" if hasattr(experts, "expert_share") else ""
+    )
+
+
+def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The stacked matrices of an experts module that `flat_experts` runs; none of any other module."""
+    if not is_stacked(module):
+        return []
+    try:
+        stacks = ExpertsParts(module)
+    except NotFusable:
+        return []
+    found = [place[0].get(place[1]) for place, *_ in (*stacks.inputs, stacks.down)]
+    return [p for p in found if isinstance(p, nn.Parameter)]
 
 
 def flat_experts(
-    experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any,
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
     """Run the chosen experts.
 
     Args:
         experts: a transformers experts module, whose weights are stacked along a first dimension.
         hidden: `[T, H]`.
-        top_k_index: `[T, k]` int64, the experts of each token.
+        top_k_index: `[T, k]` int64, the experts of each token; one beyond the last hands its row back.
         top_k_weights: `[T, k]`.
+        backend: "auto", or "torch" for the slow reference.
 
     Returns:
         `[T, H]` in `hidden`'s dtype.
     """
-    route(experts, top_k_index, top_k_weights)
+    route(experts, top_k_index)
     num_tokens, top_k = top_k_index.shape
+    parts = parts_of(experts)
+    # Experts that live on several ranks come with something that knows where (`shard.py`).
+    share = getattr(experts, "expert_share", None)
+    struct = parts.served(hidden) if share is None and backend == "auto" else None
+    if struct is not None:
+        hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()
+        index, out = top_k_index.to(torch.int32).contiguous(), torch.empty_like(hidden)
+        _function(kernels.library(), "vb_experts", hidden.dtype)(
+            ctypes.addressof(struct),
+            hidden.data_ptr(),
+            num_tokens,
+            index.data_ptr(),
+            weights.data_ptr(),
+            top_k,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
     # Slots sorted by expert: each expert then owns one run of rows. The sort is stable, though no
     # row's result depends on where in the run it stands.
     by_expert = torch.argsort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
-    counts = torch.bincount(top_k_index.reshape(-1), minlength=experts.num_experts).tolist()
-    counts = counts[: experts.num_experts]
-    # Experts that live on several ranks come with something that knows where (`shard.py`).
-    share = getattr(experts, "expert_share", None)
-    out = run_experts(experts, rows, counts) if share is None else share.run(experts, rows, counts)
-    slots = torch.empty_like(rows)
+    count = num_experts(experts)
+    counts = torch.bincount(top_k_index.reshape(-1), minlength=count).tolist()[:count]
+    if share is None:
+        out = run_experts(experts, rows, counts, backend=backend)
+    else:
+        out = share.run(experts, rows, counts)
+    slots = rows.new_empty(rows.shape)
     slots[by_expert[: len(out)]] = out
+    slots[by_expert[len(out) :]] = rows[len(out) :]
     weighted = slots.view(num_tokens, top_k, -1).float() * top_k_weights[..., None].float()
     total = weighted[:, 0]
     for k in range(1, top_k):
@@ -53,37 +353,141 @@ def flat_experts(
     return total.to(hidden.dtype)
 
 
-def run_experts(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-    """What the experts that lie here make of rows `[n, H]`, sorted by expert, `counts[e]` of each."""
+def run_experts(experts: Any, rows: Tensor, counts: list[int], *, backend: str = "auto") -> Tensor:
+    """What the experts that are here make of rows `[n, H]`, sorted by expert, `counts[e]` of each."""
+    parts = parts_of(experts)
     out = rows.new_empty(sum(counts), rows.shape[1])
+    struct = parts.served(rows) if backend == "auto" else None
+    if struct is not None and struct.count == len(counts):
+        starts = torch.tensor([0, *accumulate(counts)])
+        rows = rows.contiguous()
+        _function(kernels.library(), "vb_experts_sorted", rows.dtype)(
+            ctypes.addressof(struct),
+            rows.data_ptr(),
+            starts.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out
     start = 0
     for expert, count in enumerate(counts):
         if count:
             stop = start + count
-            out[start:stop] = _one_expert(experts, expert, rows[start:stop])
+            out[start:stop] = parts.one(expert, rows[start:stop])
             start = stop
     return out
 
 
-def _one_expert(experts: Any, expert: int, rows: Tensor) -> Tensor:
-    """Gate-up (or up), activation, down, for the rows `[n, H]` of one expert."""
-    if experts.has_gate:
-        mixed = experts._apply_gate(_project(experts, "gate_up_proj", expert, rows))
-    else:
-        mixed = experts.act_fn(_project(experts, "up_proj", expert, rows))
-    out = _project(experts, "down_proj", expert, mixed)
-    if getattr(experts, "has_post_expert_norm", False):
-        norm: nn.Module = experts.post_expert_norm
-        out = norm(out)
-    return out
+def num_experts(experts: Any) -> int:
+    """How many experts with weights there are, on all ranks."""
+    return int(getattr(experts, "num_routed_experts", None) or experts.num_experts)
 
 
-def _project(experts: Any, name: str, expert: int, rows: Tensor) -> Tensor:
-    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-    packed = one_matrix(experts, name, expert)
-    if packed is not None and not packed[1].columns:
-        return packed_linear(rows, *packed, bias)
-    weight = getattr(experts, name)[expert] if packed is None else unpack(*packed)
-    if experts.is_transposed:  # stored [in, out]
-        return matmul(rows, weight) if bias is None else matmul(rows, weight) + bias
-    return linear(rows, weight, bias)
+@functools.cache
+def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Callable[..., None]:
+    assert library is not None
+    library.vb_experts_size.restype = _LONG
+    assert library.vb_experts_size() == ctypes.sizeof(ExpertsStruct)
+    function: Any = getattr(library, f"{name}_{_SUFFIX[dtype]}")
+    function.restype = None
+    function.argtypes = {
+        "vb_experts": [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _INT],
+        "vb_experts_sorted": [*[_POINTER] * 4, _INT],
+        "vb_glu": [_POINTER, _POINTER, _LONG, _INT],
+    }[name]
+    return function  # type: ignore[no-any-return]
+
+
+# ---- how a gate is applied ----
+
+
+def _act_of(experts: Any) -> Any:
+    """The activation of an experts module."""
+    mlp = getattr(experts, "mlp", None)
+    return getattr(experts, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
+def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss' gate, with a sigmoid that gives a row the same bits in any batch."""
+    gate = x[..., ::2].clamp(max=limit)
+    up = x[..., 1::2].clamp(min=-limit, max=limit)
+    opened = (1.0 / (1.0 + torch.exp(-(gate * alpha).float()))).to(x.dtype)
+    return (up + 1) * (gate * opened)
+
+
+def _glu_of(experts: Any) -> tuple[int, float, float]:
+    """How a gate is applied, found by trying; alpha and limit of CLAMPED_PAIRS."""
+    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    numbers = alpha, limit
+    apply = getattr(type(experts), "_apply_gate", None)
+    own = type(experts).__name__ in _OWN_STACKS or apply is None
+    if own or apply.__name__ == "_default_apply_gate":  # type: ignore[union-attr]
+        return SPLIT, 0.0, 0.0
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 64, generator=noise, dtype=torch.float32) * 4
+    with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+        for dtype in (torch.bfloat16, torch.float32):
+            theirs = apply(experts, x.to(dtype))
+            if all(type(n) in (int, float) for n in numbers):
+                ours = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
+                if _close(ours, theirs):
+                    return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
+        if not hasattr(experts, "act_fn"):
+            raise NotFusable("the gate of its experts is of no known kind")
+        gate, up = x.bfloat16().chunk(2, -1)
+        theirs = apply(experts, x.bfloat16())
+        if torch.equal(theirs, experts.act_fn(gate) * up):
+            return SPLIT, 0.0, 0.0
+        if torch.equal(theirs, (experts.act_fn(gate.float()) * up.float()).bfloat16()):
+            return SPLIT_WIDE, 0.0, 0.0
+    raise NotFusable("the gate of its experts is of no known kind")
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    tolerance = 2.0**-6 if a.dtype is torch.bfloat16 else 1e-5
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=tolerance, atol=1e-3)
+
+
+# ---- experts that do not go through transformers' interface ----
+
+
+def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
+    """Matrices one below the other, the last ones transposed."""
+    inner, hidden, held = experts.ffn_hidden_size, experts.hidden_size, experts.mlp
+    nothing: Place = ({}, "")
+
+    def stack(name: str, cols: int, depth: int, transposed: bool) -> Stack:
+        return Stack((held._parameters, name), nothing, cols, depth, transposed, None)
+
+    inputs = [stack("w1", inner, hidden, False), stack("v1", inner, hidden, False)]
+    return inputs, stack("w2", hidden, inner, True)
+
+
+def _longcat_stacks(experts: Any) -> tuple[list[Stack], Stack]:
+    """The usual ones, and experts without weights behind them."""
+    return [_stack(experts, "gate_up_proj", False)], _stack(experts, "down_proj", False)
+
+
+_OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
+    "DbrxExperts": _dbrx_stacks,
+    "LongcatFlashExperts": _longcat_stacks,
+}
+
+
+def experts_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward for experts with code of their own that does what `flat_experts` does, else None."""
+    if is_stacked(module):
+        with suppress(NotFusable):
+            parts_of(
+                module
+            )  # what has to be tried is tried now, and not in the middle of a forward
+    if type(module).__name__ not in _OWN_STACKS or "forward" in module.__dict__:
+        return None
+    if not type(module).__module__.startswith("transformers.models."):
+        return None
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return flat_experts(module, rows, top_k_index, top_k_weights).view(hidden_states.shape)
+
+    return forward

@@ -21,7 +21,7 @@ from verbatim.errors import first_line
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.borrow import Forwards, borrow
 from verbatim.model.context import activate
-from verbatim.model.elementwise import Activation
+from verbatim.model.elementwise import Activation, activation_of
 from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
@@ -197,6 +197,10 @@ class FusedLayers:
         if self.whole is not None:
             self.whole.forget()
 
+    def fused_experts(self) -> set[int]:
+        """The ids of the experts modules that fused layers run."""
+        return {id(layer.experts) for layer in self._layers if layer.experts is not None}
+
     def whole_now(self) -> WholeModel | None:
         """The model in one call, if it can be run so after the last look."""
         whole = self.whole
@@ -295,9 +299,7 @@ def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
     mlp = next(m for n in _MLP_NAMES if (m := layer._modules.get(n)) is not None)
     gates = _named(mlp, ("gate_proj", "up_proj")) or _named(mlp, ("gate_up_proj",))
     down = _named(mlp, ("down_proj",))
-    activation = next(
-        (_activation_of(m) for m in _named(mlp, _ACTIVATION_NAMES, any_of=True)), None
-    )
+    activation = next((activation_of(m) for m in _named(mlp, _ACTIVATION_NAMES, any_of=True)), None)
     if len(mlp._modules) != len(gates) + 2 or not down or activation is None:
         gates, down = [], []  # experts, or a gate more: it runs as it is
     scale = layer.__dict__.get("residual_multiplier", 1.0)
@@ -339,16 +341,6 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
         if parts is not None:
             norms[role] = Norm(module, parts)
     return norms
-
-
-def _activation_of(module: nn.Module) -> Activation | None:
-    name = type(module).__name__
-    if type(module) is nn.SiLU or name == "SiLUActivation":
-        return Activation.SILU
-    tanh = type(module) is nn.GELU and module.approximate == "tanh"
-    if tanh or name in ("GELUTanh", "PytorchGELUTanh"):
-        return Activation.GELU_TANH
-    return None
 
 
 def _run(

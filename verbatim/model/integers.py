@@ -35,55 +35,89 @@ _SMALLEST = 2.0**-100
 def interleave(
     packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
 ) -> tuple[Tensor, WeightPacking]:
-    """A matrix `[N, K]` as `pack` makes it, laid out for products of whole numbers, and how it lies then.
+    """Lay matrices that `pack` made out for products of whole numbers.
 
     Args:
+        packed: of `[N, K]`, `[K, N]`, or of a stack of either.
         backend: as of `quantize.unpack`. All give the same bytes.
+
+    Returns:
+        The bytes, and how they lie.
     """
-    assert not packing.columns and not packing.interleaved and len(packing.shape) == 2
+    assert not packing.interleaved
     laid = replace(packing, interleaved=True)
     assert packed.shape == (packing.nbytes,) and packed.is_contiguous()
+    out = torch.empty(laid.nbytes, dtype=torch.uint8, device=packed.device)
+    one = replace(packing, shape=packing.shape[-2:])
+    sources = packed.view(-1, one.nbytes)
+    for source, target in zip(sources, out.view(len(sources), -1), strict=True):
+        _interleave_one(source, one, target, backend)
+    return out, laid
+
+
+def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
+    """One matrix into its blocks."""
+    rows = packed.view(packing.width, -1) if not packing.columns else _turned(packed, packing)
     function = _interleave(backend)
     if function is not None and packed.is_cpu:
-        out = torch.empty(laid.nbytes, dtype=torch.uint8)
         kind = packing.quantization
         function(
             out.data_ptr(),
-            packed.data_ptr(),
-            *packing.shape,
+            rows.data_ptr(),
+            packing.width,
+            packing.depth,
             kind.bits,
             kind.group_size,
             torch.get_num_threads(),
         )
-        return out, laid
-    rows = packed.view(packing.shape[0], packing.vector_bytes)
+        return
     words = _words(rows, packing)
     missing = -len(words) % BLOCK
     words = torch.cat([words, words.new_zeros(missing, words.shape[1])])
     blocks = words.view(-1, BLOCK, words.shape[1]).transpose(1, 2).contiguous()
-    return blocks.view(torch.uint8).flatten(), laid
+    out.copy_(blocks.view(torch.uint8).flatten())
+
+
+def _turned(packed: Tensor, packing: WeightPacking) -> Tensor:
+    """Quantized columns of `[K, N]` as rows of `[N, K]`, the same numbers: `[N, vector_bytes]`."""
+    bits, width = packing.quantization.bits, packing.width
+    codes, heads, at = [], [], 0
+    for count, size in stretches(packing.depth, packing.quantization.group_size):
+        lines = (size * bits + 7) // 8
+        groups = packed[at : at + count * width * (4 + lines)].view(count, -1)
+        head = groups[:, : 4 * width].reshape(count, 2, width, 2)
+        heads.append(head.permute(2, 0, 1, 3).reshape(width, -1))
+        code = groups[:, 4 * width :].reshape(count, lines, width)
+        codes.append(code.permute(2, 0, 1).reshape(width, -1))
+        at += count * width * (4 + lines)
+    return torch.cat(codes + heads, 1).contiguous()
 
 
 def interleaved_rows(
     data: Tensor, packing: WeightPacking, rows: Tensor | None = None
 ) -> tuple[Tensor, WeightPacking]:
-    """The other way round: some rows, `rows` `[n]` by number, or all, as `pack` makes them."""
+    """The other way round: some rows, `rows` `[n]` by number, or all, as `pack` makes rows of `[N, K]`."""
     assert packing.interleaved and data.shape == (packing.nbytes,)
     blocks = data.view(torch.int32).view(-1, packing.vector_words, BLOCK)
     if rows is None:
-        words = blocks.transpose(1, 2).reshape(-1, packing.vector_words)[: packing.shape[0]]
+        words = blocks.transpose(1, 2).reshape(-1, packing.vector_words)[: packing.width]
     else:
         words = blocks[rows // BLOCK, :, rows % BLOCK]
-    plain = replace(packing, interleaved=False, shape=(len(words), packing.depth))
+    shape = (len(words), packing.depth)
+    plain = replace(packing, interleaved=False, columns=False, shape=shape)
     return _rows(words, plain).flatten(), plain
 
 
 def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
-    """`quantize.unpack`, of a matrix that may be interleaved."""
+    """`quantize.unpack`, of matrices that may be interleaved."""
     packed = packed.contiguous()
-    return unpack(
-        *(interleaved_rows(packed, packing) if packing.interleaved else (packed, packing))
-    )
+    if not packing.interleaved:
+        return unpack(packed, packing)
+    one = replace(packing, shape=packing.shape[-2:])
+    matrices = [unpack(*interleaved_rows(part, one)) for part in packed.split(one.nbytes)]
+    if packing.columns:
+        matrices = [matrix.t() for matrix in matrices]
+    return torch.stack(matrices).view(packing.shape)
 
 
 def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +144,7 @@ def integer_linear(
     weights, heads = _codes(*interleaved_rows(data, packing))
     weights = weights.to(x.device, torch.float32)
     heads = heads.to(x.device).float()
-    out = torch.zeros(len(rows), packing.shape[0], device=x.device)
+    out = torch.zeros(len(rows), packing.width, device=x.device)
     for g in range(heads.shape[1]):
         at = slice(g * group, (g + 1) * group)
         dots = codes[:, at].double() @ weights[:, at].double().t()
@@ -118,7 +152,7 @@ def integer_linear(
         out += scales[:, g : g + 1] * part
     if bias is not None:
         out += bias.float()
-    return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.shape[0])
+    return (out if float32 else out.to(x.dtype)).view(*x.shape[:-1], packing.width)
 
 
 @functools.cache

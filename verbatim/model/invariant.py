@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from verbatim.errors import UnsupportedModel
 from verbatim.model import elementwise, products
 from verbatim.model.elementwise import Activation
+from verbatim.model.experts import experts_forward
 from verbatim.model.norms import norm_forward
+from verbatim.model.router import router_forward
 
 _SQRT_HALF = 0.7071067811865476
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -30,6 +32,8 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), in float32 inside."""
+    if elementwise.served(x):
+        return elementwise.activate(x, Activation.SIGMOID)
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
 
@@ -198,6 +202,40 @@ class InvariantMode(TorchFunctionMode):
         return (found or func)(*args, **(kwargs or {}))
 
 
+class GateTensor(Tensor):
+    """What a linear makes that is a gate: the first function that must be swapped is, and ends it.
+
+    Attention layers and shared experts put a gate through a function of their own code. This catches it
+    without a mode, which would look at every function of a forward.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = replacement(func, args)
+            out = (found or func)(*args, **(kwargs or {}))
+        if found is not None or not isinstance(out, Tensor):
+            return out
+        return out.as_subclass(cls)
+
+
+def is_gate(parent: nn.Module, name: str) -> bool:
+    """Is the child `name` of `parent` a linear whose output its parent puts through a function?"""
+    if type(parent._modules.get(name)) is not nn.Linear:
+        return False
+    return name in ("g_proj", "shared_expert_gate") or (
+        name == "gate_proj" and "q_proj" in parent._modules
+    )
+
+
+def gate_forward(linear: Any) -> Callable[..., Tensor]:
+    """A row-invariant forward for a linear that is a gate."""
+    forward = _linear_forward(linear)
+    return lambda x: forward(x).as_subclass(GateTensor)
+
+
 class Recorder(TorchFunctionMode):
     """Notes which functions would have to be swapped, to learn whether a model needs the safety net."""
 
@@ -209,7 +247,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = replacement(func, args)
-        if found is not None:
+        if found is not None and not isinstance(args[0], GateTensor):
             self.swapped.add(getattr(func, "__name__", repr(func)))
         return (found or func)(*args, **(kwargs or {}))
 
@@ -277,7 +315,9 @@ _makers: dict[type[nn.Module], Callable[..., Any]] | None = None
 
 
 def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., Any] | None:
-    """A row-invariant forward for a module we know, else None; of norms alone where `same_bits` is False.
+    """A row-invariant forward for a module we know, else None.
+
+    Where `same_bits` is False, only of norms, routers and experts.
 
     Only exact classes count: a subclass or a parametrized module may do anything, and one whose
     forward was replaced on the instance does what its owner wants.
@@ -288,4 +328,7 @@ def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., A
     maker = _makers.get(type(module)) if same_bits else None
     if "forward" in module.__dict__:
         return None
-    return norm_forward(module) if maker is None else maker(module)
+    if maker is not None:
+        made: Callable[..., Any] = maker(module)
+        return made
+    return norm_forward(module) or router_forward(module) or experts_forward(module)

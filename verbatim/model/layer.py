@@ -23,9 +23,10 @@ from verbatim import kernels
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.context import active_pass
 from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
+from verbatim.model.mixture import MixtureStruct
 from verbatim.model.packed import PackedLinear
 from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
-from verbatim.model.structs import ROLES, LayerStruct, matrix_of, norm_of
+from verbatim.model.structs import ROLES, LayerStruct, address_of, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _everywhere = torch.nn.modules.module  # hooks that every module has
@@ -35,13 +36,14 @@ _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hook
 @functools.cache
 def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
     assert library is not None
-    library.vb_layer_size.restype = _LONG
+    library.vb_layer_size.restype = library.vb_mixture_size.restype = _LONG
     assert library.vb_layer_size() == ctypes.sizeof(LayerStruct)
+    assert library.vb_mixture_size() == ctypes.sizeof(MixtureStruct)
     angles = [*[_POINTER] * 2, _LONG, _INT]
     arguments = {
         "before": [*[_POINTER] * 2, _LONG, *angles, _POINTER, _INT],
-        "after": [*[_POINTER] * 3, _LONG, *[_POINTER] * 2, _INT],
-        "": [*[_POINTER] * 6, *angles, *[_POINTER] * 2, _INT],
+        "after": [*[_POINTER] * 3, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
+        "": [*[_POINTER] * 5, *angles, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
     }
     found = []
     for name, types in arguments.items():
@@ -73,7 +75,7 @@ class FusedLayer:
     def __init__(
         self, parts: LayerParts, shape: Shape, arguments: frozenset[str], trust: Trust
     ) -> None:
-        self._parts, self._shape, self._arguments = parts, shape, arguments
+        self.parts, self._shape, self._arguments = parts, shape, arguments
         self._trust = trust
         linears = [*parts.inputs, parts.output, *parts.gates]
         if parts.down is not None:
@@ -86,22 +88,28 @@ class FusedLayer:
             for n in parts.norms.values()
             if n.parts.weight is not None
         ]
+        if shape.sinks:
+            self.places.append((parts.attention._parameters, "sinks"))
+        if parts.mixture is not None:
+            self.places += parts.mixture.places()
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
         owners += [n.module for n in parts.norms.values()]
+        if parts.mixture is not None:
+            owners += parts.mlp.children()
         self.numbers = numbers_of(owners)
         self.values = self._values_now()
         self.classes = list({type(m) for m in (*owners, *modules)})
         self.codes = [cls.forward for cls in self.classes]
         self.found: list[Lying] | None = None
-        self._struct = LayerStruct()
+        self._struct, self._mixture = LayerStruct(), MixtureStruct()
         self._prepare()
 
     @property
     def attention(self) -> nn.Module:
         """The module that attends in it."""
-        return self._parts.attention
+        return self.parts.attention
 
     @property
     def turns(self) -> bool:
@@ -110,8 +118,14 @@ class FusedLayer:
 
     @property
     def is_complete(self) -> bool:
-        """Is all of it in one call of the kernels, and is nothing read anew each time?"""
-        return bool(self._parts.gates) and not self._shape.sinks
+        """Is all of it in one call of the kernels?"""
+        return self.parts.has_mlp
+
+    @property
+    def experts(self) -> Any:
+        """Its experts module, where it has one that the kernels run."""
+        mixture = self.parts.mixture
+        return None if mixture is None else mixture.experts.module
 
     @property
     def address(self) -> int:
@@ -144,7 +158,7 @@ class FusedLayer:
 
     def _prepare(self) -> None:
         """Fill in the struct."""
-        parts, shape, struct, dtype = self._parts, self._shape, self._struct, self.dtype
+        parts, shape, struct, dtype = self.parts, self._shape, self._struct, self.dtype
         self.found = None  # until all of it is checked
         struct.heads, struct.kv_heads = shape.heads, shape.kv_heads
         struct.head_dim, struct.value_dim = shape.head_dim, shape.value_dim
@@ -177,6 +191,15 @@ class FusedLayer:
             width = {"of_queries": queries, "of_keys": keys}.get(role)
             found = norm_of(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
             setattr(struct, role, found)
+        struct.sinks = struct.mixture = None
+        if shape.sinks:
+            sinks = parts.attention._parameters["sinks"]
+            fits &= sinks is not None and sinks.shape == (shape.heads,)
+            struct.sinks = address_of(sinks, dtype)
+        if parts.mixture is not None:
+            fits &= parts.mixture.experts.hidden == struct.hidden
+            parts.mixture.fill(self._mixture, dtype)
+            struct.mixture = ctypes.addressof(self._mixture)
         if not fits:
             raise NotFusable("its matrices do not fit together")
         self.found = self._found_now()
@@ -187,9 +210,10 @@ class FusedLayer:
         Args:
             plain: what serves where the kernels don't: the layer's own forward.
         """
-        parts, shape, struct = self._parts, self._shape, self._struct
+        parts, shape, struct = self.parts, self._shape, self._struct
         layer, attention, options = parts.layer, parts.attention, shape.options
-        mlp = None if parts.gates else parts.mlp
+        mlp = None if parts.has_mlp else parts.mlp
+        experts = self.experts
         plain = plain or functools.partial(_own_forward, layer)
         before, after, whole = _functions(kernels.library())
         trust, fits = self._trust, self.fits
@@ -231,17 +255,15 @@ class FusedLayer:
                     return plain(hidden_states, **kwargs)
                 cos_at, sin_at = cos.data_ptr(), sin.data_ptr()
             x_at, out = x.data_ptr(), empty_like(x)
-            normed = normed_at = sinks = None
+            normed = normed_at = None
             if finish is not None:
                 normed = empty_like(x)
                 normed_at = normed.data_ptr()
-            own = options
-            if with_sinks is not None:
-                own = add_sinks(options, with_sinks)
-                assert own.sinks is not None
-                if own.sinks.shape != (heads,) or not own.sinks.is_contiguous():
-                    return plain(hidden_states, **kwargs)
-                sinks = own.sinks.data_ptr()
+            routing = None if experts is None else getattr(walk, "routing", None)
+            record: tuple[Any, ...] = (None, None, 0)
+            if routing is not None:
+                assert rows == len(routing.chosen)
+                record = routing.addresses(experts)
             direct = getattr(walk, "direct", None)
             if direct is not None and direct.dtype is dtype and direct.count == rows:
                 k_at, v_at = direct.stores(walk.layer_of(attention))  # type: ignore[attr-defined]
@@ -250,12 +272,12 @@ class FusedLayer:
                     direct.address,
                     k_at,
                     v_at,
-                    sinks,
                     x_at,
                     cos_at,
                     sin_at,
                     angles,
                     wide,
+                    *record,
                     out.data_ptr(),
                     normed_at,
                     threads,
@@ -264,6 +286,7 @@ class FusedLayer:
                 qkv = empty((rows, width), dtype=dtype)
                 before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv.data_ptr(), threads)
                 q, k, v = qkv.split(widths, dim=1)
+                own = options if with_sinks is None else add_sinks(options, with_sinks)
                 attended = walk.attend(
                     attention,
                     q.unflatten(1, (heads, head_dim)),
@@ -272,7 +295,8 @@ class FusedLayer:
                     own,
                 ).contiguous()
                 attended_at = attended.data_ptr()
-                after(address, x_at, attended_at, rows, out.data_ptr(), normed_at, threads)
+                out_at = out.data_ptr()
+                after(address, x_at, attended_at, rows, *record, out_at, normed_at, threads)
             if finish is None:
                 return out
             assert mlp is not None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.elementwise import Activation
 from verbatim.model.norms import NormParts
+
+if TYPE_CHECKING:
+    from verbatim.model.mixture import MixtureParts
 
 
 class Rotation(enum.IntEnum):
@@ -39,7 +43,8 @@ class LayerParts:
 
     Attributes:
         inputs: of attention: q, k and v, or one for all three.
-        gates: gate and up, or one for both; empty where `mlp` runs as it is.
+        gates: gate and up, or one for both; empty where `mlp` runs as it is, or is a mixture of experts.
+        mixture: what `mlp` is then; None: it has no experts, or they run as they are.
         norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
         residual_scale: factor of what is added to the residual.
     """
@@ -54,10 +59,16 @@ class LayerParts:
     activation: Activation
     norms: dict[str, Norm]
     residual_scale: float
+    mixture: MixtureParts | None = None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Is its MLP one that the kernels run?"""
+        return bool(self.gates) or self.mixture is not None
 
     def modules(self) -> list[nn.Module]:
         """Everything that does not run by its own forward any more, the layer itself not included."""
-        mlp = [*self.mlp.modules()] if self.gates else []
+        mlp = [*self.mlp.modules()] if self.has_mlp else []
         return [*self.attention.modules(), *mlp, *(n.module for n in self.norms.values())]
 
 

@@ -22,6 +22,7 @@ from verbatim.model.borrow import replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.layer import FusedLayer, Trust, add_sinks
 from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
+from verbatim.model.mixture import MixtureParts, mixtures_of
 
 _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)
@@ -61,8 +62,14 @@ class LayerTrial:
     def __init__(self, parts: LayerParts, slot: LayerShape, trust: Trust) -> None:
         self.parts = parts
         self._slot, self._trust = slot, trust
+        self._mixtures = [*self._mixtures_of(parts), None]
         self.fused: FusedLayer | None = None
         self.reason: str | None = None
+
+    @staticmethod
+    def _mixtures_of(parts: LayerParts) -> list[MixtureParts]:
+        """What its MLP may be, while no forward of ours is in its place."""
+        return [] if parts.gates else [*mixtures_of(parts.mlp)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.parts.layer
@@ -71,6 +78,7 @@ class LayerTrial:
                 if args:
                     raise NotFusable("it is handed more than hidden states by position")
                 self.fused = self._fuse(hidden_states, kwargs)
+                self.parts = self.fused.parts
             except NotFusable as reason:
                 self.reason = str(reason)
             except Exception as error:  # of its own forward on random rows, say
@@ -82,6 +90,8 @@ class LayerTrial:
     def _fuse(self, hidden_states: Tensor, kwargs: dict[str, Any]) -> FusedLayer:
         parts, arguments = self.parts, frozenset(kwargs)
         twin, twins = _twin_of(parts.layer)
+        own = _in_twin(parts, twins)
+        mixtures: list[MixtureParts | None] = [*self._mixtures_of(own), None]
         forwards = replaced_forwards(twin)
         for fields, forward in forwards:
             fields["forward"] = forward
@@ -101,7 +111,6 @@ class LayerTrial:
             options=replace(options, sinks=None),
             sinks=options.sinks is not None,
         )
-        own = _in_twin(parts, twins)
         if self._slot != LayerShape(shape.kv_heads, shape.head_dim, shape.value_dim):
             raise NotFusable("it does not always store the same")
         if options.alibi is not None or (shape.sinks and not _has_sinks(own.attention, options)):
@@ -110,12 +119,21 @@ class LayerTrial:
             if not _angles_fit(kwargs.get("position_embeddings"), rotation, shape.head_dim):
                 continue
             shape = replace(shape, rotation=rotation)
-            forward = FusedLayer(own, shape, arguments, Trust()).forward(_refuse)
-            made, (ours,) = _watched(partial(forward, x, **kwargs))
-            if all(same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
-                if not same_bits(made, expected):
-                    raise NotFusable("what it makes of its attention is not what the kernels make")
-                return FusedLayer(parts, shape, arguments, self._trust)
+            for number, mixture in enumerate(mixtures):
+                try:
+                    layer = FusedLayer(replace(own, mixture=mixture), shape, arguments, Trust())
+                except NotFusable:
+                    if mixture is None:
+                        raise
+                    continue
+                made, (ours,) = _watched(partial(layer.forward(_refuse), x, **kwargs))
+                if not all(same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
+                    break
+                if same_bits(made, expected):
+                    final = replace(parts, mixture=self._mixtures[number])
+                    return FusedLayer(final, shape, arguments, self._trust)
+            else:
+                raise NotFusable("what it makes of its attention is not what the kernels make")
         raise NotFusable("its queries, keys and values are not what the kernels make")
 
 

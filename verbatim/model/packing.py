@@ -12,6 +12,7 @@ from torch import nn
 
 from verbatim.errors import NotSupported
 from verbatim.model.anatomy import inner_model
+from verbatim.model.experts import stacked_parameters
 from verbatim.model.hidden import head_of
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import WeightPacking
@@ -32,7 +33,7 @@ def choose_packings(
     experts, and, in `head_bits`, the embedding of tokens and the head. Other embeddings, norms, biases and
     what routes tokens to experts stay exact, and so does a matrix that would not become smaller.
 
-    With `activation_bits`, those have it that lie as rows and that linear layers multiply with.
+    With `activation_bits`, those have it that linear layers and `flat_experts` multiply with.
 
     Args:
         module: a transformers model, whose parameters need not have any memory.
@@ -41,12 +42,15 @@ def choose_packings(
         NotSupported: there are none.
     """
     found: dict[nn.Parameter, WeightPacking] = {}
-    linear = {  # whose products are ours alone: a class of its own may do anything with its weight
-        m.weight for m in module.modules() if type(m) is nn.Linear
-    }
+    multiplied = (
+        {  # whose products are ours alone: a class of its own may do anything with its weight
+            m.weight for m in module.modules() if type(m) is nn.Linear
+        }
+        | {p for m in module.modules() for p in stacked_parameters(m)}
+    )
 
     def add(parameter: Any, kind: Quantization, columns: bool) -> None:
-        kind = kind if parameter in linear else kind.of_weights
+        kind = kind if parameter in multiplied else kind.of_weights
         packing = WeightPacking(tuple(parameter.shape), parameter.dtype, kind, columns)
         if packing.nbytes < parameter.numel() * parameter.element_size():
             found[parameter] = packing

@@ -130,7 +130,7 @@ def linear(
     return out
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
     """`vb::Matrix` of kernels/matrix.h."""
 
     _fields_ = (
@@ -141,6 +141,7 @@ class _Matrix(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("transposed", ctypes.c_int32),
     )
 
 
@@ -214,12 +215,13 @@ def linear_many(
     depth = x.shape[-1]
     width, held = 0, []
     function = _multiply(_name(backend), x.dtype) if x.is_cpu else None
-    matrices = (_Matrix * len(weights))()
+    matrices = (Matrix * len(weights))()
     for matrix, weight, bias in zip(matrices, weights, biases, strict=True):
         if isinstance(weight, Packed):
             packing = weight.packing
             shape = packing.shape[::-1] if packing.columns else packing.shape
-            served = not packing.columns and weight.data.is_cpu and packing.dtype is x.dtype
+            by_rows = packing.interleaved or not packing.columns
+            served = by_rows and weight.data.is_cpu and packing.dtype is x.dtype
         else:
             shape, served = tuple(weight.shape), weight.is_cpu and weight.dtype is x.dtype
             served = served and weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) > 0

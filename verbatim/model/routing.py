@@ -1,7 +1,7 @@
 """Which experts each token went to: recorded beside its K and V, and replayed on demand.
 
-A layer counts as routed if it hands its tokens to experts through transformers' `ExpertsInterface`,
-where `flat_experts` sees its choice. Layers are numbered in the order of their calls: dense layers
+A layer counts as routed if `flat_experts` runs its experts, and its choice can be replaced if its router is
+of a known form (`router.py`). Layers are numbered in the order of their calls: dense layers
 and shared experts have no number.
 
 The record lies at the slots of K and V and is written in the same forward, so a cached prefix, a
@@ -10,15 +10,14 @@ forked block and a request that was evicted and computed again carry theirs with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.invariant import InvariantMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,7 @@ class Call(NamedTuple):
     num_experts: int
 
 
+UNKNOWN_ROUTER = "its router is of no form that is known here, so its choice can't be replaced"
 NOT_ROUTED = "no layer of it sends its tokens to experts through transformers' experts interface"
 
 
@@ -110,152 +110,79 @@ class Routing:
 
     Args:
         layers: of this model.
+        num_rows: of the forward.
         forced: `[T, layers, k]`, the experts of each token in the order of its slots, -1 where the
             router is free; None leaves all of them free.
+        device: where the forward runs.
 
     Attributes:
-        chosen: `[T, k]` int64 of each layer so far.
-        weights: `[T, k]` of each layer so far, in the same order; kept on demand only.
+        chosen: `[T, layers, k]` int16, those layers filled that ran.
+        forced: as given, int16 on `device`.
     """
 
     def __init__(
-        self, layers: RoutedLayers, forced: Tensor | None = None, *, keep_weights: bool = False
+        self,
+        layers: RoutedLayers,
+        num_rows: int,
+        forced: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layers = layers
-        self.chosen: list[Tensor] = []
-        self.weights: list[Tensor] = []
-        self._keep_weights = keep_weights
-        self._forced = None
+        shape = (num_rows, layers.count, layers.experts_per_token)
+        self.chosen = torch.empty(shape, dtype=torch.int16, device=device)
+        self.forced = None
         if forced is not None:
-            expected = (layers.count, layers.experts_per_token)
-            assert forced.shape[1:] == expected, (forced.shape, expected)
+            assert forced.shape == shape, (forced.shape, shape)
             assert int(forced.max()) < layers.num_experts, int(forced.max())
-            self._forced = forced.long()
+            self.forced = forced.to(device, torch.int16).contiguous()
+        self._done = 0  # layers
 
     @property
     def is_complete(self) -> bool:
-        return len(self.chosen) == self.layers.count
+        return self._done == self.layers.count
 
-    def note(self, experts: nn.Module, index: Tensor, weights: Tensor) -> None:
-        """`experts` serve `index` `[T, k]` with `weights` `[T, k]`.
+    def forced_experts(self) -> Tensor | None:
+        """What is forced in the next layer, `[T, k]`."""
+        if self.forced is None or self.is_complete:
+            return None
+        return self.forced[:, self._done]
+
+    def note(self, experts: nn.Module, index: Tensor) -> None:
+        """`experts` serve `index` `[T, k]`.
 
         Raises:
             NotSupported: the tokens go elsewhere than where they were to be sent.
         """
-        if self.is_complete or id(experts) != self.layers.modules[len(self.chosen)]:
+        if not self._is_next(experts):
             return  # a hook that calls a layer once more
-        if self._forced is not None:
-            forced = self._forced[:, len(self.chosen)]
-            if not torch.equal(torch.where(forced >= 0, forced, index), index):
-                raise NotSupported(
-                    "its router does not choose its experts by topk, so its choice can't be replaced"
-                )
-        self.chosen.append(index)
-        if self._keep_weights:
-            self.weights.append(weights)
+        forced = self.forced_experts()
+        if forced is not None and not torch.equal(torch.where(forced >= 0, forced, index), index):
+            raise NotSupported(UNKNOWN_ROUTER)
+        self.chosen[:, self._done] = index
+        self._done += 1
+
+    def addresses(self, experts: nn.Module) -> tuple[int | None, int | None, int]:
+        """Where the kernels write the next layer's choice and read what is forced, and from row to row."""
+        if not self._is_next(experts):
+            return None, None, 0
+        offset = 2 * self._done * self.layers.experts_per_token
+        self._done += 1
+        forced = None if self.forced is None else self.forced.data_ptr() + offset
+        return self.chosen.data_ptr() + offset, forced, self.chosen.stride(0)
+
+    def all_addresses(self) -> tuple[int, int | None]:
+        """The same for all layers at once."""
+        self._done = self.layers.count
+        return self.chosen.data_ptr(), None if self.forced is None else self.forced.data_ptr()
 
     def record(self) -> Tensor:
         """What all layers chose, `[T, layers, k]`."""
         if not self.is_complete:
             raise NotSupported(
-                f"{len(self.chosen)} layers sent their tokens to experts in this forward, and "
+                f"{self._done} layers sent their tokens to experts in this forward, and "
                 f"{self.layers.count} when the model was opened, so the routing can't be recorded"
             )
-        return torch.stack(self.chosen, dim=1)
+        return self.chosen
 
-    def choose(self, scores: Tensor, own: Any) -> Any:
-        """What `topk(scores)` gives in the next layer: `own` in free rows, what is forced elsewhere.
-
-        Args:
-            scores: `[T, experts]`.
-            own: (values, indices), each `[T, k]`.
-        """
-        if self._forced is None or self.is_complete:
-            return own
-        ids = self._forced[:, len(self.chosen)]
-        is_forced = ids >= 0
-        values = torch.where(is_forced, scores.gather(1, ids.clamp(min=0)), own[0])
-        return torch.return_types.topk((values, torch.where(is_forced, ids, own[1])))
-
-
-_TOPK = frozenset({torch.topk, Tensor.topk})
-_MASKING = frozenset({torch.masked_fill, Tensor.masked_fill})
-
-
-class Replay(InvariantMode):
-    """Stands between a router and its `topk`, for a forward in which experts are forced.
-
-    Everything a router does before and after stays its own: what it scores, and how it turns the
-    scores of the chosen experts into weights.
-
-    Args:
-        routing: tells that of the pass that is active.
-        safety_net: be an `InvariantMode` too: one mode costs half of two.
-    """
-
-    def __init__(self, routing: Callable[[], Routing], *, safety_net: bool) -> None:
-        super().__init__()
-        self._routing = routing
-        self._safety_net = safety_net
-        self._masked: tuple[Any, Any] = (None, None)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self._safety_net:
-            out = super().__torch_function__(func, types, args, kwargs)
-        else:
-            out = func(*args, **(kwargs or {}))
-        if func in _MASKING:
-            # Some routers mask the scores of all but a few groups for the choice and take weights
-            # from what is left; a forced expert of another group has its weight from before.
-            self._masked = (out, args[0])
-        elif func in _TOPK and self._is_choice(args[0], out):
-            masked, scores = self._masked
-            return self._routing().choose(scores if args[0] is masked else args[0], out)
-        return out
-
-    def _is_choice(self, scores: Tensor, out: Any) -> bool:
-        layers = self._routing().layers
-        return (
-            scores.dim() == 2
-            and scores.shape[1] == layers.num_experts
-            and out[1].shape == (scores.shape[0], layers.experts_per_token)
-        )
-
-
-Run = Callable[[Tensor | None], tuple[Tensor, Routing]]  # forced experts to logits and routing
-
-
-def why_not_replayable(run: Run, num_tokens: int) -> str | None:
-    """Try replay out on one sequence of `num_tokens` tokens; None, or what does not hold.
-
-    The router's own choice, forced, must give its own bits; in reverse, its own weights in reverse.
-    Other experts, forced on the last rows, must have weights and leave the rows before as they were.
-    """
-    try:
-        free, routing = run(None)
-        own, layers = routing.record(), routing.layers
-        if not torch.isfinite(free).all():  # a matter of weights
-            return None
-        if not torch.equal(run(own)[0], free):
-            return "in a trial its own choice of experts, forced, gave other logits"
-        # Only the first layer's input is the same: sums in another order differ in the last bit.
-        _, flipped = run(own.flip(-1))
-        error = (flipped.weights[0].flip(-1) - routing.weights[0]).abs().max()
-        if not error <= 1e-2 * routing.weights[0].abs().max():
-            return "in a trial the weights of its experts depended on their order"
-        half, k = num_tokens // 2, layers.experts_per_token
-        others = torch.arange(num_tokens)[:, None] * k + torch.arange(k)
-        others = (others % layers.num_experts)[:, None].repeat(1, layers.count, 1)
-        others[:half] = -1
-        logits, routing = run(others)
-    except NotSupported as error:
-        return str(error)
-    if not torch.equal(logits[:half], free[:half]):
-        return "in a trial forced experts changed the rows beside them"
-    weights = torch.stack([w[half:] for w in routing.weights])
-    # Softmax may leave an expert with nothing, but not many of them.
-    if not torch.isfinite(weights).all() or (weights == 0).float().mean() > 0.2:
-        return "its router has no weights for experts that it did not choose"
-    return None
+    def _is_next(self, experts: nn.Module) -> bool:
+        return not self.is_complete and id(experts) == self.layers.modules[self._done]

@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from verbatim.model.elementwise import NormKind
 from verbatim.model.layer_parts import Norm, NotFusable
 from verbatim.model.packed import PackedLinear
-from verbatim.model.products import packing_format
+from verbatim.model.products import Matrix, packing_format
+from verbatim.model.weight_packing import WeightPacking
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
-
-
-class Matrix(ctypes.Structure):
-    """`vb::Matrix` of kernels/matrix.h."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("data", "bias")),
-        *((name, _LONG) for name in ("cols", "depth", "stride")),
-        *((name, _INT) for name in ("format", "group")),
-    ]
 
 
 class NormStruct(ctypes.Structure):
@@ -62,10 +53,12 @@ class LayerStruct(ctypes.Structure):
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("window", _LONG),
+        ("sinks", _POINTER),
+        ("mixture", _POINTER),
     ]
 
 
-def _checked(tensor: Any, dtype: torch.dtype) -> int:
+def address_of(tensor: Any, dtype: torch.dtype) -> int:
     """The address of a tensor that lies as it should; None has none."""
     if tensor is None:
         return 0
@@ -77,29 +70,49 @@ def _checked(tensor: Any, dtype: torch.dtype) -> int:
     return address
 
 
-def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
-    """A linear layer's weight and bias as the kernels read them; NotFusable where they can't."""
+def matrix_at(
+    data: Any,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    cols: int,
+    depth: int,
+    packing: WeightPacking | None,
+) -> Matrix:
+    """A matrix `[cols, depth]`, the first one at `data`; NotFusable where the kernels can't read it.
+
+    Args:
+        dtype: of the activations.
+        packing: how it is quantized; None: it is plain.
+    """
     if dtype not in _FORMATS:
         raise NotFusable(f"its weights are {dtype}")
-    own_bias = linear._parameters.get("bias")
-    bias = _checked(own_bias, dtype)
+    at_bias = address_of(bias, dtype)
+    if packing is None:
+        return Matrix(address_of(data, dtype), at_bias, cols, depth, depth, _FORMATS[dtype])
+    if packing.dtype is not dtype:
+        raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
+    at = address_of(data, torch.uint8)
+    group = packing.quantization.group_size
+    return Matrix(at, at_bias, cols, depth, depth, packing_format(packing), group)
+
+
+def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:
+    """A linear layer's weight and bias as the kernels read them; NotFusable where they can't."""
+    bias = linear._parameters.get("bias")
+    packing: WeightPacking | None = None
     if type(linear) is PackedLinear:
         packing = linear.packing
-        if packing.dtype is not dtype:
-            raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
-        data = _checked(linear._buffers["packed"], torch.uint8)
-        (cols, depth), kind = packing.shape, packing.quantization
-        _check_bias(own_bias, cols)
-        return Matrix(data, bias, cols, depth, depth, packing_format(packing), kind.group_size)
-    if type(linear) is not nn.Linear:
+        data: Any = linear._buffers["packed"]
+        cols, depth = packing.shape
+    elif type(linear) is nn.Linear:
+        data = linear._parameters["weight"]
+        cols, depth = data.shape
+        if data.stride() != (depth, 1):
+            raise NotFusable("a weight of it is not contiguous in memory")
+    else:
         raise NotFusable(f"it has a {type(linear).__name__} in place of a linear layer")
-    weight: Any = linear._parameters["weight"]
-    data = _checked(weight, dtype)
-    cols, depth = weight.shape
-    _check_bias(own_bias, cols)
-    if weight.stride() != (depth, 1):
-        raise NotFusable("a weight of it is not contiguous in memory")
-    return Matrix(data, bias, cols, depth, depth, _FORMATS[dtype], 0)
+    _check_bias(bias, cols)
+    return matrix_at(data, bias, dtype, cols, depth, packing)
 
 
 def _check_bias(bias: Tensor | None, cols: int) -> None:
@@ -116,4 +129,4 @@ def norm_of(norm: Norm | None, dtype: torch.dtype, width: int, head_dim: int | N
     own = (head_dim or width) if weight is None else weight.shape[0]
     if own not in (width, head_dim):
         raise NotFusable(f"a norm of it is {own} wide")
-    return NormStruct(_checked(weight, dtype), own, norm.module.__dict__[eps], kind)
+    return NormStruct(address_of(weight, dtype), own, norm.module.__dict__[eps], kind)

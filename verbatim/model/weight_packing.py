@@ -24,8 +24,8 @@ class WeightPacking:
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the last dimension but one; else it is the last.
-        interleaved: a matrix of rows, laid out anew for products of whole numbers (`integers.py`), which
-            is how its activations are multiplied then. `pack` and `unpack` don't know of it.
+        interleaved: matrices laid out anew for products of whole numbers (`integers.py`), one after another,
+            which is how their activations are multiplied then. `pack` and `unpack` don't know of it.
     """
 
     shape: tuple[int, ...]
@@ -48,9 +48,14 @@ class WeightPacking:
         return self.shape[-2 if self.columns else -1]
 
     @property
+    def width(self) -> int:
+        """N, of one matrix."""
+        return self.shape[-1 if self.columns else -2]
+
+    @property
     def vectors(self) -> int:
         """How many runs of K elements there are."""
-        return math.prod(self.shape[:-2]) * self.shape[-1 if self.columns else -2]
+        return math.prod(self.shape[:-2]) * self.width
 
     @property
     def vector_bytes(self) -> int:
@@ -69,7 +74,8 @@ class WeightPacking:
     def nbytes(self) -> int:
         """Packed."""
         if self.interleaved:
-            return -(-self.shape[0] // 32) * 32 * self.vector_words * 4
+            blocks = math.prod(self.shape[:-2]) * -(-self.width // 32)
+            return blocks * 32 * self.vector_words * 4
         return self.vectors * self.vector_bytes
 
 

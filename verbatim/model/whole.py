@@ -31,7 +31,9 @@ from verbatim.model.layer_trial import noise, same_bits
 from verbatim.model.norms import norm_parts
 from verbatim.model.packed import PackedLinear
 from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
-from verbatim.model.structs import Matrix, NormStruct, matrix_of, norm_of
+from verbatim.model.products import Matrix
+from verbatim.model.routing import Routing
+from verbatim.model.structs import NormStruct, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
@@ -64,6 +66,7 @@ class Rows(Protocol):
 
     batch: Any
     direct: DirectRows | None
+    routing: Routing | None
 
 
 class _Model(ctypes.Structure):
@@ -84,7 +87,7 @@ def _function(library: ctypes.CDLL | None) -> Callable[..., None]:
     assert library.vb_model_size() == ctypes.sizeof(_Model)
     function: Any = library.vb_model
     function.restype = None
-    function.argtypes = [*[_POINTER] * 6, _LONG, _INT, _POINTER, _POINTER, _LONG]
+    function.argtypes = [*[_POINTER] * 6, _LONG, _INT, *[_POINTER] * 4, _LONG]
     function.argtypes += [_POINTER, _POINTER, _INT]
     return function  # type: ignore[no-any-return]
 
@@ -110,6 +113,10 @@ class WholeModel:
         slots = [anatomy.slots[id(layer.attention), 0] for layer in layers]
         if slots != [*range(len(anatomy.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
+        experts = [x.experts for x in layers if x.experts is not None]
+        recorded = None if anatomy.routed is None else anatomy.routed.modules
+        if recorded is not None and tuple(map(id, experts)) != recorded:
+            raise NotFusable("its experts run in another order, or elsewhere than in its layers")
         body: Any = inner.get_decoder()
         if not all(type(m).__module__.startswith("transformers.models.") for m in (inner, body)):
             raise NotFusable(
@@ -144,7 +151,8 @@ class WholeModel:
         self._places: list[Place] = places_of(head)
         if parts.weight is not None:
             self._places.append((norm._parameters, parts.weight))
-        numbers = sum(p.numel() for p in inner.parameters())
+        numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
+        numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
@@ -219,6 +227,7 @@ class WholeModel:
             0 if cos is None else cos.shape[-1],
             cos is not None and cos.dtype is torch.float32,
             angle_rows,
+            *((None, None) if walk.routing is None else walk.routing.all_addresses()),
             batch.logit_rows.data_ptr(),
             count,
             seen.data_ptr(),

@@ -151,6 +151,7 @@ class Resident:
             **({} if mtp is None else mtp.info()),
             "safety_net": sorted(anatomy.needs_safety_net),
             "fused": self.decoder.fused,
+            "experts": self.decoder.how_experts_run(),
         }
 
     def stats(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class LlamaCpp:
         flash = length < FLASH_BELOW or self.kv_type != _GGML_F16
         with _Context(self, rows, length + steps + 2, flash=flash) as context:
             context.prefill_all([random_ids(length, 0, self.vocab)])
-            ids = context.next_ids() * rows
+            ids = random_ids(rows, 1, self.vocab)  # rows of different ids choose different experts
             context.copy_first()
             times: list[float] = []
             for step in range(2 + steps):
@@ -104,6 +104,7 @@ class _Context:
         params.type_k = params.type_v = system.kv_type
         params.flash_attn_type = int(flash)
         params.kv_unified = False
+        params.swa_full = False  # sliding layers keep their window alone, as its server does
         params.no_perf = True
         self.vocab, self.rows = system.vocab, rows
         self.handle = llama_cpp.llama_init_from_model(system.model, params)

@@ -17,6 +17,7 @@ from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.experts import is_stacked
 from verbatim.model.loader import LoadedModel
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
@@ -37,7 +38,7 @@ from verbatim.placement.parallel.launch import check_size, launched, share_place
 from verbatim.placement.parallel.member import Member
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
-from verbatim.placement.parallel.share import Shared, is_experts, open_share, take_share
+from verbatim.placement.parallel.share import Shared, open_share, take_share
 from verbatim.placement.parallel.stages import PipelineLead, Stage, open_part, stage_of
 from verbatim.placement.parallel.together import (
     FollowingDriver,
@@ -256,7 +257,7 @@ def _open_experts(
     group = Group(choice.process_group)
     module, recipes = loaded.module, loaded.recipes
     assert recipes is not None
-    if not any(map(is_experts, module.modules())):
+    if not any(map(is_stacked, module.modules())):
         raise InvalidRequest(
             f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
             "through transformers' experts interface; TensorParallel shares its products"

@@ -15,7 +15,7 @@ from verbatim.model.adapters import adapter_for
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
-from verbatim.model.experts import flat_experts
+from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.loader import LoadedModel
@@ -38,11 +38,6 @@ class Cut:
 
 
 Where = tuple[int, slice]  # a dimension, and a range of it
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Does it hand its tokens to `flat_experts`, with its weights stacked along a first dimension?"""
-    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
 
 
 def take_share(
@@ -70,7 +65,7 @@ def take_share(
     columns: list[tuple[nn.Module, nn.Module, str, list[int]]] = []
     made: dict[nn.Parameter, Tensor] = {}  # was read to ask something of it
     for name, layer in module.named_modules():
-        if is_experts(layer):
+        if is_stacked(layer):
             _share_experts(layer, ranks, share, where)
             cut.experts.append(name)
             continue

@@ -1,0 +1,323 @@
+// Mixtures of experts (experts.h): a few products for all experts of a layer at once.
+//
+// Rows are sorted by expert, so that a chosen expert's weights are read once, and threads share experts and
+// columns. A row's bits depend neither on its place among an expert's rows nor on the other experts.
+
+#include "experts.h"
+
+#include <limits>
+#include <vector>
+
+using namespace vb;
+
+namespace {
+
+// ---- the choice ----
+
+// f(out, lanes, count) for sixteen values of x at a time; missing lanes are -infinity.
+template <typename F> static inline void by_sixteen(float *out, const float *x, int64_t n, F f) {
+    for (int64_t k = 0; k < n; k += 16) {
+        const int count = (int)std::min<int64_t>(16, n - k);
+        f32x16 v = splat(-std::numeric_limits<float>::infinity());
+        std::memcpy(&v, x + k, count * sizeof(float));
+        store_first(out + k, f(v), count);
+    }
+}
+
+static void softmax(float *out, const float *x, int64_t n) {
+    const f32x16 most = splat(*std::max_element(x, x + n));
+    f32x16 sums = {};
+    by_sixteen(out, x, n, [&](f32x16 v) {
+        const f32x16 e = exp_nonpositive(v - most);
+        sums += e;
+        return e;
+    });
+    const f32x16 total = splat(sum(sums));
+    by_sixteen(out, out, n, [&](f32x16 v) { return v / total; });
+}
+
+static void to_scores(float *out, const float *logits, int64_t n, int32_t score) {
+    if (score == SOFTMAX) softmax(out, logits, n);
+    else if (score == SIGMOID) by_sixteen(out, logits, n, [](f32x16 v) { return vb::sigmoid(v); });
+    else if (out != logits) std::memcpy(out, logits, n * sizeof(float));
+}
+
+// The k largest of n values, largest first, ties to the lowest place; those at `best` become -infinity.
+static void take_largest(float *values, int64_t n, int k, int32_t *best) {
+    std::vector<bool> taken(n);
+    for (int j = 0; j < k; j++) {
+        int64_t at = -1;
+        for (int64_t i = 0; i < n; i++)
+            if (!taken[i] && (at < 0 || values[i] > values[at])) at = i;
+        taken[at] = true, best[j] = (int32_t)at;
+    }
+}
+
+// Experts of all but the best groups can't be chosen.
+static void keep_best_groups(const Router &r, float *choice, int64_t n) {
+    const int64_t size = n / r.groups;
+    std::vector<float> scores(r.groups);
+    for (int g = 0; g < r.groups; g++) {
+        const float *at = choice + g * size;
+        int32_t best[2];
+        std::vector<float> group(at, at + size);
+        const int count = r.best_two && size > 1 ? 2 : 1;
+        take_largest(group.data(), size, count, best);
+        scores[g] = at[best[0]] + (count == 2 ? at[best[1]] : 0.0f);
+    }
+    std::vector<int32_t> best(r.top_groups);
+    take_largest(scores.data(), r.groups, r.top_groups, best.data());
+    std::vector<bool> kept(r.groups);
+    for (int32_t g : best) kept[g] = true;
+    for (int64_t i = 0; i < n; i++)
+        if (!kept[i / size]) choice[i] = -std::numeric_limits<float>::infinity();
+}
+
+template <typename T>
+static void choose_row(const Router &r, float *logits, float *scores, float *choice,
+                       const int16_t *forced, int32_t *experts, float *weights) {
+    const int64_t n = r.weight.cols;
+    const int k = r.top_k;
+    if (r.softcap > 0.0f) {
+        const f32x16 cap = splat(r.softcap);
+        by_sixteen(logits, logits, n, [&](f32x16 v) { return vb::tanh(v / cap) * cap; });
+    }
+    to_scores(scores, logits, n, r.score);
+    for (int64_t i = 0; i < n; i++) {
+        float correction = 0.0f;
+        if (r.correction)
+            correction = r.correction_f32 ? ((const float *)r.correction)[i]
+                                          : to_float(((const T *)r.correction)[i]);
+        choice[i] = r.correction ? scores[i] + correction : scores[i];
+    }
+    if (r.groups > 1) keep_best_groups(r, choice, n);
+    take_largest(choice, n, k, experts);
+    for (int j = 0; j < k; j++)
+        if (forced && forced[j] >= 0) experts[j] = forced[j];
+    for (int j = 0; j < k; j++)
+        weights[j] = (r.chosen_score == AS_IS ? scores : logits)[experts[j]];
+    to_scores(weights, weights, k, r.chosen_score);
+    if (r.normalized) {
+        float total = weights[0];
+        for (int j = 1; j < k; j++) total += weights[j];
+        total += 1e-20f;  // as DeepSeek does it; it changes no sum of any size
+        for (int j = 0; j < k; j++) weights[j] /= total;
+    }
+    for (int j = 0; j < k; j++) {
+        if (r.scale != 1.0f) weights[j] *= r.scale;
+        if (r.rounded) {
+            T held;
+            put(&held, weights[j]);
+            weights[j] = to_float(held);
+        }
+    }
+}
+
+template <typename From, typename To> static void convert(To *out, const From *x, int64_t n) {
+    for (int64_t k = 0; k < n; k += 16) {
+        const int count = (int)std::min<int64_t>(16, n - k);
+        if (count == 16) keep(out + k, load(x + k));
+        else keep_first(out + k, load_first(x + k, count), count);
+    }
+}
+
+// ---- the experts ----
+
+template <typename T>
+static void glu_row(const Experts &e, T *row) {
+    const int64_t inner = e.inner;
+    if (e.glu == UNGATED) return activate_row<T>(row, row, nullptr, inner, e.activation);
+    if (e.glu == SPLIT) return activate_row(row, row, row + inner, inner, e.activation);
+    if (e.glu == SPLIT_WIDE) {
+        const T *up = row + inner;
+        const auto wide = [&](auto act) {
+            each_lane(row, inner, [&](auto at) { return act(at(row)) * at(up); });
+        };
+        if (e.activation == SILU) return wide([](f32x16 x) { return silu(x); });
+        return wide([](f32x16 x) { return gelu_tanh(x); });
+    }
+    const f32x16 limit = splat(e.limit), alpha = splat(e.alpha);
+    for (int64_t k = 0; k < inner; k += 16) {
+        const int count = (int)std::min<int64_t>(16, inner - k);
+        float gates[16] = {}, ups[16] = {};
+        for (int i = 0; i < count; i++) {
+            gates[i] = to_float(row[2 * (k + i)]);
+            ups[i] = to_float(row[2 * (k + i) + 1]);
+        }
+        f32x16 gate = load(gates), up = load(ups);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        const f32x16 open = rounded<T>(sigmoid(rounded<T>(gate * alpha)));
+        const f32x16 glu = rounded<T>(gate * open);
+        keep_first(row + k, rounded<T>(up + 1.0f) * glu, count);
+    }
+}
+
+}  // namespace
+
+template <typename T>
+void vb::choose(const Router &router, float *logits, int64_t rows, const Record &record,
+                Chosen chosen, int threads) {
+    const int64_t n = router.weight.cols, k = router.top_k;
+    each_row(rows, 16 * n, threads, [&](int64_t r) {
+        const Scratch<float> scores(n), choice(n);
+        int32_t *experts = chosen.experts + r * k;
+        choose_row<T>(router, logits + r * n, scores.data, choice.data,
+                      record.forced ? record.forced + r * record.stride : nullptr, experts,
+                      chosen.weights + r * k);
+        if (!record.chosen) return;
+        int16_t *to = record.chosen + r * record.stride;
+        for (int64_t j = 0; j < k; j++) to[j] = (int16_t)experts[j];
+    });
+}
+
+template <typename T>
+void vb::route(const Router &router, const T *x, int64_t rows, const Record &record, Chosen chosen,
+               int threads) {
+    const int64_t n = router.weight.cols, depth = router.weight.depth;
+    const Scratch<float> logits(rows * n);
+    if (router.wide && sizeof(T) == 2) {
+        const Scratch<float> wide(rows * depth);
+        const bool widen = router.weight.format == BF16;
+        const Scratch<float> weight(widen ? n * depth : 0);
+        Matrix m = router.weight;
+        each_row(rows, depth, threads, [&](int64_t r) {
+            convert(wide.data + r * depth, x + r * depth, depth);
+        });
+        if (widen) {
+            each_row(n, depth, threads, [&](int64_t r) {
+                convert(weight.data + r * depth, (const bf16 *)m.data + r * depth, depth);
+            });
+            m.data = weight.data, m.format = FLOAT;
+        }
+        multiply(wide.data, rows, depth, &m, 1, logits.data, n, threads);
+    } else {
+        const Scratch<T> own(rows * n);
+        multiply(x, rows, depth, &router.weight, 1, own.data, n, threads);
+        convert(logits.data, own.data, rows * n);
+    }
+    choose<T>(router, logits.data, rows, record, chosen, threads);
+}
+
+template <typename T>
+void vb::run_sorted(const Experts &e, const T *x, const int64_t *starts, T *out, int threads) {
+    std::vector<Matrix> inputs, downs;
+    std::vector<RowGroup> groups;
+    inputs.reserve(e.count * e.num_inputs), downs.reserve(e.count);
+    for (int64_t i = 0; i < e.count; i++) {
+        if (starts[i] == starts[i + 1]) continue;
+        groups.push_back({starts[i], starts[i + 1], inputs.data() + inputs.size()});
+        for (int j = 0; j < e.num_inputs; j++) inputs.push_back(e.inputs[j][i]);
+        downs.push_back(e.down[i]);
+    }
+    if (groups.empty()) return;
+    const int64_t rows = starts[e.count], width = e.glu == UNGATED ? e.inner : 2 * e.inner;
+    const int64_t count = (int64_t)groups.size();
+    const Scratch<T> gates(rows * width);
+    multiply_groups(x, e.hidden, groups.data(), count, e.num_inputs, gates.data, width, threads);
+    each_row(rows, width, threads, [&](int64_t r) { glu_row(e, gates.data + r * width); });
+    for (int64_t i = 0; i < count; i++) groups[i].matrices = &downs[i];
+    multiply_groups(gates.data, width, groups.data(), count, 1, out, e.hidden, threads);
+    if (e.norm.kind == NONE) return;
+    each_row(rows, e.hidden, threads, [&](int64_t r) {
+        norm_row(out + r * e.hidden, out + r * e.hidden, e.norm);
+    });
+}
+
+template <typename T>
+void vb::run_experts(const Experts &e, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
+                     T *out, int threads) {
+    const int64_t slots = rows * top_k, hidden = e.hidden;
+    std::vector<int64_t> starts(e.count + 1), next, place(slots, -1);
+    for (int64_t s = 0; s < slots; s++)
+        if (chosen.experts[s] < e.count) starts[chosen.experts[s] + 1]++;
+    for (int64_t i = 0; i < e.count; i++) starts[i + 1] += starts[i];
+    next = starts;
+    for (int64_t s = 0; s < slots; s++)
+        if (chosen.experts[s] < e.count) place[s] = next[chosen.experts[s]]++;
+    const Scratch<T> sorted(starts[e.count] * hidden), made(starts[e.count] * hidden);
+    each_row(rows, top_k * hidden, threads, [&](int64_t r) {
+        for (int64_t s = r * top_k; s < (r + 1) * top_k; s++)
+            if (place[s] >= 0)
+                std::memcpy(sorted.data + place[s] * hidden, x + r * hidden, hidden * sizeof(T));
+    });
+    run_sorted(e, sorted.data, starts.data(), made.data, threads);
+    each_row(rows, top_k * hidden, threads, [&](int64_t r) {
+        const Scratch<const T *> of(top_k);
+        const float *weights = chosen.weights + r * top_k;
+        for (int64_t j = 0; j < top_k; j++) {
+            const int64_t at = place[r * top_k + j];
+            of.data[j] = at < 0 ? x + r * hidden : made.data + at * hidden;
+        }
+        each_lane(out + r * hidden, hidden, [&](auto at) {
+            f32x16 total = at(of.data[0]) * weights[0];
+            for (int64_t j = 1; j < top_k; j++) total += at(of.data[j]) * weights[j];
+            return total;
+        });
+    });
+}
+
+template <typename T>
+void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, T *out,
+                     int threads) {
+    const int64_t hidden = m.experts.hidden;
+    run_experts(m.experts, x, rows, chosen, m.router.top_k, out, threads);
+    if (m.scale != 1.0f)
+        each_row(rows, hidden, threads, [&](int64_t r) {
+            T *row = out + r * hidden;
+            each_lane(row, hidden, [&](auto at) { return at(row) * m.scale; });
+        });
+    if (!m.num_shared) return;
+    const int64_t inner = m.shared_down.depth, pair = 2 * inner;
+    const Scratch<T> gates(rows * pair), shared(rows * hidden), open(rows);
+    multiply(x, rows, hidden, m.shared_gates, m.num_shared, gates.data, pair, threads);
+    each_row(rows, pair, threads, [&](int64_t r) {
+        T *gate = gates.data + r * pair;
+        activate_row(gate, gate, gate + inner, inner, m.experts.activation);
+    });
+    multiply(gates.data, rows, pair, &m.shared_down, 1, shared.data, hidden, threads);
+    const bool gated = m.shared_gate.data;
+    if (gated) multiply(x, rows, hidden, &m.shared_gate, 1, open.data, 1, threads);
+    each_row(rows, hidden, threads, [&](int64_t r) {
+        const T *own = shared.data + r * hidden;
+        T *row = out + r * hidden;
+        const f32x16 by = gated ? rounded<T>(sigmoid(splat(to_float(open.data[r])))) : splat(1.0f);
+        each_lane(row, hidden, [&](auto at) { return at(row) + rounded<T>(by * at(own)); });
+    });
+}
+
+#define INSTANCES(T)                                                                               \
+    template void vb::choose<T>(const Router &, float *, int64_t, const Record &, Chosen, int);    \
+    template void vb::route(const Router &, const T *, int64_t, const Record &, Chosen, int);      \
+    template void vb::run_sorted(const Experts &, const T *, const int64_t *, T *, int);           \
+    template void vb::run_experts(const Experts &, const T *, int64_t, Chosen, int64_t, T *, int); \
+    template void vb::run_mixture(const Mixture &, const T *, int64_t, Chosen, T *, int);
+INSTANCES(float)
+INSTANCES(bf16)
+
+// The same for others than C++. `threads` 0 takes OpenMP's number.
+#define EXPORTS(suffix, T)                                                                         \
+    extern "C" void vb_choose_##suffix(const Router *router, float *logits, int64_t rows,          \
+                                       int16_t *record, const int16_t *forced, int64_t stride,     \
+                                       int32_t *experts, float *weights, int threads) {            \
+        choose<T>(*router, logits, rows, {record, forced, stride}, {experts, weights}, threads);   \
+    }                                                                                              \
+    extern "C" void vb_experts_sorted_##suffix(const Experts *experts, const T *x,                 \
+                                               const int64_t *starts, T *out, int threads) {       \
+        run_sorted(*experts, x, starts, out, threads);                                             \
+    }                                                                                              \
+    extern "C" void vb_experts_##suffix(const Experts *experts, const T *x, int64_t rows,          \
+                                        int32_t *chosen, float *weights, int64_t top_k, T *out,    \
+                                        int threads) {                                             \
+        run_experts(*experts, x, rows, {chosen, weights}, top_k, out, threads);                    \
+    }                                                                                              \
+    extern "C" void vb_glu_##suffix(const Experts *experts, T *x, int64_t rows, int threads) {     \
+        const int64_t width = experts->glu == UNGATED ? experts->inner : 2 * experts->inner;       \
+        each_row(rows, width, threads, [&](int64_t r) { glu_row(*experts, x + r * width); });      \
+    }
+EXPORTS(f32, float)
+EXPORTS(bf16, bf16)
+
+// Bytes of a Router, and of Experts, for the one who declares them elsewhere.
+extern "C" int64_t vb_router_size() { return sizeof(Router); }
+extern "C" int64_t vb_experts_size() { return sizeof(Experts); }

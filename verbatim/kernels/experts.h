@@ -1,0 +1,108 @@
+// Mixtures of experts: which experts a row goes to, and what they and the shared one make of it.
+#pragma once
+
+#include "elementwise.h"
+#include "matrix.h"
+
+namespace vb {
+
+// How logits become scores.
+enum Score : int32_t { AS_IS = 0, SOFTMAX = 1, SIGMOID = 2 };
+
+struct Router {
+    Matrix weight;           // [experts, hidden]
+    const void *correction;  // [experts], added to the scores for the choice alone; or null
+    int32_t correction_f32;  // it is in float, and not in the activations' type
+    int32_t wide;            // the product is made in float, from a weight of either type
+    int32_t score;           // of all experts
+    int32_t chosen_score;    // of the chosen ones, from their logits; AS_IS: their `score`
+    int32_t normalized;      // the weights of a row are divided by their sum
+    int32_t rounded;         // the weights are rounded to the activations' type
+    int32_t groups, top_groups;  // of experts, of which a row takes some; 0 groups: all experts
+    int32_t best_two;            // a group's score: the sum of its two best scores, and not the best
+    int32_t top_k;
+    float scale, softcap;  // of the weights; of the logits, 0: none
+};
+
+// The experts that a row chose: [rows, top_k].
+struct Chosen {
+    int32_t *experts;
+    float *weights;
+};
+
+// Where experts are recorded and forced: row r has top_k entries from r * stride on.
+struct Record {
+    int16_t *chosen;        // or null
+    const int16_t *forced;  // -1 leaves the choice to the router; or null
+    int64_t stride;
+    Record layer(int64_t i, int64_t top_k) const {
+        return {chosen ? chosen + i * top_k : nullptr, forced ? forced + i * top_k : nullptr, stride};
+    }
+};
+
+// One matrix for each expert.
+struct Stack {
+    Matrix first;
+    int64_t data_step, bias_step;  // bytes from one to the next
+    Matrix operator[](int64_t i) const {
+        Matrix m = first;
+        m.data = (const char *)m.data + i * data_step;
+        if (m.bias) m.bias = (const char *)m.bias + i * bias_step;
+        return m;
+    }
+};
+
+// How the input products become what `down` is given.
+enum Glu : int32_t {
+    UNGATED = 0,        // act(up)
+    SPLIT = 1,          // act(gate) * up, gates first
+    SPLIT_WIDE = 2,     // the same, rounded once
+    CLAMPED_PAIRS = 3,  // (up + 1) * gate * sigmoid(alpha * gate), clamped, gate and up by turns
+};
+
+struct Experts {
+    Stack inputs[2];  // gate and up; or one for both; or up alone
+    Stack down;
+    Norm norm;      // of what an expert makes, or NONE
+    int64_t count;  // an expert beyond them hands its row back
+    int64_t hidden, inner;
+    int32_t num_inputs, glu, activation;
+    float alpha, limit;
+};
+
+struct Mixture {
+    Router router;
+    Experts experts;
+    Matrix shared_gates[2], shared_down;  // of an expert that every row goes to
+    Matrix shared_gate;                   // [1, hidden], whose sigmoid scales it; or without data
+    int32_t num_shared;                   // of shared_gates; 0: there is none
+    float scale;                          // of what the others make together
+};
+
+// T is float or bf16. Rows are contiguous; `threads` 0 takes OpenMP's number.
+
+// The experts of each row of logits [rows, experts], which are overwritten.
+template <typename T>
+void choose(const Router &router, float *logits, int64_t rows, const Record &record, Chosen chosen,
+            int threads);
+
+// `choose` by the router's own logits of x[rows, hidden].
+template <typename T>
+void route(const Router &router, const T *x, int64_t rows, const Record &record, Chosen chosen,
+           int threads);
+
+// out[n, hidden] of x[n, hidden], sorted by expert: rows starts[e] to starts[e + 1] go to expert e.
+template <typename T>
+void run_sorted(const Experts &experts, const T *x, const int64_t *starts, T *out, int threads);
+
+// out[rows, hidden]: the sum of what its experts make of a row, in the order of its choice, in float.
+template <typename T>
+void run_experts(const Experts &experts, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
+                 T *out, int threads);
+
+// out[rows, hidden]: the experts' sum, and the shared expert.
+template <typename T>
+void run_mixture(const Mixture &mixture, const T *x, int64_t rows, Chosen chosen, T *out,
+                 int threads);
+
+}  // namespace vb

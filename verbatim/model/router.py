@@ -1,0 +1,484 @@
+"""Routers of mixtures of experts: how a token's logits become its experts and their weights.
+
+transformers has a router class for nearly every model, of a few forms. Which one a class has is tried and
+not read: its own forward on random rows, with random weights, against each form's formula. A router of a
+known form runs by `choose`, which gives a row the same bits in any batch and takes forced experts; any
+other keeps its forward, and its choice can't be replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.model import products
+from verbatim.model.context import active_pass
+from verbatim.model.places import Place
+from verbatim.model.products import Matrix
+
+# As `Score` of kernels/experts.h.
+AS_IS, SOFTMAX, SIGMOID = range(3)
+
+_ROWS = 64  # of a trial
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_GROUPS = ("num_group", "n_group")
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+@dataclass(frozen=True, slots=True)
+class RouterForm:
+    """How logits become a choice; the fields of `Router` in kernels/experts.h.
+
+    Attributes:
+        score: of all experts: AS_IS, SOFTMAX or SIGMOID of the logits. The largest are chosen.
+        chosen_score: of the chosen experts, from their logits; AS_IS keeps their `score`.
+        normalized: a row's weights are divided by their sum.
+        groups, top_groups: of experts, of which a row takes some; 0 groups: it takes any expert.
+        best_two: a group's score is the sum of its two best ones, and not the best.
+        scale: of the weights.
+        softcap: of the logits; 0.0 caps nothing.
+        wide: the logits are made in float32, whatever the dtype of the activations.
+        rounded: the weights are rounded to the dtype of the activations, and not left in float32.
+    """
+
+    top_k: int
+    score: int = SOFTMAX
+    chosen_score: int = AS_IS
+    normalized: bool = False
+    groups: int = 0
+    top_groups: int = 0
+    best_two: bool = False
+    scale: float = 1.0
+    softcap: float = 0.0
+    wide: bool = False
+    rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """A router of a known form, and where its tensors are.
+
+    Attributes:
+        correction: is added to the scores for the choice alone; None: there is none in the router.
+        takes_correction: its forward takes a correction as an argument.
+    """
+
+    module: nn.Module
+    form: RouterForm
+    weight: Place
+    bias: Place | None
+    correction: Place | None
+    takes_correction: bool
+
+    def places(self) -> list[Place]:
+        """Where its tensors are, for who keeps their addresses."""
+        return [p for p in (self.weight, self.bias, self.correction) if p is not None]
+
+
+class RouterStruct(ctypes.Structure):
+    """`Router` of kernels/experts.h."""
+
+    _fields_ = (
+        ("weight", Matrix),
+        ("correction", _POINTER),
+        *(
+            (name, _INT)
+            for name in (
+                "correction_f32 wide score chosen_score normalized rounded groups top_groups best_two "
+                "top_k"
+            ).split()
+        ),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+    )
+
+
+def fill_form(struct: RouterStruct, form: RouterForm) -> None:
+    """Copy the fields of `form`."""
+    for name in RouterForm.__dataclass_fields__:
+        setattr(struct, name, getattr(form, name))
+
+
+def choose(
+    logits: Tensor,
+    form: RouterForm,
+    correction: Tensor | None = None,
+    forced: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each row.
+
+    Args:
+        logits: `[T, E]` float32.
+        correction: `[E]`, added to the scores for the choice alone.
+        forced: `[T, k]`, experts in the order of their slots, -1 where the choice is free.
+        dtype: of the activations, to which weights are rounded if `form.rounded`.
+
+    Returns:
+        The weights `[T, k]` and the experts `[T, k]` int64, best first, ties to the lowest number.
+    """
+    if kernels.library() is None or not logits.is_cpu or dtype not in _SUFFIX:
+        return _choose_in_torch(logits, form, correction, forced, dtype)
+    rows, k = len(logits), form.top_k
+    struct = RouterStruct()
+    fill_form(struct, form)
+    struct.weight.cols = logits.shape[1]
+    if correction is not None:
+        correction = correction.float().contiguous()
+        struct.correction, struct.correction_f32 = correction.data_ptr(), True
+    if forced is not None:
+        forced = forced.to(torch.int16).contiguous()
+    logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
+    weights = torch.empty(rows, k, dtype=torch.float32)  # the default may be another one
+    experts = torch.empty(rows, k, dtype=torch.int32)
+    _kernel(kernels.library(), dtype)(
+        ctypes.addressof(struct),
+        logits.data_ptr(),
+        rows,
+        None,
+        None if forced is None else forced.data_ptr(),
+        k,
+        experts.data_ptr(),
+        weights.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return weights.to(dtype) if form.rounded else weights, experts.long()
+
+
+@functools.cache
+def _kernel(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None]:
+    assert library is not None
+    library.vb_router_size.restype = _LONG
+    assert library.vb_router_size() == ctypes.sizeof(RouterStruct)
+    function: Any = getattr(library, f"vb_choose_{_SUFFIX[dtype]}")
+    function.restype = None
+    function.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG]
+    function.argtypes += [_POINTER, _POINTER, _INT]
+    return function  # type: ignore[no-any-return]
+
+
+def _choose_in_torch(
+    logits: Tensor,
+    form: RouterForm,
+    correction: Tensor | None,
+    forced: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    if form.softcap:
+        logits = torch.tanh(logits / form.softcap) * form.softcap
+    scores = _scores(logits, form.score)
+    choice = scores if correction is None else scores + correction.float()
+    if form.groups > 1:
+        grouped = choice.unflatten(1, (form.groups, -1))
+        best = grouped.sort(-1, descending=True)[0][..., : 2 if form.best_two else 1].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(
+            1, best.sort(dim=-1, descending=True, stable=True)[1][:, : form.top_groups], True
+        )
+        choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    experts = choice.sort(dim=-1, descending=True, stable=True)[1][:, : form.top_k]
+    if forced is not None:
+        experts = torch.where(forced >= 0, forced.long(), experts)
+    if form.chosen_score == AS_IS:
+        weights = scores.gather(1, experts)
+    else:
+        weights = _scores(logits.gather(1, experts), form.chosen_score)
+    if form.normalized:
+        total = weights[:, 0]
+        for j in range(1, form.top_k):  # in a fixed order
+            total = total + weights[:, j]
+        weights = weights / (total[:, None] + 1e-20)
+    weights = weights * form.scale if form.scale != 1.0 else weights
+    return weights.to(dtype) if form.rounded else weights, experts
+
+
+def _scores(logits: Tensor, score: int) -> Tensor:
+    if score == SOFTMAX:
+        return torch.softmax(logits, -1)
+    return 1.0 / (1.0 + torch.exp(-logits)) if score == SIGMOID else logits
+
+
+def forced_experts() -> Tensor | None:
+    """What the active pass forces in the layer whose router runs now, `[T, k]`, or None."""
+    note: Any = getattr(active_pass(), "forced_experts", None)  # a pass without routing has none
+    return None if note is None else note()
+
+
+def router_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward for a router whose form is known, else None."""
+    special = _SPECIAL.get(type(module).__name__)
+    if special is not None and type(module).__module__.startswith("transformers.models."):
+        return special(module)
+    parts = router_parts(module)
+    return None if parts is None else _forward(parts)
+
+
+def _forward(parts: RouterParts) -> Callable[..., Any]:
+    module, form, (holder, name) = parts.module, parts.form, parts.weight
+    original = type(module).forward
+
+    def forward(hidden_states: Tensor, correction: Tensor | None = None) -> Any:
+        if type(module).forward is not original:
+            arguments = () if correction is None else (correction,)
+            return type(module).forward(module, hidden_states, *arguments)
+        weight = holder[name]
+        hidden = hidden_states.reshape(-1, weight.shape[1])
+        bias = None if parts.bias is None else parts.bias[0][parts.bias[1]]
+        if parts.correction is not None:
+            correction = parts.correction[0][parts.correction[1]].reshape(-1)
+        if form.wide:
+            logits = products.linear(hidden.float(), weight.float())
+        else:
+            logits = products.linear(hidden, weight, bias).float()
+        return logits, *choose(logits, form, correction, forced_experts(), hidden.dtype)
+
+    return forward
+
+
+# ---- routers with something of their own around the choice ----
+
+
+def _gemma4(module: Any) -> Callable[..., Any]:
+    """A norm and a gain before the projection, a gain for each expert behind the choice."""
+    form = RouterForm(module.config.top_k_experts, normalized=True)
+
+    def forward(hidden_states: Tensor) -> Any:
+        scaled = module.norm(hidden_states) * module.scale * module.scalar_root_size
+        logits = module.proj(scaled).float()
+        weights, experts = choose(logits, form, None, forced_experts())
+        return logits, weights * module.per_expert_scale[experts], experts
+
+    return forward
+
+
+def _phimoe(module: Any) -> Callable[..., Any]:
+    """Two experts, each by a softmax over those that are close to it; its choice can't be replaced."""
+    mix = sys.modules[type(module).__module__].sparsemixer
+
+    def forward(hidden_states: Tensor) -> Any:
+        logits = products.linear(hidden_states, module._parameters["weight"])
+        weights, experts = mix(logits, module.router_jitter_noise, False, module.top_k)
+        return logits, weights, experts
+
+    return forward
+
+
+_SPECIAL: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "Gemma4TextRouter": _gemma4,
+    "PhimoeTopKRouter": _phimoe,
+}
+
+
+# ---- which form a router has ----
+
+
+def router_parts(module: nn.Module) -> RouterParts | None:
+    """The form of a router and its tensors, or None where it is of no known form."""
+    fields = module.__dict__
+    if type(fields.get("top_k")) is not int or "forward" in fields or isinstance(module, nn.Linear):
+        return None
+    children = [m for m in module._modules.values() if m is not None]
+    linears = [m for m in children if type(m) is nn.Linear]
+    holder = module if module._parameters.get("weight") is not None else None
+    if holder is None and len(linears) == 1:
+        holder = linears[0]
+    weight = None if holder is None else holder._parameters.get("weight")
+    if holder is None or weight is None or weight.ndim != 2:
+        return None
+    corrections = [
+        (tensors, name)
+        for part in module.modules()
+        for tensors in (part._parameters, part._buffers)
+        for name in CORRECTIONS
+        if tensors.get(name) is not None
+    ]
+    bias = holder._parameters.get("bias")
+    takes = [
+        p
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.default is p.empty
+    ]
+    if len(corrections) > 1 or not 2 <= len(takes) <= 3:
+        return None
+    numbers = tuple(
+        (name, value)
+        for name, value in sorted(fields.items())
+        if name != "training" and type(value) in (int, float, bool, str)
+    )
+    case = _Case(
+        type(module),
+        type(module).forward,
+        numbers,
+        tuple(t.dtype for t in (*module.parameters(), *module.buffers())),
+        tuple(weight.shape),
+        len(takes) == 3,
+        bias is not None,
+        bool(corrections),
+    )
+    form = _form_of(case, module)
+    if form is None or (form.wide and bias is not None):
+        return None
+    return RouterParts(
+        module,
+        form,
+        (holder._parameters, "weight"),
+        None if bias is None else (holder._parameters, "bias"),
+        corrections[0] if corrections else None,
+        case.takes_correction,
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What decides about a router's form."""
+
+    cls: type[nn.Module]
+    forward: Any
+    numbers: tuple[tuple[str, Any], ...]
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+    takes_correction: bool
+    has_bias: bool
+    has_correction: bool
+
+
+_forms: dict[_Case, RouterForm | None] = {}
+
+
+def _form_of(case: _Case, module: nn.Module) -> RouterForm | None:
+    if case not in _forms:
+        # A mode that watches torch functions must not see the trial.
+        with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
+            try:
+                _forms[case] = _tried(case, module)
+            except Exception:  # it is whatever bears such names
+                _forms[case] = None
+    return _forms[case]
+
+
+def _tried(case: _Case, module: nn.Module) -> RouterForm | None:
+    experts, depth = case.shape
+    twin, tensors = _random_twin(module, torch.float32)
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(_ROWS, depth, generator=noise, dtype=torch.float32)
+    extra = (
+        torch.randn(experts, generator=noise, dtype=torch.float32) * 0.2
+        if case.takes_correction
+        else None
+    )
+    _, weights, chosen = _ask(case, twin, x, extra)
+    logits = x @ tensors["weight"].t()
+    if case.has_bias:
+        logits += tensors["bias"]
+    correction = tensors.get("correction", extra)
+    for form in _candidates(dict(case.numbers)):
+        ours = _choose_in_torch(logits, form, correction, None, torch.float32)
+        if ours[1].shape == chosen.shape and _agree(ours, (weights, chosen)):
+            return _with_roundings(case, module, x, form, extra)
+    return None
+
+
+def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
+    """The forms that a router with these attributes may have."""
+    groups = next((numbers[n] for n in _GROUPS if type(numbers.get(n)) is int), 0)
+    scales = [numbers[n] for n in _SCALES if type(numbers.get(n)) in (int, float)]
+    softcap = float(numbers.get("router_logit_softcapping") or 0.0)
+    grouped = [dict(groups=0)]
+    if groups > 1 and type(numbers.get("topk_group")) is int:
+        grouped += [
+            dict(groups=groups, top_groups=numbers["topk_group"], best_two=two)
+            for two in (True, False)
+        ]
+    scores = [(AS_IS, SOFTMAX), (AS_IS, SIGMOID), (SOFTMAX, AS_IS), (SIGMOID, AS_IS)]
+    for (score, chosen), normalized, scale, group in itertools.product(
+        scores, (False, True), (1.0, *map(float, scales)), grouped
+    ):
+        yield RouterForm(
+            top_k=numbers["top_k"],
+            score=score,
+            chosen_score=chosen,
+            normalized=normalized,
+            scale=scale,
+            softcap=softcap,
+            **group,  # type: ignore[arg-type]
+        )
+
+
+def _agree(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
+    """Are they the same experts with the same weights, in whatever order?"""
+    pairs = []
+    for weights, chosen in (ours, theirs):
+        order = chosen.sort(-1)
+        pairs.append((order[0], weights.float().gather(1, order[1])))
+    (a, u), (b, v) = pairs
+    return torch.equal(a, b) and torch.allclose(u, v, rtol=1e-4, atol=1e-7)
+
+
+def _with_roundings(
+    case: _Case, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
+) -> RouterForm:
+    """The form, with what a forward of bfloat16 activations shows of its roundings."""
+    twin, _ = _random_twin(module, None)
+    try:
+        logits, weights, _ = _ask(case, twin, x.bfloat16(), extra)
+    except RuntimeError:  # its weights are in float32, and so are the activations
+        return form
+    exact = torch.equal(logits.float(), logits.bfloat16().float())
+    return replace(form, wide=not exact, rounded=weights.dtype is torch.bfloat16)
+
+
+def _ask(
+    case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and experts of a router's own forward."""
+    arguments = () if extra is None else (extra,)
+    try:
+        made = case.forward(twin, x, *arguments)
+    except ValueError:  # it unpacks three dimensions
+        made = case.forward(twin, x[None], *arguments)
+    logits, weights, chosen = made
+    return logits.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
+
+
+def _random_twin(
+    module: nn.Module, dtype: torch.dtype | None
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A module like this one with random tensors, and those that matter by their part."""
+    noise = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+
+    def random(name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        spread = 2.0 / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 and len(tensor) > 1 else 0.2
+        made = torch.randn(tensor.shape, generator=noise, dtype=torch.float32) * spread
+        made = made.to(dtype or tensor.dtype)
+        part = "correction" if name in CORRECTIONS else name
+        found[part] = made.reshape(-1) if part == "correction" else made
+        return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+
+    def of(part: nn.Module) -> nn.Module:
+        twin = object.__new__(type(part))
+        twin.__dict__.update(part.__dict__)
+        for tensors in ("_parameters", "_buffers"):
+            held = {name: random(name, t) for name, t in getattr(part, tensors).items()}
+            twin.__dict__[tensors] = held
+        children = part._modules.items()
+        twin.__dict__["_modules"] = {n: None if c is None else of(c) for n, c in children}
+        twin.__dict__["_forward_hooks"] = type(part._forward_hooks)()
+        twin.__dict__["_forward_pre_hooks"] = type(part._forward_pre_hooks)()
+        return twin
+
+    return of(module), found
