@@ -25,11 +25,10 @@ from verbatim import kernels
 from verbatim.model import elementwise
 from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
-from verbatim.model.layer_parts import Norm, NotFusable
-from verbatim.model.norms import norm_parts
+from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.places import Lying, Place, lying
 from verbatim.model.products import Matrix, Packed, linear, packed_linear
-from verbatim.model.structs import NormStruct, matrix_at, norm_of
+from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
 
 # As `Glu` of kernels/experts.h.
@@ -419,9 +418,9 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
     """How a gate is applied, found by trying; alpha and limit of CLAMPED_PAIRS."""
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     numbers = alpha, limit
-    apply = getattr(type(experts), "_apply_gate", None)
+    apply: Any = getattr(type(experts), "_apply_gate", None)
     own = type(experts).__name__ in _OWN_STACKS or apply is None
-    if own or apply.__name__ == "_default_apply_gate":  # type: ignore[union-attr]
+    if own or apply.__name__ == "_default_apply_gate":
         return SPLIT, 0.0, 0.0
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(16, 64, generator=noise, dtype=torch.float32) * 4

@@ -25,9 +25,10 @@ from verbatim.model.elementwise import Activation, activation_of
 from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
-from verbatim.model.layer_parts import LayerParts, Norm, NotFusable
+from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import LayerTrial, Watch
-from verbatim.model.norms import norm_parts
+from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.structs import NotFusable
 from verbatim.model.whole import WholeModel, in_order
 
 _ROWS = 5  # of a trial

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from verbatim.errors import first_line
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.context import activate, active_pass
-from verbatim.model.layer_parts import LayerParts, Norm, NotFusable
+from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import Watch
+from verbatim.model.norms import Norm
 from verbatim.model.places import numbers_of
+from verbatim.model.structs import NotFusable
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 

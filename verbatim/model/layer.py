@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.context import active_pass
-from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
+from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixture import MixtureStruct
+from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
-from verbatim.model.structs import ROLES, LayerStruct, address_of, matrix_of, norm_of
+from verbatim.model.structs import ROLES, LayerStruct, NotFusable, address_of, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _everywhere = torch.nn.modules.module  # hooks that every module has

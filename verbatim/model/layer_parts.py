@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from verbatim.kv.attention import AttentionOptions
 from verbatim.model.elementwise import Activation
-from verbatim.model.norms import NormParts
-
-if TYPE_CHECKING:
-    from verbatim.model.mixture import MixtureParts
+from verbatim.model.mixture import MixtureParts
+from verbatim.model.norms import Norm
 
 
 class Rotation(enum.IntEnum):
@@ -23,18 +20,6 @@ class Rotation(enum.IntEnum):
     HALVES = 1  # i with i + half
     NEIGHBOURS = 2  # 2i with 2i + 1
     ONCE = 3  # as HALVES, with one angle for both halves and not two
-
-
-class NotFusable(Exception):
-    """A layer has to run module by module; the message tells why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A norm of the layer and how it is computed."""
-
-    module: nn.Module
-    parts: NormParts
 
 
 @dataclass(frozen=True, slots=True)

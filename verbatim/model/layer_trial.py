@@ -21,8 +21,10 @@ from verbatim.kv.store import LayerShape
 from verbatim.model.borrow import replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.layer import FusedLayer, Trust, add_sinks
-from verbatim.model.layer_parts import LayerParts, Norm, NotFusable, Rotation, Shape
+from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixture import MixtureParts, mixtures_of
+from verbatim.model.norms import Norm
+from verbatim.model.structs import NotFusable
 
 _MODEST = 64  # rows of a matrix that are looked at
 _ROTATIONS = (Rotation.HALVES, Rotation.ONCE, Rotation.NEIGHBOURS, Rotation.UNTURNED)

@@ -8,6 +8,7 @@ family's formula in torch. A class that is of none keeps its forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,14 @@ class NormParts(NamedTuple):
     kind: NormKind
     weight: str | None  # a parameter's name
     eps: str  # an attribute's name
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of a layer and how it is computed."""
+
+    module: nn.Module
+    parts: NormParts
 
 
 def norm_parts(module: nn.Module) -> NormParts | None:

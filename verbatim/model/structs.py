@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.elementwise import NormKind
-from verbatim.model.layer_parts import Norm, NotFusable
+from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix, packing_format
 from verbatim.model.weight_packing import WeightPacking
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # vb::Format of plain ones
+
+
+class NotFusable(Exception):
+    """The kernels can't run a layer or read a weight; the message tells why."""
 
 
 class NormStruct(ctypes.Structure):

@@ -26,14 +26,13 @@ from verbatim.model.direct import DirectRows
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_parts import Norm, NotFusable
 from verbatim.model.layer_trial import noise, same_bits
-from verbatim.model.norms import norm_parts
+from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.packed import PackedLinear
 from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
 from verbatim.model.products import Matrix
 from verbatim.model.routing import Routing
-from verbatim.model.structs import NormStruct, matrix_of, norm_of
+from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
