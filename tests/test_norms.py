@@ -67,6 +67,8 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
     exact = x.double()
     if activation is Activation.SILU:
         exact = exact / (1 + torch.exp(-exact))
+    elif activation is Activation.SIGMOID:
+        exact = 1 / (1 + torch.exp(-exact))
     else:
         inner = 0.7978845608028654 * (exact + 0.044715 * exact**3)
         exact = 0.5 * exact * (1 + torch.tanh(inner))
@@ -83,6 +85,10 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
 def test_activations_of_what_is_no_number(activation: Activation) -> None:
     odd = torch.tensor([torch.inf, torch.nan, 0.0, -0.0, 3.0e38, -3.0e38])
     ours = elementwise.activate(odd, activation)
+    if activation is Activation.SIGMOID:
+        assert ours[1].isnan()
+        assert ours[[0, 2, 3, 4, 5]].tolist() == [1.0, 0.5, 0.5, 1.0, 0.0]
+        return
     assert ours[0] == torch.inf and ours[1].isnan() and (ours[2:4] == 0).all()
     assert ours[4] == odd[4] and ours[5] == 0
 

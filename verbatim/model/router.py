@@ -73,6 +73,7 @@ class RouterParts:
     Attributes:
         correction: is added to the scores for the choice alone; None: there is none in the router.
         takes_correction: its forward takes a correction as an argument.
+        returns: what its forward returns, in order: "weights", "experts", and most often "logits".
     """
 
     module: nn.Module
@@ -81,6 +82,7 @@ class RouterParts:
     bias: Place | None
     correction: Place | None
     takes_correction: bool
+    returns: tuple[str, ...]
 
     def places(self) -> list[Place]:
         """Where its tensors are, for who keeps their addresses."""
@@ -242,7 +244,9 @@ def _forward(parts: RouterParts) -> Callable[..., Any]:
             logits = products.linear(hidden.float(), weight.float())
         else:
             logits = products.linear(hidden, weight, bias).float()
-        return logits, *choose(logits, form, correction, forced_experts(), hidden.dtype)
+        weights, experts = choose(logits, form, correction, forced_experts(), hidden.dtype)
+        made = {"logits": logits, "weights": weights, "experts": experts}
+        return tuple(made[part] for part in parts.returns)
 
     return forward
 
@@ -327,9 +331,10 @@ def router_parts(module: nn.Module) -> RouterParts | None:
         bias is not None,
         bool(corrections),
     )
-    form = _form_of(case, module)
-    if form is None or (form.wide and bias is not None):
+    found = _form_of(case, module)
+    if found is None or (found[0].wide and bias is not None):
         return None
+    form, returns = found
     return RouterParts(
         module,
         form,
@@ -337,6 +342,7 @@ def router_parts(module: nn.Module) -> RouterParts | None:
         None if bias is None else (holder._parameters, "bias"),
         corrections[0] if corrections else None,
         case.takes_correction,
+        returns,
     )
 
 
@@ -354,10 +360,11 @@ class _Case:
     has_correction: bool
 
 
-_forms: dict[_Case, RouterForm | None] = {}
+_Found = tuple[RouterForm, tuple[str, ...]]  # and what its forward returns
+_forms: dict[_Case, _Found | None] = {}
 
 
-def _form_of(case: _Case, module: nn.Module) -> RouterForm | None:
+def _form_of(case: _Case, module: nn.Module) -> _Found | None:
     if case not in _forms:
         # A mode that watches torch functions must not see the trial.
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
@@ -368,7 +375,7 @@ def _form_of(case: _Case, module: nn.Module) -> RouterForm | None:
     return _forms[case]
 
 
-def _tried(case: _Case, module: nn.Module) -> RouterForm | None:
+def _tried(case: _Case, module: nn.Module) -> _Found | None:
     experts, depth = case.shape
     twin, tensors = _random_twin(module, torch.float32)
     noise = torch.Generator().manual_seed(1)
@@ -378,15 +385,15 @@ def _tried(case: _Case, module: nn.Module) -> RouterForm | None:
         if case.takes_correction
         else None
     )
-    _, weights, chosen = _ask(case, twin, x, extra)
+    theirs = _ask(case, twin, x, extra)
     logits = x @ tensors["weight"].t()
     if case.has_bias:
         logits += tensors["bias"]
     correction = tensors.get("correction", extra)
     for form in _candidates(dict(case.numbers)):
         ours = _choose_in_torch(logits, form, correction, None, torch.float32)
-        if ours[1].shape == chosen.shape and _agree(ours, (weights, chosen)):
-            return _with_roundings(case, module, x, form, extra)
+        if _agree(ours, (theirs["weights"], theirs["experts"])):
+            return _with_roundings(case, module, x, form, extra), tuple(theirs)
     return None
 
 
@@ -423,33 +430,45 @@ def _agree(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
         order = chosen.sort(-1)
         pairs.append((order[0], weights.float().gather(1, order[1])))
     (a, u), (b, v) = pairs
-    return torch.equal(a, b) and torch.allclose(u, v, rtol=1e-4, atol=1e-7)
+    return a.shape == b.shape and torch.equal(a, b) and torch.allclose(u, v, rtol=1e-4, atol=1e-7)
 
 
 def _with_roundings(
     case: _Case, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
     """The form, with what a forward of bfloat16 activations shows of its roundings."""
-    twin, _ = _random_twin(module, None)
+    twin, tensors = _random_twin(module, None)
     try:
-        logits, weights, _ = _ask(case, twin, x.bfloat16(), extra)
+        made = _ask(case, twin, x.bfloat16(), extra)
     except RuntimeError:  # its weights are in float32, and so are the activations
         return form
-    exact = torch.equal(logits.float(), logits.bfloat16().float())
-    return replace(form, wide=not exact, rounded=weights.dtype is torch.bfloat16)
+    form = replace(form, rounded=made["weights"].dtype is torch.bfloat16)
+    if "logits" in made:
+        logits = made["logits"]
+        return replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
+    logits = x.bfloat16().float() @ tensors["weight"].float().t()
+    correction = tensors.get("correction", extra)
+    ours = _choose_in_torch(logits, form, correction, None, torch.bfloat16)
+    return replace(form, wide=_agree(ours, (made["weights"], made["experts"])))
 
 
-def _ask(
-    case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and experts of a router's own forward."""
+def _ask(case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None) -> dict[str, Tensor]:
+    """What a router's own forward returns, by what it is, in its order."""
     arguments = () if extra is None else (extra,)
     try:
         made = case.forward(twin, x, *arguments)
     except ValueError:  # it unpacks three dimensions
         made = case.forward(twin, x[None], *arguments)
-    logits, weights, chosen = made
-    return logits.flatten(0, -2), weights.flatten(0, -2), chosen.flatten(0, -2)
+    found: dict[str, Tensor] = {}
+    for tensor in made:
+        if tensor.is_floating_point():
+            part = "logits" if tensor.shape[-1] == case.shape[0] else "weights"
+        else:
+            part = "experts"
+        found[part] = tensor.flatten(0, -2)
+    if len(found) != len(made) or not {"weights", "experts"} <= set(found):
+        raise ValueError(f"it returns {[*found]}")
+    return found
 
 
 def _random_twin(

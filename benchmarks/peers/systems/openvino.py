@@ -31,9 +31,10 @@ class OpenVINO:
         self, folder: str, fmt: str, kv: str, head_bits: int, threads: int, **_: Any
     ) -> dict[str, Any]:
         checkpoint = Checkpoint(folder)
-        if checkpoint.model_type != "qwen3":
+        if checkpoint.shape.experts > 1:
             raise ValueError(
-                f"{checkpoint.model_type}: the graph that is written here has no mixture of experts"
+                "mixtures of experts are not measured: in the graphs that were tried, the CPU plugin "
+                "computed every expert for every token, not the chosen ones alone"
             )
         self.vocab = checkpoint.shape.vocab
         model, nbytes, self.arrays = build(checkpoint, fmt, head_bits)
