@@ -402,8 +402,9 @@ def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> No
     assert torch.equal(runner.routing(TABLES[0], 13), expected)
 
 
-def test_nothing_stays_active_after_a_replay_that_failed() -> None:
-    model = build("qwen3_moe")
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])  # in one call, and module by module
+def test_nothing_stays_active_after_a_replay_that_failed(case: str) -> None:
+    model = build(case)
     runner = opened(model)
     state = [dict(m.__dict__) for m in model.modules()]
     forced = other_experts(runner)[0]

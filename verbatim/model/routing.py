@@ -129,7 +129,8 @@ class Routing:
     ) -> None:
         self.layers = layers
         shape = (num_rows, layers.count, layers.experts_per_token)
-        self.chosen = torch.empty(shape, dtype=torch.int16, device=device)
+        with torch.inference_mode(False):  # whatever the caller has on: it is written to in place
+            self.chosen = torch.empty(shape, dtype=torch.int16, device=device)
         self.forced = None
         if forced is not None:
             assert forced.shape == shape, (forced.shape, shape)
