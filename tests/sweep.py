@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import torch
 import toys
 from sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
 
@@ -119,7 +120,13 @@ def build(case: str) -> Any:
     if case == "gemma4_assistant":  # its config asks for what its layers then refuse
         config.text_config.num_kv_shared_layers = 2
     cls = getattr(transformers, names()[case.partition(":")[0]])
-    return toys.build(cls, config)
+    model = toys.build(cls, config)
+    noise = torch.Generator().manual_seed(1)
+    for weight in (p for m in model.modules() if hasattr(m, "top_k") for p in m.parameters()):
+        if weight.ndim == 2 and len(weight) > 1 and not weight.any():
+            # A router that is left at zero scores all experts alike, and each topk breaks ties as it likes.
+            torch.nn.init.normal_(weight, std=0.12, generator=noise)
+    return model
 
 
 def markdown() -> str:
