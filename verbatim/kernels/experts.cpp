@@ -42,8 +42,8 @@ static void to_scores(float *out, const float *logits, int64_t n, int32_t score)
     else if (out != logits) std::memcpy(out, logits, n * sizeof(float));
 }
 
-// The k largest of n values, largest first, ties to the lowest place; those at `best` become -infinity.
-static void take_largest(float *values, int64_t n, int k, int32_t *best) {
+// The places of the k largest of n values, largest first, ties to the lowest place.
+static void take_largest(const float *values, int64_t n, int k, int32_t *best) {
     std::vector<bool> taken(n);
     for (int j = 0; j < k; j++) {
         int64_t at = -1;
@@ -60,9 +60,8 @@ static void keep_best_groups(const Router &r, float *choice, int64_t n) {
     for (int g = 0; g < r.groups; g++) {
         const float *at = choice + g * size;
         int32_t best[2];
-        std::vector<float> group(at, at + size);
         const int count = r.best_two && size > 1 ? 2 : 1;
-        take_largest(group.data(), size, count, best);
+        take_largest(at, size, count, best);
         scores[g] = at[best[0]] + (count == 2 ? at[best[1]] : 0.0f);
     }
     std::vector<int32_t> best(r.top_groups);

@@ -476,10 +476,9 @@ _OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
 def experts_forward(module: nn.Module) -> Callable[..., Any] | None:
     """A forward for experts with code of their own that does what `flat_experts` does, else None."""
     if is_stacked(module):
+        # What has to be tried is tried now, and not in the middle of a forward.
         with suppress(NotFusable):
-            parts_of(
-                module
-            )  # what has to be tried is tried now, and not in the middle of a forward
+            parts_of(module)
     if type(module).__name__ not in _OWN_STACKS or "forward" in module.__dict__:
         return None
     if not type(module).__module__.startswith("transformers.models."):

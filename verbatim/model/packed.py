@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -162,16 +161,6 @@ def _with_unpacked(kind: type, name: str) -> type:
         return unpack_any(packed, self.packings[name])
 
     return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
-
-
-def one_matrix(layer: Any, name: str, index: int) -> tuple[Tensor, WeightPacking] | None:
-    """One of the stacked matrices of `layer` where they are in few bits, as bytes; else None."""
-    packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
-    if packing is None:
-        return None
-    one = replace(packing, shape=packing.shape[1:])
-    packed: Tensor = layer._buffers[f"{name}_packed"]
-    return packed[index * one.nbytes : (index + 1) * one.nbytes], one
 
 
 def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:
