@@ -1,8 +1,13 @@
 """A checkpoint larger than its memory: Verbatim and accelerate's disk offload, under one limit.
 
     python benchmarks/offload.py [--gb 4] [--cap 1GB] [--sequences 64] [--rounds 3] [--folder PATH]
+    python benchmarks/offload.py --experts [--cap 900MB] [--sequences 1]
 
-Makes a checkpoint of random weights in Qwen3's shape. Each engine runs in a process of its own, which,
+Makes a checkpoint of random weights in Qwen3's shape, or with `--experts` in Qwen3 MoE's: 16 layers of 64
+experts, of which each token chooses 8. Then Verbatim runs once as it is and once reading all experts of
+every layer; random weights choose all experts about equally often, from which a cache gains least.
+
+Each engine runs in a process of its own, which,
 after its imports, joins a control group with the memory limit (as root, with cgroup v1 or v2; otherwise only
 the peak is told). Both decode the same prompts; the time of a step is that of the steps behind the first
 token. In the same processes, between two generations, the limit is measured: what reading the same
@@ -51,6 +56,40 @@ def shape(gb: float) -> dict[str, Any]:
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
+
+
+def make_experts(folder: Path, layers: int) -> None:
+    """Random weights of a mixture of experts, one tensor for each matrix of each expert."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        moe_intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    noise = (torch.randn(1 << 24) * 0.02).bfloat16()
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.dim() == 1:
+            parameter.data.fill_(1)
+        else:
+            own = noise.roll(7919 * i).repeat(-(-parameter.numel() // len(noise)))
+            parameter.data.view(-1).copy_(own[: parameter.numel()])
+    model.save_pretrained(folder, max_shard_size="1GB")
+    os.sync()
 
 
 def make_checkpoint(folder: Path, gb: float) -> None:
@@ -161,16 +200,29 @@ def read_alone(folder: Path, nbytes: int) -> float:
     return step * len(pieces) / taken
 
 
+def chosen_experts(config: dict[str, Any], rows: int) -> float:
+    """Experts of a layer that `rows` rows choose, if all are as likely."""
+    count = config.get("num_experts", 0)
+    return count * (1 - (1 - 1 / count) ** (rows * config["num_experts_per_tok"])) if count else 0.0
+
+
 def products_alone(config: dict[str, Any], rows: int) -> float:
     """Seconds of a step's matrix products, on weights that lie in memory: one layer's, over and over."""
     from verbatim.model.products import linear
 
     hidden, inter = config["hidden_size"], config["intermediate_size"]
     q, kv = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
-    shapes = [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
-    shapes += [(inter, hidden), (inter, hidden), (hidden, inter)]
-    weights = [torch.randn(s).bfloat16() for s in shapes]
-    inputs = [torch.randn(rows, s[1]).bfloat16() for s in shapes]
+    shapes = [(rows, q, hidden), (rows, kv, hidden), (rows, kv, hidden), (rows, hidden, q)]
+    if busy := round(chosen_experts(config, rows)):
+        inter, own = (
+            config["moe_intermediate_size"],
+            -(-rows * config["num_experts_per_tok"] // busy),
+        )
+        shapes += busy * [(own, inter, hidden), (own, inter, hidden), (own, hidden, inter)]
+    else:
+        shapes += [(rows, inter, hidden), (rows, inter, hidden), (rows, hidden, inter)]
+    weights = [torch.randn(s[1:]).bfloat16() for s in shapes]
+    inputs = [torch.randn(s[0], s[2]).bfloat16() for s in shapes]
     times = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -204,7 +256,10 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
 
     from verbatim import LLM, Offload, SamplingParams
     from verbatim.batch import Batch
+    from verbatim.placement.offload.units import Units
 
+    if args.whole:  # experts come with their layers
+        Units.split_experts = lambda self: None  # type: ignore[method-assign]
     group, base = begin(args)
     start = time.perf_counter()
     llm = LLM(
@@ -233,7 +288,8 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
 
     def run(count: int) -> float:
         start = time.perf_counter()
-        llm.generate(work, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+        # Drawn and not the likeliest: random weights repeat that, and with it the experts.
+        llm.generate(work, SamplingParams(seed=count, max_tokens=count, ignore_eos=True))
         return time.perf_counter() - start
 
     steps, reads, bandwidths, computes = [], [], [], []
@@ -263,7 +319,8 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
         "read_per_step": statistics.median(reads),
         "bandwidth": statistics.median(bandwidths),
         "products_s": statistics.median(computes),
-        "weights_per_step": runner.weights.bytes_per_forward,
+        "weights_per_step": table["decode_weights_bytes"]["actual"],
+        "experts": llm.info()["experts"],
         "kv_share_on_disk": plan["kv"][2] / 100,
         "peak_over_baseline": peak - base,
         "plan": llm.info()["plan_summary"],
@@ -376,6 +433,8 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="without accelerate")
     parser.add_argument("--theirs", help="accelerate's numbers of sequences, as 64,16")
     parser.add_argument("--quantization", help="of Verbatim's weights")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -399,11 +458,37 @@ def main() -> None:
     folder = Path(args.folder)
     try:
         if not any(folder.glob("*.safetensors")):
-            make_checkpoint(folder, args.gb)
-        report(args, folder, cap)
+            if args.experts:
+                make_experts(folder, 4 if args.quick else 16)
+            else:
+                make_checkpoint(folder, args.gb)
+        (report_experts if args.experts else report)(args, folder, cap)
     finally:
         if made and not args.keep:
             shutil.rmtree(folder)
+
+
+def report_experts(args: argparse.Namespace, folder: Path, cap: int) -> None:
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    print(f"checkpoint {size / 1e9:.2f} GB, cap {cap / 1e9:.2f} GB, {args.sequences} sequences")
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(2 * args.rounds):
+        whole = bool(i % 2)
+        found = child("verbatim", argparse.Namespace(**{**vars(args), "rounds": 1}), whole=whole)
+        if found is None:
+            raise SystemExit(1)
+        io = found["weights_per_step"] / found["bandwidth"]
+        speeds[whole].append(found["rows"] / found["step_s"])
+        print(
+            f"{'all experts read' if whole else 'chosen experts read'}: step of {found['rows']} rows "
+            f"{found['step_s']:.4f} s ({speeds[whole][-1]:.1f} tokens/s), "
+            f"{found['read_per_step'] / 1e9:.3f} GB read, which alone takes {io:.4f} s at "
+            f"{found['bandwidth'] / 1e9:.2f} GB/s; products {found['products_s']:.4f} s; predicted "
+            f"{found['predicted_step_s']:.4f} s; peak {100 * found['peak_over_baseline'] / cap:.0f} % of the "
+            f"cap; {found['experts']}"
+        )
+    ratio = statistics.median(a / b for a, b in zip(speeds[False], speeds[True], strict=True))
+    print(f"ratio: {ratio:.2f} times reading all of them")
 
 
 def report(args: argparse.Namespace, folder: Path, cap: int) -> None:

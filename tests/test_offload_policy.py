@@ -420,7 +420,9 @@ def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, 
     actual = {kind: both["actual"] for kind, both in stats.items() if kind.endswith("_bytes")}
     for kind in ("weights", "ring", "K and V"):
         assert actual.get(f"{kind}_bytes", 0) <= plan.memory.get(kind, 0), kind
-    assert stats["decode_weights_bytes"]["actual"] <= stats["decode_weights_bytes"]["predicted"]
+    read = stats["decode_weights_bytes"]
+    most = 1.0 if runner.weights.experts is None else 1.5  # which experts are chosen is chance
+    assert read["actual"] <= most * read["predicted"]
 
 
 def test_a_resident_model_has_no_such_stats():

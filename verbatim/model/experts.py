@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -262,22 +262,28 @@ def is_stacked(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
 
 
+def runs_flat(module: nn.Module) -> bool:
+    """Return whether `flat_experts` runs this module."""
+    return is_stacked(module) or type(module).__name__ in _OWN_STACKS
+
+
 def how_run(experts: Any, dtype: torch.dtype) -> str | None:
-    """How an experts module runs by itself, in words; None: `flat_experts` does not run it."""
-    own = type(experts).__name__ in _OWN_STACKS
-    if not own and not all(
-        hasattr(experts, n) for n in ("num_experts", "has_gate", "is_transposed")
-    ):
+    """Say how an experts module runs by itself; None where `flat_experts` does not run it."""
+    if not runs_flat(experts):
         return None
+    share = getattr(experts, "expert_share", None)
+    where = "" if share is None else f", {share.where}"
     if kernels.library() is None or dtype not in _SUFFIX:
-        return "expert by expert: no compiled kernels for them"
+        return f"expert by expert{where}: no compiled kernels for them"
     try:
-        parts_of(experts).struct(dtype)
+        parts = parts_of(getattr(share, "held", experts))
+        tensors = [place[0].get(place[1]) for place in parts.tensors]
+        if any(t is not None and t.untyped_storage().nbytes() < t.nbytes for t in tensors):
+            return "all in one kernel call, read with their layer"
+        parts.struct(dtype)
     except NotFusable as reason:
-        return f"expert by expert: {reason}"
-    return "all in one kernel call" + (
-        ", on each rank its own" if hasattr(experts, "expert_share") else ""
-    )
+        return f"expert by expert{where}: {reason}"
+    return f"all in one kernel call{where}"
 
 
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -352,13 +358,16 @@ def flat_experts(
     return total.to(hidden.dtype)
 
 
-def run_experts(experts: Any, rows: Tensor, counts: list[int], *, backend: str = "auto") -> Tensor:
+def run_experts(
+    experts: Any, rows: Tensor, counts: list[int] | Tensor, *, backend: str = "auto"
+) -> Tensor:
     """What the experts that are here make of rows `[n, H]`, sorted by expert, `counts[e]` of each."""
-    parts = parts_of(experts)
-    out = rows.new_empty(sum(counts), rows.shape[1])
+    parts, counts = parts_of(experts), torch.as_tensor(counts, dtype=torch.int64)
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=starts[1:])
+    out = rows.new_empty(int(starts[-1]), rows.shape[1])
     struct = parts.served(rows) if backend == "auto" else None
     if struct is not None and struct.count == len(counts):
-        starts = torch.tensor([0, *accumulate(counts)])
         rows = rows.contiguous()
         _function(kernels.library(), "vb_experts_sorted", rows.dtype)(
             ctypes.addressof(struct),
@@ -368,12 +377,9 @@ def run_experts(experts: Any, rows: Tensor, counts: list[int], *, backend: str =
             torch.get_num_threads(),
         )
         return out
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            stop = start + count
+    for expert, (start, stop) in enumerate(pairwise(starts.tolist())):
+        if start < stop:
             out[start:stop] = parts.one(expert, rows[start:stop])
-            start = stop
     return out
 
 

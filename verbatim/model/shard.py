@@ -89,6 +89,8 @@ class ExpertShare:
         bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
     """
 
+    where = "on each rank its own"
+
     def __init__(self, ranks: Ranks, bounds: Sequence[int]) -> None:
         self.bounds = list(bounds)
         self._ranks = ranks

@@ -50,6 +50,7 @@ class Compression:
             TierFailed: it can't be read, or the disk tier has no room.
         """
         streamed = {slot for unit in units.order if not unit.gathers for slot in unit.slots}
+        streamed.update(slot for layer in units.experts for slot in layer.slots)
         for slot in list(self.packed):
             assert slot.packing is not None
             if slot.tier == "disk":

@@ -12,6 +12,7 @@ from verbatim.placement.offload.memory import Widths, working_bytes
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.shape import ModelShape, UnitShape
 
+LIKELY = 0.9  # that an expert is chosen: then it is read ahead. A wrong guess delays what is needed
 _PASSES = 2  # over what a layer allocates, at the rate of a copy
 
 
@@ -105,7 +106,8 @@ def compute_s(
     rows_left = load.rows if unit.attends else load.logit_rows
     seconds = shape.made(unit, tiers) / m.copy_rate
     dense = sum(shape.slots[i].elements for i in unit.slots if not shape.slots[i].of_experts)
-    routed = sum(shape.slots[i].elements for i in unit.slots if shape.slots[i].of_experts)
+    of_experts = [*unit.experts, *(i for i in unit.slots if shape.slots[i].of_experts)]
+    routed = sum(shape.slots[i].elements for i in of_experts)
     full, rest = divmod(rows_left, most)
     for rows, times in ((most, full), (rest, 1 if rest else 0)):
         if not times:
@@ -148,11 +150,15 @@ def predict_step(
     moved = load.rows * shape.hidden * shape.itemsize * plan.activations[2] / 100
     moved_s = 0.0 if parts == 1 else moved / machine.read_rate + moved / machine.write_rate
     bytes_of = [shape.streamed(unit, tiers) for unit in shape.units]
+    of_experts = [shape.read_of_experts(unit, tiers, load.rows, parts) for unit in shape.units]
     io = [
         nbytes / machine.read_rate + (kv_s + moved_s if unit.attends else 0.0)
         for unit, nbytes in zip(shape.units, bytes_of, strict=True)
     ]
     compute = [compute_s(shape, unit, tiers, load, widths, machine) for unit in shape.units]
+    for j, (nbytes, chosen) in enumerate(of_experts):
+        ahead = plan.overlap and chosen >= LIKELY
+        (io if ahead else compute)[j] += nbytes / machine.read_rate
     if plan.overlap:  # who reads takes from who computes
         busy = machine.read_cpu_s / max(1, machine.threads)
         compute = [own + nbytes * busy for own, nbytes in zip(compute, bytes_of, strict=True)]
@@ -163,7 +169,7 @@ def predict_step(
         seconds=seconds,
         io_s=sum(io),
         compute_s=sum(compute),
-        weight_bytes=sum(bytes_of),
+        weight_bytes=sum(bytes_of) + int(sum(nbytes for nbytes, _ in of_experts)),
         kv_bytes=int((read + written) * attending),
     )
 

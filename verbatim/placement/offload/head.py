@@ -51,8 +51,9 @@ def split_head(
         name = f"{unit.name}[{begin}:{end}]"
         if head.weight in packings:
             packings[piece.weight] = replace(packings[head.weight], shape=tuple(piece.weight.shape))
-        cut = Slot(f"{name}.weight", piece.weight, rows_of(slot.recipe, begin, end))
-        pieces.append(Unit(name, piece.eval(), [cut]))
+        recipe = rows_of(slot.recipe, begin, end)
+        assert recipe is not None
+        pieces.append(Unit(name, piece.eval(), [Slot(f"{name}.weight", piece.weight, recipe)]))
     at = units.order.index(unit)
     units.order[at : at + 1] = pieces
     slot.rows_only = any(slot in other.slots for other in units.order)

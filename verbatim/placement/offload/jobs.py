@@ -17,13 +17,14 @@ class Job:
         after: jobs that must have ended before. They were submitted earlier, or this one never ends.
 
     Attributes:
+        ended: whether it was done, or failed.
         error: what `work`, or one of those before it, raised.
     """
 
     def __init__(self, work: Callable[[], None], after: Sequence[Job] = ()) -> None:
         self._work = work
         self._after = after
-        self._ended = False
+        self.ended = False
         self._running = threading.Lock()
         self._running.acquire()
         self.error: BaseException | None = None
@@ -39,12 +40,12 @@ class Job:
         except BaseException as error:  # for whoever waits
             self.error = error
         self._after = ()
-        self._ended = True
+        self.ended = True
         self._running.release()
 
     def wait(self) -> None:
         """Until it has ended. One thread may wait."""
-        if not self._ended:
+        if not self.ended:
             self._running.acquire()
 
 

@@ -96,6 +96,13 @@ def resident_bytes(shape: ModelShape, tiers: tuple[str, ...], tier: str) -> int:
     return sum(slot.nbytes for slot, at in zip(shape.slots, tiers, strict=True) if at == tier)
 
 
+def weight_bytes(shape: ModelShape, tiers: tuple[str, ...]) -> dict[str, int]:
+    """Return what weights take in memory: those that stay, and experts that come and go."""
+    held = shape.held_experts(tiers)
+    stay = resident_bytes(shape, tiers, "gpu") + resident_bytes(shape, tiers, "cpu")
+    return {"weights": stay - max(0, held - shape.fewest_experts), "experts": held}
+
+
 def fixed_bytes(
     shape: ModelShape,
     tiers: tuple[str, ...],
@@ -109,6 +116,7 @@ def fixed_bytes(
     rows = min(widths.micro_tokens, widths.max_batch_tokens)
     return {
         "ring": ring_bytes(shape, tiers, roomy=roomy),
+        "experts": shape.fewest_experts if shape.held_experts(tiers) else 0,
         "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, rows),
         "logits": logits_bytes(shape, widths.sequences + prompt_rows(shape, budget)),

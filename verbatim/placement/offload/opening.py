@@ -55,12 +55,27 @@ def open_offloaded(
         plan, heap = expected.plan, Heap(expected.plan.heap_bytes)
         for slot, tier in zip(units.slots, plan.tiers, strict=True):
             slot.tier = "disk" if slot.rows_only else tier
+        if expected.shape.held_experts(plan.tiers):
+            for layer in units.experts:
+                for slot in layer.slots:
+                    slot.tier = "disk"
+        else:
+            units.join_experts()
+        for slot in units.slots:
             slot.in_place = slot.tier != "disk"
         if compression is not None:
             compression.pack(units, scratch)
             heap.tidy()
         readers = _READERS if offload.overlap else 0
-        weights = Weights(units, plan.ring_bytes, readers, trace, scratch, heap.tidy)
+        weights = Weights(
+            units,
+            plan.ring_bytes,
+            readers,
+            trace,
+            scratch,
+            heap.tidy,
+            expected.shape.held_experts(plan.tiers),
+        )
         undo.callback(weights.close)
         away = HiddenStates(loaded.module, plan.activations, scratch, trace)
         moved = away if plan.activations[2] else None
@@ -152,6 +167,7 @@ def units_of(
         )
     packings = {} if kind is None else choose_packings(loaded.module, kind)
     if offload.weights is None or offload.weights[2]:
+        units.split_experts()
         split_head(units, head_of(inner_model(loaded.module)), packings)
     return units, None if kind is None else choose(units, kind, packings)
 

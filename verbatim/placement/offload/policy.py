@@ -168,7 +168,7 @@ def _rows(wish: Wish, sequences: int, micro_tokens: int, *, tight: bool) -> int:
     if shape.experts:
         routed = sum(slot.elements for slot in shape.slots if slot.of_experts)
         elements -= routed - routed * shape.experts_per_token // shape.experts
-    everything = sum(shape.slots[i].disk_bytes for i in shape.streamable())
+    everything = sum(shape.slots[i].disk_bytes for i in (*shape.streamable(), *shape.cached))
     a_row = elements * machine.product(micro_tokens) / micro_tokens
     wanted = everything / machine.read_rate / max(a_row, 1e-12)
     rows = 256

@@ -218,8 +218,11 @@ def from_rows(recipe: Recipe, rows: Tensor) -> Tensor:
     return rows
 
 
-def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
-    """The recipe of some rows of a matrix of which `rows_can_be_read`."""
+def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe | None:
+    """Return the recipe of the entries `begin` to `end` of the first dimension.
+
+    None where they cannot be told apart in what is stored.
+    """
     if isinstance(recipe, Stored):
         width = recipe.nbytes // recipe.shape[0]
         return Stored(
@@ -231,11 +234,22 @@ def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
             (end - begin, *recipe.shape[1:]),
             recipe.stamp,
         )
-    assert isinstance(recipe, Made)
+    if not isinstance(recipe, Made) or not recipe.args:
+        return None
     source: Any = recipe.args[0]
-    if recipe.func is not _aten.cat.default:
+    if recipe.func is _aten._to_copy.default:
         cut = rows_of(source, begin, end)
-        return Made(recipe.func, (cut, *recipe.args[1:]), recipe.kwargs, None)
+        return cut and Made(recipe.func, (cut, *recipe.args[1:]), recipe.kwargs, None)
+    dim = recipe.args[1] if len(recipe.args) > 1 else 0
+    if recipe.func is _aten.stack.default and dim == 0:
+        return Made(recipe.func, (source[begin:end],), {}, None)
+    if recipe.func is not _aten.cat.default:
+        return None
+    if dim > 0:
+        cuts = [rows_of(part, begin, end) for part in source]
+        return None if None in cuts else Made(recipe.func, (cuts, dim), {}, None)
+    if not all(isinstance(part, Stored) for part in source):
+        return None
     pieces, at = [], 0
     for part in source:
         first, last = max(begin - at, 0), min(end - at, part.shape[0])
@@ -243,3 +257,16 @@ def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe:
             pieces.append(rows_of(part, first, last))
         at += part.shape[0]
     return pieces[0] if len(pieces) == 1 else Made(recipe.func, (pieces,), {}, None)
+
+
+def pieces_of(recipe: Recipe) -> list[Recipe]:
+    """Return the recipes whose results, one behind the other in memory, are that of `recipe`.
+
+    `recipe` is of one entry of the first dimension, as `rows_of` cuts it.
+    """
+    if not isinstance(recipe, Made) or recipe.func not in (_aten.stack.default, _aten.cat.default):
+        return [recipe]
+    parts, *dim = recipe.args
+    return (
+        [recipe] if dim and dim[0] > 1 else [piece for part in parts for piece in pieces_of(part)]
+    )

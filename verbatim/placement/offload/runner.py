@@ -110,9 +110,10 @@ class Offloaded(Resident):
     def forward(self, batch: Batch) -> Forward:
         self.weights.check_files()
         before, begin = self.timings().compute_s, perf_counter()
+        read = self.weights.bytes_read
         done = super().forward(batch)
         seconds, compute_s = perf_counter() - begin, self.timings().compute_s - before
-        self._measured.add_forward(batch, seconds, compute_s, self.weights.bytes_per_forward)
+        self._measured.add_forward(batch, seconds, compute_s, self.weights.bytes_read - read)
         return done
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
@@ -143,9 +144,11 @@ class Offloaded(Resident):
     def _peaks(self) -> dict[str, int]:
         """Bytes in memory by kind."""
         in_place = sum(slot.tier_bytes for slot in self.weights.units.slots if slot.tier != "disk")
+        experts = self.weights.experts
         kv = self.store.bytes_by_tier()
         return {
             "weights": in_place,
+            "experts": 0 if experts is None else experts.nbytes,
             "ring": self.weights.stream.capacity,
             "K and V": kv["gpu"] + kv["cpu"],
             "windows": self.store.window_bytes,
@@ -155,11 +158,12 @@ class Offloaded(Resident):
         """Where the time of all forwards so far went."""
         kv, away = self.store.traffic, self.schedule.activations
         hidden = away.traffic if isinstance(away, HiddenStates) else Traffic()
+        experts_s = 0.0 if self.weights.experts is None else self.weights.experts.wait_s
         return Timings(
-            load_s=self.weights.stream.wait_s + kv.load_s + hidden.load_s,
+            load_s=self.weights.stream.wait_s + experts_s + kv.load_s + hidden.load_s,
             compute_s=self.schedule.compute_s
             + self.weights.make_s
-            - (kv.load_s + kv.store_s - kv.between_s),
+            - (experts_s + kv.load_s + kv.store_s - kv.between_s),
             store_s=kv.store_s + hidden.store_s,
         )
 

@@ -64,10 +64,12 @@ class Part:
         self.inputs = ()
 
     def end(self) -> None:
-        """Unwind a forward that will not go on."""
+        """Unwind a forward that will not go on, and let go of what it made."""
         if self._greenlet:
             with activate(self._walk):
                 self._greenlet.throw(GreenletExit)
+        # It knows this part. Left to the garbage collector, logits of many steps would pile up.
+        self._greenlet.part = self.output = None
 
     def _run(self) -> None:
         self.output = self._forward()
@@ -107,10 +109,12 @@ class BlockSchedule:
             while waiting := [part for part in parts if part.unit is not None]:
                 unit = waiting[0].unit
                 assert unit is not None
+                here = [part for part in waiting if part.unit is unit]
                 with self.weights.lent(unit):
-                    for part in waiting:
-                        if part.unit is unit:
-                            self._go(part, unit, waiting)
+                    for left, part in zip(reversed(range(len(here))), here, strict=True):
+                        if self.weights.experts is not None:
+                            self.weights.experts.visits_left = left
+                        self._go(part, unit, waiting)
             return [part.output for part in parts]
         finally:
             for part in parts:

@@ -68,8 +68,11 @@ def _costs(
     waiting: int,
 ) -> Costs:
     shape, machine = wish.shape, wish.machine
-    everything = [shape.slots[i] for i in loose]
     load = Load(widths.sequences, widths.sequences, wish.context, widths.sequences)
+    busy = shape.chosen_experts(widths.sequences)
+    weights_bytes = sum(
+        shape.slots[i].disk_bytes * (busy if i in shape.cached else 1.0) for i in loose
+    )
     on_disk = Plan(
         weights=IN_MEMORY,
         kv=(0.0, 0.0, 100.0),
@@ -88,10 +91,10 @@ def _costs(
     rows = widths.max_batch_tokens
     moved = 2 * rows * shape.hidden * shape.itemsize * sum(u.attends for u in shape.units)
     return Costs(
-        weights=sum(slot.nbytes for slot in everything),
+        weights=sum(shape.slots[i].nbytes for i in loose),
         kv=kv_bytes,
         activations=waiting,
-        weights_s=sum(slot.disk_bytes for slot in everything) / machine.read_rate,
+        weights_s=weights_bytes / machine.read_rate,
         kv_s=max(0.0, step.io_s - step.weight_bytes / machine.read_rate),
         activations_s=moved / machine.read_rate,
         compute_s=step.compute_s,
@@ -141,13 +144,13 @@ def plan_of(
     """The plan that all of this makes, whether it fits or not."""
     shape = wish.shape
     fixed = memory.fixed_bytes(shape, tiers, widths, kv, wish.budget, roomy=roomy)
-    resident = sum(slot.nbytes for slot, at in zip(shape.slots, tiers, strict=True) if at != "disk")
     kv_in_memory = _kv_bytes(shape, kv, kv_bytes)
     taken = {
-        "weights": resident,
+        "weights": 0,
         "K and V": kv_in_memory[0] + kv_in_memory[1],
         "activations": int(waiting * (activations[0] + activations[1]) / 100),
         **fixed,
+        **memory.weight_bytes(shape, tiers),
     }
     return Plan(
         weights=wish.offload.weights or _percents_of(shape, tiers),
@@ -203,7 +206,7 @@ def loose_slots(wish: Wish, pinned: tuple[int, ...]) -> list[int]:
     """The slots that are dealt out by shares."""
     if wish.offload.weights is not None:
         return list(range(len(wish.shape.slots)))
-    return [i for i in wish.shape.streamable() if i not in pinned]
+    return [i for i in (*wish.shape.streamable(), *wish.shape.cached) if i not in pinned]
 
 
 def tiers_of(
@@ -212,9 +215,13 @@ def tiers_of(
     """The tier of each slot; None: what must stay in memory doesn't fit anywhere."""
     shape = wish.shape
     tiers = ["disk"] * len(shape.slots)
-    dealt = deal([shape.slots[i].nbytes for i in loose], weights)
-    for i, tier in zip(loose, dealt, strict=True):
-        tiers[i] = tier
+    cached = set(shape.cached)
+    kinds = [i for i in loose if i not in cached], [i for i in loose if i in cached]
+    sizes = [sum(shape.slots[i].nbytes for i in kind) for kind in kinds]
+    for kind, percents in zip(kinds, _experts_last(weights, *sizes), strict=True):
+        dealt = deal([shape.slots[i].nbytes for i in kind], percents)
+        for i, tier in zip(kind, dealt, strict=True):
+            tiers[i] = tier
     left = {"gpu": wish.gpu, "cpu": wish.cpu}
     for i in dict.fromkeys((*shape.held, *pinned)):
         at = "gpu" if shape.slots[i].nbytes <= left["gpu"] else "cpu"
@@ -223,6 +230,22 @@ def tiers_of(
         tiers[i] = at
         left[at] -= shape.slots[i].nbytes
     return tuple(tiers)
+
+
+def _experts_last(weights: Percents, others: int, experts: int) -> tuple[Percents, Percents]:
+    """Return the shares of all other weights and of experts that come to `weights` of them together.
+
+    What every token needs comes to memory before experts, which only some need.
+    """
+    in_memory = weights[0] + weights[1]
+    wanted = in_memory * (others + experts) / 100
+    first = min(wanted, others)
+    found = []
+    for nbytes, size in ((first, others), (wanted - first, experts)):
+        share = min(100.0, 100 * nbytes / size) if size else in_memory
+        gpu = share * weights[0] / in_memory if in_memory else 0.0
+        found.append((gpu, share - gpu, 100 - share if share < 100 - 1e-9 else 0.0))
+    return found[0], found[1]
 
 
 def _whole_layers(kv: Percents, layers: int) -> Percents:
@@ -241,7 +264,9 @@ def _percents_of(shape: ModelShape, tiers: tuple[str, ...]) -> Percents:
 
 
 def _streamed(shape: ModelShape, plan: Plan) -> int:
-    return sum(shape.streamed(unit, plan.tiers) for unit in shape.units)
+    away = [i for unit in shape.units for i in unit.experts if plan.tiers[i] == "disk"]
+    streamed = sum(shape.streamed(unit, plan.tiers) for unit in shape.units)
+    return streamed + sum(shape.slots[i].disk_bytes for i in away)
 
 
 def _left(wish: Wish, plan: Plan) -> dict[str, int]:
@@ -261,18 +286,18 @@ def _left(wish: Wish, plan: Plan) -> dict[str, int]:
 
 
 def use_the_rest(wish: Wish, plan: Plan) -> Plan:
-    """What is left over goes to embeddings, whose rows are then not looked up on the disk, and to K and V:
-    where nothing is streamed, for longer sequences and for prefixes that are kept."""
+    """What is left over goes to experts, to embeddings, whose rows are then not looked up on the disk, and to
+    K and V: where nothing is streamed, for longer sequences and for prefixes that are kept."""
     shape, all_in_memory = wish.shape, not _streamed(wish.shape, plan)
     left, tiers = _left(wish, plan), list(plan.tiers)
     taken = dict(plan.memory)
-    if wish.offload.weights is None and all_in_memory:
-        for i, slot in enumerate(shape.slots):
-            at = max(left, key=lambda tier: left[tier])
+    if wish.offload.weights is None:
+        for i in range(len(shape.slots)) if all_in_memory else shape.cached:
+            slot, at = shape.slots[i], max(left, key=lambda tier: left[tier])
             if tiers[i] == "disk" and slot.nbytes <= left[at]:
                 tiers[i] = at
-                taken["weights"] = taken.get("weights", 0) + slot.nbytes
                 left[at] -= slot.nbytes
+        taken.update(memory.weight_bytes(shape, tuple(tiers)))
     kv_bytes = plan.kv_bytes
     if wish.options.kv_bytes is None and not plan.kv[2]:
         useful = wish.kv_bytes(plan.block_size)
@@ -295,5 +320,5 @@ def use_the_rest(wish: Wish, plan: Plan) -> Plan:
         tiers=settled,
         weights=wish.offload.weights or _percents_of(shape, settled),
         kv_bytes=kv_bytes,
-        memory=taken,
+        memory={kind: nbytes for kind, nbytes in taken.items() if nbytes},
     )

@@ -43,6 +43,8 @@ class UnitShape:
 
     Attributes:
         slots: indices in `ModelShape.slots`.
+        experts: the same of experts that are read one by one.
+        an_expert: bytes of one of them.
         gathers: an embedding, of which rows are looked up and which is never streamed.
         attends: it has K and V.
     """
@@ -51,6 +53,8 @@ class UnitShape:
     slots: tuple[int, ...]
     gathers: bool = False
     attends: bool = False
+    experts: tuple[int, ...] = ()
+    an_expert: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,56 @@ class ModelShape:
         used = [i for unit in self.units if not unit.gathers for i in unit.slots]
         return [i for i in dict.fromkeys(used) if i not in self.held]
 
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The slots of experts that are read one by one."""
+        return tuple(i for unit in self.units for i in unit.experts)
+
+    def held_experts(self, tiers: tuple[str, ...]) -> int:
+        """Bytes of memory that hold experts, where not all are there.
+
+        What would hold some layers' experts holds those of all layers that are used most, and beside them
+        there is always room for the choices of two tokens.
+        """
+        if all(tiers[i] != "disk" for i in self.cached):
+            return 0
+        return self.fewest_experts + sum(
+            self.slots[i].nbytes for i in self.cached if tiers[i] != "disk"
+        )
+
+    @property
+    def fewest_experts(self) -> int:
+        """Bytes of memory that experts take at least where not all of them are there."""
+        largest = max((unit.an_expert for unit in self.units), default=0)
+        return min(self.experts, 2 * max(1, self.experts_per_token)) * largest
+
+    def read_of_experts(
+        self, unit: UnitShape, tiers: tuple[str, ...], rows: int, parts: int
+    ) -> tuple[float, float]:
+        """Return the bytes that a forward reads of a unit's experts, and the part of experts it chooses.
+
+        All experts are taken to be chosen equally often, those in memory as often as the others. Where
+        those of one layer do not fit, each micro-batch reads its own.
+
+        Args:
+            rows: of the forward.
+            parts: micro-batches.
+        """
+        held = self.held_experts(tiers)
+        if not held or not unit.experts:
+            return 0.0, 0.0
+        chosen = self.chosen_experts(rows)
+        times, total = 1, sum(self.slots[i].nbytes for i in self.cached)
+        if held < chosen * self.experts * unit.an_expert:
+            chosen, times = self.chosen_experts(rows / parts), parts
+        away = times * max(0.0, 1 - held / total)
+        return chosen * away * sum(self.slots[i].disk_bytes for i in unit.experts), chosen
+
+    def chosen_experts(self, rows: float) -> float:
+        """Return which part of a layer's experts `rows` rows choose, if all are as likely."""
+        missed: float = (1 - 1 / max(1, self.experts)) ** (rows * max(1, self.experts_per_token))
+        return 1 - missed
+
 
 def shape_of(
     units: Units,
@@ -125,6 +179,7 @@ def shape_of(
     """
     text = config.get_text_config(decoder=True)
     slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
+    own = {unit: [layer for layer in units.experts if layer.unit is unit] for unit in units.order}
     experts = _first(
         text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
     )
@@ -146,6 +201,8 @@ def shape_of(
                 tuple(number[id(slot)] for slot in unit.slots),
                 unit.gathers,
                 attends=not isinstance(unit.module, nn.Embedding | nn.Linear),
+                experts=tuple(number[id(slot)] for layer in own[unit] for slot in layer.slots),
+                an_expert=max((layer.expert_bytes for layer in own[unit]), default=0),
             )
             for unit in units.order
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from torch import nn
 
 from verbatim.model.adapters import adapter_for
+from verbatim.model.experts import ExpertsParts, runs_flat
 from verbatim.model.invariant import forward_for
+from verbatim.model.structs import NotFusable
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read
+from verbatim.placement.offload.files import PAGE, up
+from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read, rows_of
 
 _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
 
@@ -75,6 +79,64 @@ class Unit:
         return sum(slot.nbytes for slot in self.slots)
 
 
+@dataclass(slots=True, eq=False)
+class StackedSlot:
+    """A parameter that holds one matrix or bias of each expert.
+
+    Attributes:
+        count: experts in it.
+    """
+
+    slot: Slot
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert, as the kernels read it."""
+        return self.slot.tier_bytes // self.count
+
+    def recipe(self, expert: int) -> Recipe:
+        """Return how one expert is made."""
+        packing = self.slot.packing
+        length = self.slot.parameter.shape[0] if packing is None else packing.nbytes
+        rows = length // self.count
+        recipe = rows_of(self.slot.recipe, expert * rows, (expert + 1) * rows)
+        assert recipe is not None
+        return recipe
+
+
+@dataclass(slots=True, eq=False)
+class ExpertLayer:
+    """The experts of one layer, each of which can be read by itself.
+
+    Attributes:
+        name: of the module.
+        count: of its experts.
+        stacks: their matrices and biases, by the names of the module's parameters.
+    """
+
+    name: str
+    module: nn.Module
+    unit: Unit
+    count: int
+    stacks: dict[str, StackedSlot]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [stack.slot for stack in self.stacks.values()]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in memory."""
+        return sum(stack.nbytes for stack in self.stacks.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read of one expert at most, in whole pages."""
+        stored = [s for stack in self.stacks.values() for s in ingredients(stack.recipe(0))]
+        return sum(up(s.nbytes) + PAGE for s in stored)
+
+
 @dataclass(slots=True)
 class Units:
     """All parameters of a model.
@@ -82,16 +144,37 @@ class Units:
     Attributes:
         order: as they come in a forward, as far as the module tells.
         held: small parameters outside of all units, which stay in memory.
+        experts: layers of experts that are read one by one, in the order of a forward. Their slots are
+            in no unit.
     """
 
     order: list[Unit]
     held: list[Slot] = field(default_factory=list)
+    experts: list[ExpertLayer] = field(default_factory=list)
 
     @property
     def slots(self) -> list[Slot]:
         """Every slot once, in the order of its first use."""
         units = [slot for unit in self.order for slot in unit.slots]
-        return list(dict.fromkeys([*units, *self.held]))
+        experts = [slot for layer in self.experts for slot in layer.slots]
+        return list(dict.fromkeys([*units, *experts, *self.held]))
+
+    def split_experts(self) -> None:
+        """Take the experts that can be read one by one out of the units of their layers."""
+        used = Counter(slot for unit in self.order for slot in unit.slots)
+        for unit in self.order:
+            for name, module in unit.module.named_modules(prefix=unit.name):
+                layer = _expert_layer(name, module, unit)
+                if layer is not None and all(used[slot] == 1 for slot in layer.slots):
+                    self.experts.append(layer)
+                    own = set(layer.slots)
+                    unit.slots = [slot for slot in unit.slots if slot not in own]
+
+    def join_experts(self) -> None:
+        """Put them back."""
+        for layer in self.experts:
+            layer.unit.slots += layer.slots
+        self.experts = []
 
 
 def find_units(module: nn.Module, recipes: Mapping[nn.Parameter, Recipe]) -> Units:
@@ -125,6 +208,33 @@ def find_units(module: nn.Module, recipes: Mapping[nn.Parameter, Recipe]) -> Uni
     walk("", module)
     in_units = {slot for unit in order for slot in unit.slots}
     return Units(order, [slot for slot in slots.values() if slot not in in_units])
+
+
+def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | None:
+    """Return the stacks of an experts module; None of any other module, and where they can't be cut."""
+    if not runs_flat(module):
+        return None
+    try:
+        parts = ExpertsParts(module)
+    except NotFusable:
+        return None
+    slots = {slot.parameter: slot for slot in unit.slots}
+    stacks: dict[str, StackedSlot] = {}
+    for stack in (*parts.inputs, parts.down):
+        for (tensors, key), size in (
+            (stack.weight, stack.cols * stack.depth),
+            (stack.bias, stack.cols),
+        ):
+            slot = slots.get(tensors.get(key))  # type: ignore[arg-type]
+            if slot is None:
+                if tensors.get(key) is not None:
+                    return None
+                continue
+            if rows_of(slot.recipe, 0, 1) is None:
+                return None
+            stacks[key] = StackedSlot(slot, slot.parameter.numel() // size)
+    count = min(stack.count for stack in stacks.values())
+    return ExpertLayer(name, module, unit, count, stacks)
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from verbatim import kernels
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.checkpoint import placeholder
 from verbatim.placement.offload.compress import rounded_rows
+from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
 from verbatim.placement.offload.recipe import Held, Stored, cook, from_rows, ingredients
 from verbatim.placement.offload.scratch import Scratch
@@ -38,6 +39,10 @@ class Weights:
         trace: takes note of reads, waits and unpacking.
         scratch: holds what was written for the disk tier, if anything was.
         tidy: called whenever a unit was lent.
+        expert_bytes: memory for experts that are read one by one.
+
+    Attributes:
+        experts: those, if there are any.
 
     Raises:
         TierFailed: a file can't be read.
@@ -51,6 +56,7 @@ class Weights:
         trace: Trace,
         scratch: Scratch | None = None,
         tidy: Callable[[], object] | None = None,
+        expert_bytes: int = 0,
     ) -> None:
         self.units = units
         self._tidy = tidy
@@ -61,6 +67,7 @@ class Weights:
         self._trace = trace
         self.make_s = 0.0  # unpacking, casting and stacking what was read
         self._room: Tensor | None = None
+        self.experts: ExpertCache | None = None
         layouts: list[Layout] = []
         self._layout_of: dict[Unit, int] = {}
         try:
@@ -76,6 +83,10 @@ class Weights:
             unpacked = max(map(unpacked_bytes, units.order), default=0)
             self._room = pages(unpacked) if unpacked else None
             files = {} if scratch is None else {scratch.path: scratch.file()}
+            if units.experts:
+                self.experts = ExpertCache(
+                    units.experts, expert_bytes, num_readers > 0, trace, scratch
+                )
             self.stream = Stream(layouts, ring_bytes, num_readers if layouts else 0, trace, files)
         except BaseException:
             self._drop()
@@ -89,11 +100,12 @@ class Weights:
     @property
     def bytes_read(self) -> int:
         """From files, since it was opened, without what was read once and for all."""
-        return self.stream.bytes_read + self._row_bytes
+        experts = 0 if self.experts is None else self.experts.bytes_read
+        return self.stream.bytes_read + self._row_bytes + experts
 
     @property
     def bytes_per_forward(self) -> int:
-        """Read for each forward; rows of an embedding come on top."""
+        """Read for each forward; rows of an embedding and experts come on top."""
         return sum(layout.nbytes for layout in self.stream.layouts)
 
     @contextmanager
@@ -208,6 +220,8 @@ class Weights:
             TierFailed: one was written to; the message names it.
         """
         self.stream.check_files()
+        if self.experts is not None:
+            self.experts.check_files()
         for file in self._row_files.values():
             file.check()
 
@@ -218,6 +232,8 @@ class Weights:
 
     def _drop(self) -> None:
         self._room = None
+        if self.experts is not None:
+            self.experts.close()
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
             if isinstance(slot.recipe, Held):

@@ -1,0 +1,399 @@
+"""Experts on the disk: the chosen ones are read, and those used most stay in memory.
+
+All layers whose experts have the same shapes share one cache of slots, each of which holds one expert. The
+kernels see the slots as a stack of experts, so an expert's rows get the bits that they get anywhere.
+
+What leaves the cache, and what is read ahead for the next layer, follows from one estimate: how many
+layers pass until an expert is used again. A layer comes once in a forward; an expert that `n` choices
+miss with probability (1 - share) ** n is skipped that often.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from verbatim.model.experts import run_experts
+from verbatim.model.packed import hold_packed
+from verbatim.placement.offload.cost import LIKELY
+from verbatim.placement.offload.files import File, bytes_of, pages
+from verbatim.placement.offload.jobs import Job, Worker
+from verbatim.placement.offload.recipe import Stored, cook, ingredients, pieces_of
+from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.stream import lay_out
+from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.units import ExpertLayer
+from verbatim.shield import Shield
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_READERS = 2  # threads
+_REMEMBERED = 256.0  # choices of a layer after which what was seen before counts 1/e
+
+
+class ExpertCache:
+    """Experts in memory, of all layers whose experts are read one by one.
+
+    Args:
+        layers: in the order of a forward.
+        nbytes: of memory for experts. One of each shape is held in any case.
+        threaded: read in threads, ahead and while experts compute; else when they are needed.
+        trace: takes note of reads and waits.
+        scratch: holds quantized experts.
+
+    Attributes:
+        shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
+        capacity: experts that are held at most.
+        visits_left: micro-batches of this forward that come to the same layer behind the one that computes.
+        wait_s: seconds in which the thread that computes waited for reads.
+
+    Raises:
+        TierFailed: a file can't be opened.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        nbytes: int,
+        threaded: bool,
+        trace: Trace,
+        scratch: Scratch | None = None,
+    ) -> None:
+        self.visits_left = 0
+        self.wait_s = 0.0
+        self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
+        self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
+        self._trace = trace
+        self._files: dict[Path, File] = {} if scratch is None else {scratch.path: scratch.file()}
+        self._workers = [
+            Worker(f"verbatim-experts-{i}", threaded) for i in range(_READERS if threaded else 1)
+        ]
+        self._read_bytes = [0] * len(self._workers)
+        self._turn = 0
+        self._layers: list[CachedLayer] = []
+        try:
+            for stored in {
+                s for layer in layers for t in layer.slots for s in ingredients(t.recipe)
+            }:
+                if stored.path not in self._files:
+                    self._files[stored.path] = File(stored.path, stamp=stored.stamp)
+            self._layers = self._share_out(layers, nbytes)
+        except BaseException:
+            self.close()
+            raise
+        self.capacity = sum(pool.count for pool in {layer.pool for layer in self._layers})
+        for worker in self._workers:
+            worker.start()
+
+    def _share_out(self, layers: Sequence[ExpertLayer], nbytes: int) -> list[CachedLayer]:
+        """Share the memory out among the shapes of experts, by what they come to."""
+        alike: dict[Any, list[ExpertLayer]] = {}
+        for layer in layers:
+            alike.setdefault(_shape_of(layer), []).append(layer)
+        total = sum(layer.count * layer.expert_bytes for layer in layers)
+        pools: dict[ExpertLayer, _Pool] = {}
+        for some in alike.values():
+            experts = sum(layer.count for layer in some)
+            pool = _Pool(some, max(1, min(experts, nbytes * experts // total)), len(self._workers))
+            pools.update(dict.fromkeys(some, pool))
+        return [CachedLayer(self, i, layer, pools[layer]) for i, layer in enumerate(layers)]
+
+    @property
+    def bytes_read(self) -> int:
+        """From files, in whole pages."""
+        return sum(self._read_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that holds experts."""
+        return sum(pool.nbytes for pool in {layer.pool for layer in self._layers})
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers."""
+        return sum(layer.layer.count for layer in self._layers)
+
+    def next_of(self, number: int) -> CachedLayer:
+        """Return the layer that comes behind layer `number`."""
+        return self._layers[(number + 1) % len(self._layers)]
+
+    def until_used(self, now: int, choices: int, layers: Ints, experts: Ints) -> Floats:
+        """Estimate how many layers pass until experts are used, seen from layer `now`.
+
+        Args:
+            choices: of a layer, in a forward.
+            layers, experts: `[n]`.
+        """
+        used = 1 - (1 - self.shares[layers, experts]) ** choices
+        skipped, count = 1 / np.maximum(used, 1e-9) - 1, len(self._layers)
+        until: Floats = (layers - now - 1) % count + 1 + count * skipped
+        return np.where(layers == now, skipped, until) if self.visits_left else until
+
+    def read(self, layer: CachedLayer, expert: int, slot: int) -> Job:
+        """Begin to read an expert into a slot."""
+        job = Job(partial(self._read, self._turn, layer, expert, slot))
+        self._workers[self._turn].submit(job)
+        self._turn = (self._turn + 1) % len(self._workers)
+        return job
+
+    def _read(self, worker: int, cached: CachedLayer, expert: int, slot: int) -> None:
+        begin, name = perf_counter(), cached.layer.name
+        recipes = {key: stack.recipe(expert) for key, stack in cached.layer.stacks.items()}
+        layout = lay_out(name, [s for recipe in recipes.values() for s in ingredients(recipe)])
+        buffer = cached.pool.buffers[worker]
+        view = bytes_of(buffer)
+        for run in layout.runs:
+            into = view[run.at : run.at + run.nbytes]
+            self._read_bytes[worker] += self._files[run.path].read(into, run.offset, run.needed)
+
+        def stored(tensor: Stored) -> Tensor:
+            at = layout.places[tensor]
+            found = buffer[at : at + tensor.nbytes]
+            if at % tensor.dtype.itemsize:
+                found = found.clone()
+            return found.view(tensor.dtype).view(tensor.shape)
+
+        for key, recipe in recipes.items():
+            room, at = cached.pool.room(key, slot), 0
+            for piece in pieces_of(recipe):
+                made = cook(piece, stored).contiguous().view(torch.uint8).flatten().numpy()
+                np.copyto(room[at : at + len(made)], made)  # in this thread; torch takes others
+                at += len(made)
+        self._trace.add("read", f"{name}, expert {expert}", begin, perf_counter())
+
+    def wait(self, layer: CachedLayer, job: Job) -> None:
+        """Wait until an expert was read.
+
+        Raises:
+            TierFailed: it can't be.
+        """
+        begin = perf_counter()
+        job.wait()
+        end = perf_counter()
+        self.wait_s += end - begin
+        if end - begin > 1e-4:
+            self._trace.add("wait", layer.layer.name, begin, end)
+        if job.error is not None:
+            raise job.error
+
+    def check_files(self) -> None:
+        """Raise TierFailed where a file was written to since the model was opened."""
+        for file in self._files.values():
+            file.check()
+
+    def close(self) -> None:
+        """End the threads and free everything. Again does nothing."""
+        for worker in self._workers:
+            worker.stop()
+        for layer in self._layers:
+            layer.close()
+        for file in self._files.values():
+            file.close()
+
+
+class CachedLayer:
+    """The experts of one layer, as `flat_experts` finds them at the module of a model.
+
+    Attributes:
+        held: a copy of that module whose experts are those in memory.
+    """
+
+    def __init__(self, cache: ExpertCache, number: int, layer: ExpertLayer, pool: _Pool) -> None:
+        self.cache, self.number, self.layer, self.pool = cache, number, layer, pool
+        self.slots: Ints = np.full(layer.count, -1)  # of each expert; -1: it is not in memory
+        self._shares = cache.shares[number, : layer.count]
+        self.held: nn.Module | None = pool.module_like(layer)
+        layer.module.expert_share = self  # type: ignore[assignment]
+
+    @property
+    def where(self) -> str:
+        """For `llm.info()`."""
+        return f"read when chosen, {self.cache.capacity} of {self.cache.num_experts} held in memory"
+
+    def run(self, experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
+        """What `run_experts` gives, from rows `[n, H]` sorted by expert, `counts[e]` of each expert e.
+
+        Raises:
+            TierFailed: an expert can't be read.
+        """
+        with self.cache.shield.up():
+            return self._run(rows, np.asarray(counts))
+
+    def _run(self, rows: Tensor, counts: Ints) -> Tensor:
+        choices = int(counts.sum())
+        out = rows.new_empty(choices, rows.shape[1])
+        left = np.flatnonzero(counts)
+        self._note(counts, choices)
+        following = self.cache.next_of(self.number)
+        while len(left):
+            self._fetch(left, choices)
+            following.fetch_likely(self, left, choices)
+            done = self._wait_for_some(left)
+            self._compute(done, rows, counts, out)
+            left = np.setdiff1d(left, done, assume_unique=True)
+        following.fetch_likely(self, left, choices)
+        return out
+
+    def _note(self, counts: Ints, choices: int) -> None:
+        kept = math.exp(-choices / _REMEMBERED) if self._shares.any() else 0.0
+        self._shares *= kept
+        self._shares += (1 - kept) * counts / max(1, choices)
+
+    def _fetch(self, wanted: Ints, choices: int) -> None:
+        """Begin to read what is missing, as far as there are slots whose experts are not wanted."""
+        missing = wanted[self.slots[wanted] < 0]
+        if len(missing):
+            slots, _ = self.pool.used_last(self, wanted, choices)
+            for expert, slot in zip(missing.tolist(), slots.tolist(), strict=False):
+                self._read(expert, slot)
+
+    def fetch_likely(self, now: CachedLayer, wanted: Ints, choices: int) -> None:
+        """Begin to read what is likely to be used, in place of what is used later.
+
+        Args:
+            now: the layer before, which still has to run its experts `wanted`.
+        """
+        likely = 1 - (1 - self._shares) ** choices
+        missing = np.flatnonzero((likely >= LIKELY) & (self.slots < 0))
+        if not len(missing):
+            return
+        missing = missing[np.argsort(-likely[missing], kind="stable")]
+        numbers = np.full(len(missing), self.number)
+        ours = self.cache.until_used(now.number, choices, numbers, missing)
+        slots, theirs = self.pool.used_last(now, wanted, choices)
+        for expert, slot, use, their_use in zip(
+            missing.tolist(), slots.tolist(), ours, theirs, strict=False
+        ):
+            if their_use <= use:
+                break
+            self._read(expert, slot)
+
+    def _read(self, expert: int, slot: int) -> None:
+        pool = self.pool
+        if (job := pool.jobs[slot]) is not None:
+            job.wait()  # until nobody writes there
+        if (owner := pool.owners[slot]) is not None:
+            owner.slots[pool.experts[slot]] = -1
+        pool.owners[slot], pool.layers[slot], pool.experts[slot] = self, self.number, expert
+        self.slots[expert] = slot
+        pool.jobs[slot] = self.cache.read(self, expert, slot)
+
+    def _wait_for_some(self, wanted: Ints) -> Ints:
+        """Return those that were read, of which there is at least one."""
+        held = wanted[self.slots[wanted] >= 0]
+        jobs = [self.pool.jobs[slot] for slot in self.slots[held].tolist()]
+        if all(job is not None and not job.ended for job in jobs):
+            first = jobs[0]
+            assert first is not None
+            self.cache.wait(self, first)
+        done = held[[job is None or job.ended for job in jobs]]
+        for slot in self.slots[done].tolist():
+            if (job := self.pool.jobs[slot]) is not None:
+                self.cache.wait(self, job)  # which tells what went wrong
+                self.pool.jobs[slot] = None
+        return done
+
+    def _compute(self, experts: Ints, rows: Tensor, counts: Ints, out: Tensor) -> None:
+        experts = experts[np.argsort(self.slots[experts])]
+        ends = counts.cumsum()
+        places = np.concatenate([np.arange(ends[e] - counts[e], ends[e]) for e in experts])
+        index = torch.from_numpy(places)
+        per_slot = np.zeros(self.pool.count, dtype=np.int64)
+        per_slot[self.slots[experts]] = counts[experts]
+        assert self.held is not None
+        out[index] = run_experts(self.held, rows[index], torch.from_numpy(per_slot))
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        self.held = None
+        self.layer.module.__dict__.pop("expert_share", None)
+
+
+class _Pool:
+    """Memory for experts of one shape.
+
+    Args:
+        layers: that share it.
+        count: experts that it holds.
+        num_buffers: memory to read one expert into.
+
+    Attributes:
+        owners, layers, experts, jobs: of each slot, the expert in it (-1: none), and what reads it.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], count: int, num_buffers: int) -> None:
+        self.count = count
+        self.owners: list[CachedLayer | None] = [None] * count
+        self.layers: Ints = np.zeros(count, dtype=np.int64)
+        self.experts: Ints = np.full(count, -1)
+        self.jobs: list[Job | None] = [None] * count
+        self._bytes = {key: stack.nbytes for key, stack in layers[0].stacks.items()}
+        self._memory = {key: pages(count * nbytes) for key, nbytes in self._bytes.items()}
+        most = max(layer.read_bytes for layer in layers)
+        self.buffers = [pages(most) for _ in range(num_buffers)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the slots."""
+        return self.count * sum(self._bytes.values())
+
+    def room(self, key: str, slot: int) -> npt.NDArray[np.uint8]:
+        """Return the memory of one parameter's expert."""
+        nbytes = self._bytes[key]
+        room: npt.NDArray[np.uint8] = self._memory[key][slot * nbytes : (slot + 1) * nbytes].numpy()
+        return room
+
+    def used_last(self, now: CachedLayer, wanted: Ints, choices: int) -> tuple[Ints, Floats]:
+        """Return slots, those used last first, and how many layers pass until then.
+
+        Args:
+            now: the layer that runs; slots of its experts `wanted` are left out.
+        """
+        until = now.cache.until_used(now.number, choices, self.layers, self.experts)
+        until[self.experts < 0] = np.inf
+        if now.pool is self:
+            own = now.slots[wanted]
+            until[own[own >= 0]] = -1
+        slots = np.argsort(-until, kind="stable")
+        slots = slots[until[slots] >= 0]
+        return slots, until[slots]
+
+    def module_like(self, layer: ExpertLayer) -> nn.Module:
+        """Return a copy of a layer's experts module whose experts are the slots."""
+        memo: dict[int, Any] = {}
+        packed: list[tuple[str, Any]] = []
+        for key, stack in layer.stacks.items():
+            parameter, packing = stack.slot.parameter, stack.slot.packing
+            if packing is None:
+                rows = self.count * (parameter.shape[0] // stack.count)
+                held = self._memory[key].view(parameter.dtype).view(rows, *parameter.shape[1:])
+                memo[id(parameter)] = nn.Parameter(held, requires_grad=False)
+            else:
+                memo[id(parameter)] = parameter
+                packed.append((key, replace(packing, shape=(self.count, *packing.shape[1:]))))
+        module = copy.deepcopy(layer.module, memo)
+        for key, packing in packed:
+            module = hold_packed(module, key, self._memory[key], packing)
+        return module
+
+
+def _shape_of(layer: ExpertLayer) -> Any:
+    """What experts that share a pool have in common."""
+    found: list[Any] = []
+    for key, stack in layer.stacks.items():
+        parameter, packing = stack.slot.parameter, stack.slot.packing
+        kind = None if packing is None else packing.quantization
+        found.append((key, parameter.shape[1:], parameter.dtype, stack.nbytes, kind))
+    return tuple(found)
