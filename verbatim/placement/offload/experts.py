@@ -71,6 +71,7 @@ class ExpertCache:
         trace: Trace,
         scratch: Scratch | None = None,
     ) -> None:
+        self.threaded = threaded
         self.visits_left = 0
         self.wait_s = 0.0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
@@ -214,6 +215,7 @@ class CachedLayer:
         self.cache, self.number, self.layer, self.pool = cache, number, layer, pool
         self.slots: Ints = np.full(layer.count, -1)  # of each expert; -1: it is not in memory
         self._shares = cache.shares[number, : layer.count]
+        self._chosen, self._choices = np.zeros(layer.count), 0.0  # those further back count less
         self.held: nn.Module | None = pool.module_like(layer)
         layer.module.expert_share = self  # type: ignore[assignment]
 
@@ -234,22 +236,23 @@ class CachedLayer:
     def _run(self, rows: Tensor, counts: Ints) -> Tensor:
         choices = int(counts.sum())
         out = rows.new_empty(choices, rows.shape[1])
-        left = np.flatnonzero(counts)
+        wanted = counts > 0
         self._note(counts, choices)
         following = self.cache.next_of(self.number)
-        while len(left):
+        while len(left := np.flatnonzero(wanted)):
             self._fetch(left, choices)
-            following.fetch_likely(self, left, choices)
             done = self._wait_for_some(left)
             self._compute(done, rows, counts, out)
-            left = np.setdiff1d(left, done, assume_unique=True)
-        following.fetch_likely(self, left, choices)
+            wanted[done] = False
+            if self.cache.threaded:
+                following.fetch_likely(self, np.flatnonzero(wanted), choices)
         return out
 
     def _note(self, counts: Ints, choices: int) -> None:
-        kept = math.exp(-choices / _REMEMBERED) if self._shares.any() else 0.0
-        self._shares *= kept
-        self._shares += (1 - kept) * counts / max(1, choices)
+        kept = math.exp(-choices / _REMEMBERED)
+        self._chosen = kept * self._chosen + counts
+        self._choices = kept * self._choices + choices
+        self._shares[:] = self._chosen / max(1, self._choices)
 
     def _fetch(self, wanted: Ints, choices: int) -> None:
         """Begin to read what is missing, as far as there are slots whose experts are not wanted."""
@@ -260,7 +263,7 @@ class CachedLayer:
                 self._read(expert, slot)
 
     def fetch_likely(self, now: CachedLayer, wanted: Ints, choices: int) -> None:
-        """Begin to read what is likely to be used, in place of what is used later.
+        """Begin to read what is likely to be used, in place of what a whole forward can do without.
 
         Args:
             now: the layer before, which still has to run its experts `wanted`.
@@ -270,14 +273,9 @@ class CachedLayer:
         if not len(missing):
             return
         missing = missing[np.argsort(-likely[missing], kind="stable")]
-        numbers = np.full(len(missing), self.number)
-        ours = self.cache.until_used(now.number, choices, numbers, missing)
-        slots, theirs = self.pool.used_last(now, wanted, choices)
-        for expert, slot, use, their_use in zip(
-            missing.tolist(), slots.tolist(), ours, theirs, strict=False
-        ):
-            if their_use <= use:
-                break
+        slots, until = self.pool.used_last(now, wanted, choices)
+        slots = slots[until >= len(self.cache.shares)]
+        for expert, slot in zip(missing.tolist(), slots.tolist(), strict=False):
             self._read(expert, slot)
 
     def _read(self, expert: int, slot: int) -> None:

@@ -69,7 +69,8 @@ class Part:
             with activate(self._walk):
                 self._greenlet.throw(GreenletExit)
         # It knows this part. Left to the garbage collector, logits of many steps would pile up.
-        self._greenlet.part = self.output = None
+        del self._greenlet.part
+        self.output = None
 
     def _run(self) -> None:
         self.output = self._forward()

@@ -180,12 +180,11 @@ def shape_of(
     text = config.get_text_config(decoder=True)
     slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
     own = {unit: [layer for layer in units.experts if layer.unit is unit] for unit in units.order}
-    experts = _first(
+    experts = max((layer.count for layer in units.experts), default=0) or _first(
         text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
     )
-    top_k = _first(
-        text, "num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"
-    )
+    names = "num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"
+    top_k = _first(text, *names) or _first(getattr(text, "ffn_config", None), "moe_top_k")
     hidden = _first(text, "hidden_size") or max(
         (slot.parameter.shape[-1] for slot in slots), default=1
     )
