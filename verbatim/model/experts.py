@@ -246,6 +246,29 @@ class ExpertsParts:
         return x[:, :inner].contiguous()
 
 
+class ExpertShare:
+    """Where an experts module's experts are, if not all of them are in its parameters.
+
+    It is the module's attribute `expert_share`.
+
+    Attributes:
+        where: for `llm.info()`.
+        held: the module whose parameters hold the experts that are here; None: the same.
+    """
+
+    where = "on each rank its own"
+    held: nn.Module | None = None
+
+    def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+        """What `run_experts` gives with all experts here.
+
+        Args:
+            rows: `[n, H]`, sorted by expert, and behind them those of identity experts.
+            counts: of each expert.
+        """
+        raise NotImplementedError
+
+
 _parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDictionary()
 
 
@@ -271,12 +294,13 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     """Say how an experts module runs by itself; None where `flat_experts` does not run it."""
     if not runs_flat(experts):
         return None
-    share = getattr(experts, "expert_share", None)
+    share: ExpertShare | None = getattr(experts, "expert_share", None)
     where = "" if share is None else f", {share.where}"
+    held = experts if share is None or share.held is None else share.held
     if kernels.library() is None or dtype not in _SUFFIX:
         return f"expert by expert{where}: no compiled kernels for them"
     try:
-        parts = parts_of(getattr(share, "held", experts))
+        parts = parts_of(held)
         tensors = [place[0].get(place[1]) for place in parts.tensors]
         if any(t is not None and t.untyped_storage().nbytes() < t.nbytes for t in tensors):
             return "all in one kernel call, read with their layer"
@@ -321,8 +345,7 @@ def flat_experts(
     route(experts, top_k_index)
     num_tokens, top_k = top_k_index.shape
     parts = parts_of(experts)
-    # Experts that live on several ranks come with something that knows where (`shard.py`).
-    share = getattr(experts, "expert_share", None)
+    share: ExpertShare | None = getattr(experts, "expert_share", None)
     struct = parts.served(hidden) if share is None and backend == "auto" else None
     if struct is not None:
         hidden, weights = hidden.contiguous(), top_k_weights.float().contiguous()

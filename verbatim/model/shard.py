@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model import products
-from verbatim.model.experts import run_experts
+from verbatim.model.experts import ExpertShare, run_experts
 
 # With the kernels, a column's bits are the same in any slice of 2 or more; torch's own products have other
 # methods for few columns, and cut in sixteens they held wherever they were tried (`same_bits` asks again).
@@ -82,14 +82,12 @@ class Columns(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-class ExpertShare:
+class RankExperts(ExpertShare):
     """Whole experts, some on each rank; all ranks have the same tokens.
 
     Args:
         bounds: rank r has the experts from `bounds[r]` to `bounds[r + 1]`.
     """
-
-    where = "on each rank its own"
 
     def __init__(self, ranks: Ranks, bounds: Sequence[int]) -> None:
         self.bounds = list(bounds)

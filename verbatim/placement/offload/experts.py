@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.experts import run_experts
+from verbatim.model.experts import ExpertShare, run_experts
 from verbatim.model.packed import hold_packed
 from verbatim.placement.offload.cost import LIKELY
 from verbatim.placement.offload.files import File, bytes_of, pages
@@ -95,6 +95,8 @@ class ExpertCache:
             self.close()
             raise
         self.capacity = sum(pool.count for pool in {layer.pool for layer in self._layers})
+        for layer in self._layers:
+            layer.where = f"read when chosen, {self.capacity} of {self.num_experts} held in memory"
         for worker in self._workers:
             worker.start()
 
@@ -204,7 +206,7 @@ class ExpertCache:
             file.close()
 
 
-class CachedLayer:
+class CachedLayer(ExpertShare):
     """The experts of one layer, as `flat_experts` finds them at the module of a model.
 
     Attributes:
@@ -216,13 +218,8 @@ class CachedLayer:
         self.slots: Ints = np.full(layer.count, -1)  # of each expert; -1: it is not in memory
         self._shares = cache.shares[number, : layer.count]
         self._chosen, self._choices = np.zeros(layer.count), 0.0  # those further back count less
-        self.held: nn.Module | None = pool.module_like(layer)
+        self.held = pool.module_like(layer)
         layer.module.expert_share = self  # type: ignore[assignment]
-
-    @property
-    def where(self) -> str:
-        """For `llm.info()`."""
-        return f"read when chosen, {self.cache.capacity} of {self.cache.num_experts} held in memory"
 
     def run(self, experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
         """What `run_experts` gives, from rows `[n, H]` sorted by expert, `counts[e]` of each expert e.

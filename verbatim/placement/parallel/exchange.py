@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verbatim.engine.lockstep import rank_of
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.experts import run_experts
+from verbatim.model.experts import ExpertShare, run_experts
 
 _KEY_BYTES = 256
 
@@ -80,7 +80,7 @@ def differing(rank: int, key: str, first: str) -> str:
     )
 
 
-class ExchangedExperts:
+class ExchangedExperts(ExpertShare):
     """Whole experts, some on each rank; each rank has tokens of its own.
 
     Args:

@@ -19,7 +19,7 @@ from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.loader import LoadedModel
-from verbatim.model.shard import COLUMNS, Columns, ExpertShare, Ranks, bounds_of, same_bits
+from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, same_bits
 from verbatim.placement.offload.files import read_whole
 from verbatim.placement.offload.recipe import Recipe, cook
 from verbatim.placement.parallel.heads import own_layers
@@ -47,7 +47,7 @@ def take_share(
     *,
     head: nn.Module | None,
     linears: bool = True,
-    share: type[Any] = ExpertShare,
+    share: type[Any] = RankExperts,
 ) -> Cut:
     """Read this rank's share of a model whose parameters have no memory yet; one tensor is whole at a time.
 
