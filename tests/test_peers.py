@@ -335,11 +335,11 @@ def test_gguf_says_how_many_experts_there_are_and_keeps_routers_in_float32(exper
 
 def test_rows_go_on_from_different_ids():
     pytest.importorskip("torch")
-    from benchmarks.peers.systems.verbatim import Rows
+    from verbatim.bench.ours import Ours
     from verbatim import LLM
 
     with LLM(make_experts(**SHAPES["moe-toy"])) as llm:
-        rows = Rows(llm)
+        rows = Ours(llm)
         requests = rows.add([[1, 2, 3]] * 4, max_tokens=8)
         rows._take_in(requests)
         llm._engine.step()

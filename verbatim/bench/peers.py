@@ -32,7 +32,8 @@ class Peer(Protocol):
 
 
 class Transformers:
-    """The model called as `generate` calls it, without generate's own work: SDPA and a dynamic cache.
+    """The model called as `generate` calls it, without generate's own work: a dynamic cache, and SDPA
+    attention where transformers has it for the model.
 
     Raises:
         ModelError: transformers can't open it.
@@ -46,7 +47,7 @@ class Transformers:
         transformers.logging.disable_progress_bar()
         try:
             self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, attn_implementation="sdpa", **options
+                source, dtype=dtype, **options
             )
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(f"transformers can't open it: {error}") from None
@@ -69,10 +70,12 @@ class Transformers:
     def decode_of(
         self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
     ) -> list[float]:
-        """Seconds of each step of `rows` copies of a prompt; `most_s` as of `step_times`."""
+        """Seconds of each step of `rows` copies of a prompt, which go on differently; `most_s` as of
+        `step_times`."""
         cache = self._make_cache()
-        next_ids = self._next(torch.tensor([prompt]), cache).expand(rows)
+        self._next(torch.tensor([prompt]), cache)
         cache.batch_repeat_interleave(rows)
+        next_ids = torch.randint(self._vocab, (rows,))
 
         def step() -> None:
             nonlocal next_ids

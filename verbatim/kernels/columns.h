@@ -136,6 +136,12 @@ template <typename T> static inline void copy_inputs(T *to, const T *from, int64
 constexpr int VECTORS = 4;
 constexpr int64_t TILE_COLS = 16 * VECTORS;
 
+// The lines of a tile's row of weights, to be there when they are needed.
+template <typename T> static INLINE inline void fetch_columns(const T *w) {
+    for (size_t i = 0; i < TILE_COLS * sizeof(T); i += 64)
+        __builtin_prefetch((const char *)w + i, 0, 2);
+}
+
 // Sixteen columns of a row of weights, from 16v on, of which n - 16v exist; FULL when all do.
 template <bool FULL, typename T> static INLINE inline Lanes columns(const T *w, int v, int n) {
     return FULL ? lanes_at(w + 16 * v)
@@ -144,8 +150,10 @@ template <bool FULL, typename T> static INLINE inline Lanes columns(const T *w, 
 
 template <bool FULL, int R, typename T>
 static INLINE inline void accumulate(Lanes (&acc)[R][VECTORS], const T *x, int64_t x_stride,
-                                     const T *w, int64_t w_stride, int64_t depth, int n) {
+                                     const T *w, int64_t w_stride, int64_t depth, int n,
+                                     int64_t ahead) {
     for (int64_t k = 0; k < depth; k++, w += w_stride) {
+        if (ahead) fetch_columns(w + ahead);
         const Lanes b0 = columns<FULL>(w, 0, n), b1 = columns<FULL>(w, 1, n);
         const Lanes b2 = columns<FULL>(w, 2, n), b3 = columns<FULL>(w, 3, n);
         each<R>([&](auto r) INLINE {
@@ -163,11 +171,13 @@ static INLINE inline void accumulate(Lanes (&acc)[R][VECTORS], const T *x, int64
 // interleaving leaves columns 0-3, 8-11, .. in one accumulator and 4-7, 12-15, .. in the next.
 template <bool FULL, int R>
 static INLINE inline void accumulate(f32x16 (&acc)[R][VECTORS], const bf16 *x, int64_t x_stride,
-                                     const bf16 *w, int64_t w_stride, int64_t depth, int n) {
+                                     const bf16 *w, int64_t w_stride, int64_t depth, int n,
+                                     int64_t ahead) {
     const __mmask32 left = n < 32 ? (__mmask32)((1ull << n) - 1) : ~0u;
     const __mmask32 right = n < 32 ? 0 : (__mmask32)((1ull << (n - 32)) - 1);
     auto pair = [&](int64_t k, auto both) INLINE {  // the last row of an odd K has zeros beside it
         const bf16 *even = w + k * w_stride, *odd = both ? even + w_stride : even;
+        if (ahead) fetch_columns(even + ahead), fetch_columns(odd + ahead);
         __m512i e0, e1, o0 = _mm512_setzero_si512(), o1 = o0;
         if (FULL) {
             e0 = _mm512_loadu_si512(even), e1 = _mm512_loadu_si512(even + 32);
@@ -234,11 +244,13 @@ static inline void finish_row(const Product<T, O> &p, Lanes *v, int64_t row, int
 // Columns from `col` on, over K from `begin` to `end`; `w` is their weight at `begin`.
 template <int R, bool FULL, typename T, typename O>
 static NOINLINE void column_tile(const Product<T, O> &p, const T *w, int64_t w_stride, int64_t row,
-                                 int64_t col, int n, int64_t begin, int64_t end, Lanes *kept) {
+                                 int64_t col, int n, int64_t begin, int64_t end, int64_t ahead,
+                                 Lanes *kept) {
     Lanes acc[R][VECTORS];
     if (begin == 0) each<R * VECTORS>([&](auto i) INLINE { acc[i / 4][i % 4] = Lanes{}; });
     else each<R * VECTORS>([&](auto i) INLINE { acc[i / 4][i % 4] = kept[i]; });
-    accumulate<FULL>(acc, p.x + row * p.x_stride + begin, p.x_stride, w, w_stride, end - begin, n);
+    accumulate<FULL>(acc, p.x + row * p.x_stride + begin, p.x_stride, w, w_stride, end - begin, n,
+                     ahead);
     each<R * VECTORS>([&](auto i) INLINE { kept[i] = acc[i / 4][i % 4]; });
     if (end == p.depth)
         for (int r = 0; r < R; r++) finish_row<FULL>(p, kept + r * VECTORS, row + r, col, n);
@@ -247,10 +259,10 @@ static NOINLINE void column_tile(const Product<T, O> &p, const T *w, int64_t w_s
 template <bool FULL, typename T, typename O>
 static void column_tile_of(int64_t rows, const Product<T, O> &p, const T *w, int64_t w_stride,
                            int64_t row, int64_t col, int n, int64_t begin, int64_t end,
-                           Lanes *kept) {
+                           int64_t ahead, Lanes *kept) {
     switch (rows) {
 #define HEIGHT(R)                                                                                  \
-    case R: return column_tile<R, FULL>(p, w, w_stride, row, col, n, begin, end, kept);
+    case R: return column_tile<R, FULL>(p, w, w_stride, row, col, n, begin, end, ahead, kept);
         HEIGHT(1)
 #if defined(__AVX512F__)
         HEIGHT(2)
@@ -269,7 +281,7 @@ static void column_tile_of(int64_t rows, const Product<T, O> &p, const T *w, int
 // along their columns, and a part serves all rows while it is in the cache. Few rows have wide strips
 // and short parts: as many streams from memory as a part has rows of weights.
 constexpr int64_t STRIP_COLS = 256, STRIP_ROWS = 48, PART_DEPTH = 128;
-constexpr int64_t FEW_COLUMN_ROWS = 4, FEW_DEPTH = 8;
+constexpr int64_t FEW_COLUMN_ROWS = ROWS > 1 ? 24 : 4, FEW_DEPTH = 16;
 
 template <typename T, typename O> static bool few(const Product<T, O> &p) {
     return p.rows <= FEW_COLUMN_ROWS && !p.bits;
@@ -301,6 +313,7 @@ static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int6
     for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += part) {
         const int64_t end = std::min(begin + part, p.depth);
         const T *w = numbers_at(p, begin, end, col, cols, room.data);
+        const int64_t ahead = few(p) && end < p.depth ? part * w_stride : 0;  // the next part
         Lanes *place = kept.data;
         for (int64_t i = 0; i < panels; i++) {
             const int64_t from = rows * i / panels, height = rows * (i + 1) / panels - from;
@@ -308,10 +321,10 @@ static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int6
                 const int n = (int)std::min<int64_t>(TILE_COLS, cols - c);
                 if (n == TILE_COLS)
                     column_tile_of<true>(height, p, w + c, w_stride, row + from, col + c, n, begin,
-                                         end, place);
+                                         end, ahead, place);
                 else
                     column_tile_of<false>(height, p, w + c, w_stride, row + from, col + c, n,
-                                          begin, end, place);
+                                          begin, end, ahead, place);
             }
         }
     }
@@ -321,13 +334,13 @@ template <typename T, typename O>
 static void by_columns(const std::vector<Product<T, O>> &products, int threads) {
     int64_t all = 0, count = 0;
     for (const auto &p : products) all += p.cols;
-    const int64_t share = all / (4 * threads) / TILE_COLS * TILE_COLS;
+    const int64_t share = all / (2 * threads) / TILE_COLS * TILE_COLS;
     struct Cut {
         int64_t end, strips, width;
     };
     std::vector<Cut> cuts;
     for (const auto &p : products) {
-        const int64_t widest = few(p) ? 8 * STRIP_COLS : STRIP_COLS;
+        const int64_t widest = few(p) ? 32 * STRIP_COLS : STRIP_COLS;
         const int64_t width = few(p) ? std::clamp(share, TILE_COLS, widest) : widest;
         const int64_t strips = (p.cols + width - 1) / width;
         count += strips * ((p.rows + STRIP_ROWS - 1) / STRIP_ROWS);

@@ -257,6 +257,19 @@ void vb::run_experts(const Experts &e, const T *x, int64_t rows, Chosen chosen, 
 }
 
 template <typename T>
+void vb::run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation,
+                 const T *x, int64_t rows, T *out, int threads) {
+    const int64_t inner = down.depth, pair = 2 * inner;
+    const Scratch<T> made(rows * pair);
+    multiply(x, rows, gates->depth, gates, num_gates, made.data, pair, threads);
+    each_row(rows, pair, threads, [&](int64_t r) {
+        T *gate = made.data + r * pair;
+        activate_row(gate, gate, gate + inner, inner, activation);
+    });
+    multiply(made.data, rows, pair, &down, 1, out, down.cols, threads);
+}
+
+template <typename T>
 void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, T *out,
                      int threads) {
     const int64_t hidden = m.experts.hidden;
@@ -267,14 +280,9 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
             each_lane(row, hidden, [&](auto at) { return at(row) * m.scale; });
         });
     if (!m.num_shared) return;
-    const int64_t inner = m.shared_down.depth, pair = 2 * inner;
-    const Scratch<T> gates(rows * pair), shared(rows * hidden), open(rows);
-    multiply(x, rows, hidden, m.shared_gates, m.num_shared, gates.data, pair, threads);
-    each_row(rows, pair, threads, [&](int64_t r) {
-        T *gate = gates.data + r * pair;
-        activate_row(gate, gate, gate + inner, inner, m.experts.activation);
-    });
-    multiply(gates.data, rows, pair, &m.shared_down, 1, shared.data, hidden, threads);
+    const Scratch<T> shared(rows * hidden), open(rows);
+    run_mlp(m.shared_gates, m.num_shared, m.shared_down, m.experts.activation, x, rows, shared.data,
+            threads);
     const bool gated = m.shared_gate.data;
     if (gated) multiply(x, rows, hidden, &m.shared_gate, 1, open.data, 1, threads);
     each_row(rows, hidden, threads, [&](int64_t r) {
@@ -290,6 +298,8 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
     template void vb::route(const Router &, const T *, int64_t, const Record &, Chosen, int);      \
     template void vb::run_sorted(const Experts &, const T *, const int64_t *, T *, int);           \
     template void vb::run_experts(const Experts &, const T *, int64_t, Chosen, int64_t, T *, int); \
+    template void vb::run_mlp(const Matrix *, int, const Matrix &, int32_t, const T *, int64_t,    \
+                              T *, int);                                                           \
     template void vb::run_mixture(const Mixture &, const T *, int64_t, Chosen, T *, int);
 INSTANCES(float)
 INSTANCES(bf16)

@@ -100,6 +100,11 @@ template <typename T>
 void run_experts(const Experts &experts, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
                  T *out, int threads);
 
+// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both.
+template <typename T>
+void run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation, const T *x,
+             int64_t rows, T *out, int threads);
+
 // out[rows, hidden]: the experts' sum, and the shared expert.
 template <typename T>
 void run_mixture(const Mixture &mixture, const T *x, int64_t rows, Chosen chosen, T *out,

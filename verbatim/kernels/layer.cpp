@@ -18,7 +18,7 @@ struct Layer {
     Matrix gates[2];   // gate and up; or one of both
     Matrix down;
     Norm before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp;
-    int64_t hidden, heads, kv_heads, head_dim, value_dim, inner;
+    int64_t hidden, heads, kv_heads, head_dim, value_dim;
     int32_t num_inputs, num_gates;
     int32_t activation, rotation;
     float residual_scale;  // of what is added to the residual
@@ -128,16 +128,7 @@ template <typename T>
 void add_mlp(const Layer &l, const T *x, int64_t rows, Chosen chosen, T *out, int threads) {
     const Scratch<T> made(rows * l.hidden);
     if (l.mixture) run_mixture(*l.mixture, x, rows, chosen, made.data, threads);
-    else {
-        const int64_t pair = 2 * l.inner;
-        const Scratch<T> gates(rows * pair);
-        multiply(x, rows, l.hidden, l.gates, l.num_gates, gates.data, pair, threads);
-        each_row(rows, pair, threads, [&](int64_t r) {
-            T *gate = gates.data + r * pair;
-            activate_row(gate, gate, gate + l.inner, l.inner, l.activation);
-        });
-        multiply(gates.data, rows, pair, &l.down, 1, made.data, l.hidden, threads);
-    }
+    else run_mlp(l.gates, l.num_gates, l.down, l.activation, x, rows, made.data, threads);
     add_back(l, out, out, made.data, rows, l.after_mlp, threads);
 }
 

@@ -182,8 +182,7 @@ class FusedLayer:
         fits &= struct.output.depth == shape.heads * shape.value_dim
         if parts.down is not None:
             struct.down = matrix_of(parts.down, dtype)
-            struct.inner = struct.down.depth
-            wanted = [(2 * struct.inner) // len(parts.gates)] * len(parts.gates)
+            wanted = [(2 * struct.down.depth) // len(parts.gates)] * len(parts.gates)
             fits &= [m.cols for m in struct.gates][: len(wanted)] == wanted
             fits &= all(struct.gates[i].depth == struct.hidden for i in range(len(wanted)))
             fits &= struct.down.cols == struct.hidden

@@ -49,7 +49,7 @@ class LayerStruct(ctypes.Structure):
         *((role, NormStruct) for role in ROLES),
         *(
             (name, _LONG)
-            for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim", "inner")
+            for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim")
         ),
         *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
         ("residual_scale", _FLOAT),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,6 @@ import transformers
 from benchmarks.peers.protocol import random_ids, serve
 from benchmarks.peers.shape import Shape
 from verbatim.bench import peers
-from verbatim.bench.timing import step_times
-
-
-class Rows(peers.Transformers):
-    """Rows that go on from different ids, so that they choose different experts."""
-
-    def __init__(self, folder: str, vocab: int) -> None:
-        self._vocab = vocab
-        config = transformers.AutoConfig.from_pretrained(folder)
-        attention = "eager" if config.model_type == "gpt_oss" else "sdpa"  # SDPA has no sinks
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation=attention
-        )
-        self._make_cache = lambda: transformers.DynamicCache(config=config)
-
-    def decode_of(
-        self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
-    ) -> list[float]:
-        cache = self._make_cache()
-        self._next(torch.tensor([prompt]), cache)
-        cache.batch_repeat_interleave(rows)
-        ids = torch.tensor(random_ids(rows, 1, self._vocab))
-
-        def step() -> None:
-            nonlocal ids
-            ids = self._next(ids[:, None], cache)
-
-        return step_times(step, steps, most_s)
 
 
 class Transformers:
@@ -58,7 +29,7 @@ class Transformers:
             raise ValueError(f"{fmt} weights with {kv} KV: only bf16 and 16bit are measured")
         torch.set_num_threads(threads)
         self.vocab = Shape.of(json.loads((Path(folder) / "config.json").read_text())).vocab
-        self.peer = Rows(folder, self.vocab)
+        self.peer = peers.Transformers(folder, torch.bfloat16)
         return {}
 
     def unload(self) -> None:
