@@ -207,12 +207,29 @@ def test_walks_through_very_many_random_schemas_end_in_documents_that_validate()
     assert sum(check_documents(random_schema(rng, 3), 4, seed) for seed in range(600)) > 1200
 
 
-def test_a_document_may_be_compact_spaced_or_indented_but_not_all_whitespace():
-    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
-    document = {"a": [1, {"b": "c"}]}
+DOCUMENT = {"a": [1, {"b": "c"}]}
+ITS_SCHEMA = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+
+
+def test_a_document_is_compact():
+    for separators in ((",", ":"), (", ", ": "), (", ", ":")):
+        assert takes(json.dumps(DOCUMENT, separators=separators), json_schema=ITS_SCHEMA)
+    for text in (
+        '{"a":  []}',
+        '{ "a":[]}',
+        '{"a":[ 1]}',
+        '{"a" :[]}',
+        '{"a":[1 ,2]}',
+        '{"a":\n[]}',
+    ):
+        assert not takes(text, json_schema=ITS_SCHEMA)
+
+
+def test_a_document_may_be_indented_where_any_whitespace_is_allowed():
+    structure = dict(json_schema=ITS_SCHEMA, any_whitespace=True)
     for indent in (None, 1, 2, 4, "\t"):
-        assert takes(json.dumps(document, indent=indent), json_schema=schema)
-    assert takes(json.dumps(document, separators=(",", ":")), json_schema=schema)
+        assert takes(json.dumps(DOCUMENT, indent=indent), **structure)
+    assert takes(json.dumps(DOCUMENT, separators=(",", ":")), **structure)
     for text in (
         '{  "a":[]}',
         '{\n\n"a":[]}',
@@ -221,7 +238,7 @@ def test_a_document_may_be_compact_spaced_or_indented_but_not_all_whitespace():
         '{"a":[]}\n',
         '{\r"a":[]}',
     ):
-        assert not takes(text, json_schema=schema)
+        assert not takes(text, **structure)
 
 
 def test_no_key_can_be_another_one_in_disguise():

@@ -63,6 +63,7 @@ SENT: dict[str, tuple[Any, Any]] = {
     "include_stop_str_in_output": (True, True),
     "ignore_eos": (True, True),
     "skip_special_tokens": (False, False),
+    "any_whitespace": (True, True),
     "regex": ("[xyz]{4}", "[xyz]{4}"),
     "grammar": ('start: "b" "c"', 'start: "b" "c"'),
     "choice": (["red", "blue"], ("red", "blue")),
@@ -73,7 +74,7 @@ SENT: dict[str, tuple[Any, Any]] = {
 }
 # Without an effect on the words of this prompt, or with none but together with another field.
 SILENT = "n min_tokens ignore_eos skip_special_tokens priority timeout_s cache_salt draft".split()
-SILENT.append("include_stop_str_in_output")
+SILENT += ["include_stop_str_in_output", "any_whitespace"]
 NOT_SAMPLING = {"model", "user", "stream"}  # which have tests of their own
 
 
@@ -404,7 +405,7 @@ WRONG: dict[str, list[Any]] = {
     "regex": ["", "("], "grammar": ["start: ("], "choice": [[], [""], "a"],
     "json_schema": [{"type": "x"}, {"not": {}}], "priority": [10**9, "x"], "timeout_s": [0, -1],
     "logprobs": [-1, 2000, True], "echo": ["yes"], "num_beams": [0, 65], "stream": ["x"],
-    "cache_salt": [5], "draft": ["x"], "skip_special_tokens": [1], "user": [5],
+    "cache_salt": [5], "draft": ["x"], "skip_special_tokens": [1], "any_whitespace": ["x"], "user": [5],
 }  # fmt: skip
 
 
@@ -451,7 +452,8 @@ NATIVE: dict[str, Any] = {
     "include_stop_str_in_output": True, "ignore_eos": True, "seed": 12, "logprobs": 2,
     "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "regex": "[a-z]{3}", "grammar": 'start: "x"',
     "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
-    "skip_special_tokens": False, "priority": 2, "timeout_s": 60.0, "cache_salt": "x", "draft": False,
+    "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
+    "cache_salt": "x", "draft": False,
     "record_routing": None, "replay_routing": None, "hidden_states": True,
 }  # fmt: skip
 

@@ -33,6 +33,7 @@ _SWITCHES = (
     "include_stop_str_in_output",
     "ignore_eos",
     "skip_special_tokens",
+    "any_whitespace",
     "draft",
     "record_routing",
     "hidden_states",
@@ -73,7 +74,10 @@ class SamplingParams:
         logprobs: None reports the drawn token's log-probs; N adds the top N of each step.
         prompt_logprobs: None reports none; N reports each prompt token's, with the top N.
         json_schema: a JSON schema, as a dictionary, a bool or its text; the completion is a document that
-            validates. True (or {}) means any JSON.
+            validates. True (or {}) means any JSON. It is compact: no whitespace but one space behind a colon
+            or comma.
+        any_whitespace: let the document of `json_schema` be indented; a model may then fill it with line
+            breaks.
         regex: a regular expression that the whole completion matches.
         grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
         choice: strings, one of which is the completion.
@@ -123,6 +127,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: Any = None
+    any_whitespace: bool = False
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None

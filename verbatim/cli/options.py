@@ -147,6 +147,7 @@ SAMPLING = (
         "JSON|@FILE",
         _text_or_file,
     ),
+    Option("any_whitespace", bool, _STRUCTURE, "Let the JSON document be indented."),
     Option("regex", str, _STRUCTURE, "A text that matches as a whole.", "PATTERN"),
     Option(
         "grammar", str, _STRUCTURE, "A text of this Lark grammar.", "GRAMMAR|@FILE", _text_or_file

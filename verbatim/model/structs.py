@@ -47,10 +47,7 @@ class LayerStruct(ctypes.Structure):
         ("gates", Matrix * 2),
         ("down", Matrix),
         *((role, NormStruct) for role in ROLES),
-        *(
-            (name, _LONG)
-            for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim")
-        ),
+        *((name, _LONG) for name in ("hidden", "heads", "kv_heads", "head_dim", "value_dim")),
         *((name, _INT) for name in ("num_inputs", "num_gates", "activation", "rotation")),
         ("residual_scale", _FLOAT),
         ("is_bf16", _INT),

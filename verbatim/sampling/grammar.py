@@ -25,7 +25,7 @@ from torch import Tensor
 
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
-from verbatim.sampling.json_schema import JSON_ESCAPES, JSON_WHITESPACE, check_schema
+from verbatim.sampling.json_schema import ANY_WHITESPACE, COMPACT, check_schema
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
@@ -64,13 +64,13 @@ class GrammarCompiler:
         self._ll = LLTokenizer(wrapper)
         self.vocabulary.greedy = self._ll.greedy_tokenize
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[tuple[str, Any], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, Any, bool], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of `_compiled`: many threads are admitted at once
 
     def knows(self, params: SamplingParams) -> bool:
         """Is the structure that `params` ask for there already, compiled?"""
         with self._lock:
-            return any((name, getattr(params, name)) in self._compiled for name in STRUCTURES)
+            return any(_key(name, params) in self._compiled for name in STRUCTURES)
 
     def start(self, params: SamplingParams, *, ends: bool) -> GrammarState | None:
         """The state before the first token, None where `params` ask for no structure.
@@ -86,11 +86,11 @@ class GrammarCompiler:
         kind = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
         if kind is None:
             return None
-        text = getattr(params, kind)
+        key = _key(kind, params)
         with self._lock:
-            matcher = self._compiled.pop((kind, text), None)
+            matcher = self._compiled.pop(key, None)
         if matcher is None:
-            matcher = self._compile(kind, text)
+            matcher = self._compile(*key)
         state = GrammarState(self, matcher.deep_copy(), ends)
         try:
             empty = not bool(state.mask().any())
@@ -101,17 +101,19 @@ class GrammarCompiler:
                 f"{kind}: only the empty text fits it, and no end of sequence ends it"
             )
         with self._lock:  # only what proved good is kept, the one used last at the end
-            self._compiled[kind, text] = matcher
-            self._compiled.move_to_end((kind, text))
+            self._compiled[key] = matcher
+            self._compiled.move_to_end(key)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return state
 
-    def _compile(self, kind: str, text: Any) -> LLMatcher:
+    def _compile(self, kind: str, text: Any, any_whitespace: bool) -> LLMatcher:
+        def make() -> LLMatcher:
+            source = _source(kind, text, any_whitespace)
+            return LLMatcher(self._ll, source, log_level=0, limits=self._limits)
+
         try:
-            matcher = _with_deep_stack(
-                lambda: LLMatcher(self._ll, _source(kind, text), log_level=0, limits=self._limits)
-            )
+            matcher = _with_deep_stack(make)
         except UnicodeEncodeError:
             raise InvalidRequest(
                 f"{kind}: the text is not Unicode, it has half a surrogate pair"
@@ -243,6 +245,11 @@ def _bits(ids: Iterable[int], num_words: int) -> Tensor:
     return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
 
 
+def _key(kind: str, params: SamplingParams) -> tuple[str, Any, bool]:
+    """What a compiled structure is kept by."""
+    return kind, getattr(params, kind), params.any_whitespace
+
+
 def _one_line(message: str) -> str:
     message = re.split(r"\n\s*\d+ \| ", message)[
         0
@@ -251,7 +258,7 @@ def _one_line(message: str) -> str:
     return line if len(line) <= 600 else f"{line[:600]} ..."
 
 
-def _source(kind: str, text: Any) -> str:
+def _source(kind: str, text: Any, any_whitespace: bool) -> str:
     """What llguidance compiles."""
     if kind == "json_schema":
         schema = json.loads(text)
@@ -260,8 +267,7 @@ def _source(kind: str, text: Any) -> str:
         schema = {} if schema is True else schema
         check_schema(schema)
         return LLMatcher.grammar_from_json_schema(
-            schema,
-            overrides={"whitespace_pattern": JSON_WHITESPACE, "json_allowed_escapes": JSON_ESCAPES},
+            schema, overrides=ANY_WHITESPACE if any_whitespace else COMPACT
         )
     if kind == "choice":
         texts = [

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import InvalidRequest
 
-# Between the parts of a JSON document there may be nothing, one space, or one line break with up to 32
-# spaces or 16 tabs behind it. With any whitespace at all, a model can go on printing it for ever.
-JSON_WHITESPACE = r"\x20|\n(?:\x20{0,32}|\t{0,16})"
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 # No \uXXXX: a string has one spelling only, so that no key can be another one in disguise.
-JSON_ESCAPES = 'nrbtf\\"'
+_ESCAPES: JsonCompileOptions = {"json_allowed_escapes": 'nrbtf\\"'}
+# Options of llguidance. A compact document has no whitespace but one space behind a colon or comma. In one
+# with any whitespace there may stand, between its parts, one space, or one line break with up to 32 spaces or
+# 16 tabs behind it: with no bound at all, a model can go on printing whitespace for ever.
+COMPACT: JsonCompileOptions = _ESCAPES | {
+    "whitespace_flexible": False,
+    "key_separator": r":\x20?",
+    "item_separator": r",\x20?",
+}
+ANY_WHITESPACE: JsonCompileOptions = _ESCAPES | {
+    "whitespace_pattern": r"\x20|\n(?:\x20{0,32}|\t{0,16})"
+}
 
 _ANNOTATIONS = frozenset(
     "$anchor $defs definitions $schema $id id $comment title description default deprecated readOnly "

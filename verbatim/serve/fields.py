@@ -68,6 +68,7 @@ class Sampling(Strict):
     include_stop_str_in_output: Switch = None
     ignore_eos: Switch = None
     skip_special_tokens: Switch = None
+    any_whitespace: Switch = Field(None, description="Let a JSON document be indented.")
     regex: str | None = within(minLength=1)
     grammar: str | None = within(minLength=1)
     choice: list[str] | None = within(minItems=1)
@@ -93,8 +94,8 @@ class Sampling(Strict):
 _PLAIN = (
     "temperature top_p n seed stop presence_penalty frequency_penalty top_k min_p typical_p "
     "repetition_penalty min_tokens stop_token_ids bad_words allowed_token_ids "
-    "include_stop_str_in_output ignore_eos skip_special_tokens regex grammar choice priority timeout_s "
-    "cache_salt draft"
+    "include_stop_str_in_output ignore_eos skip_special_tokens any_whitespace regex grammar choice "
+    "priority timeout_s cache_salt draft"
 ).split()
 
 

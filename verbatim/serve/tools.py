@@ -13,13 +13,12 @@ from typing import Any
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.sampling.json_schema import JSON_ESCAPES, JSON_WHITESPACE, check_schema
+from verbatim.sampling.json_schema import COMPACT, check_schema
 from verbatim.serve.fields import NamedTool, Tool
 from verbatim.text.tokenizer import Tokenizer
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_GUIDANCE = {"whitespace_pattern": JSON_WHITESPACE, "json_allowed_escapes": JSON_ESCAPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class ToolUse:
         """Each tool's arguments are a schema of their own, whose references lead into it."""
         rules, names = [], []
         for number, tool in enumerate(self.tools):
-            schema = _schema(tool) | {"x-guidance": _GUIDANCE}
+            schema = _schema(tool) | {"x-guidance": COMPACT}
             names.append(f"call_{number}")
             head = json.dumps(self._head(tool))
             rules.append(f'call_{number}: {head} arguments_{number} "}}"\n')
