@@ -33,7 +33,16 @@ from verbatim import (
 from verbatim.batch import Batch
 from verbatim.placement.offload import checkpoint
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
+from verbatim.placement.offload.files import (
+    PAGE,
+    File,
+    buffer_bytes,
+    bytes_of,
+    pages,
+    read_into,
+    read_whole,
+    up,
+)
 from verbatim.placement.offload.recipe import Made, Stored, cook, rows_can_be_read, rows_of
 from verbatim.placement.offload.stream import Stream, lay_out
 from verbatim.placement.offload.trace import Trace
@@ -390,8 +399,9 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
         return plain(fd, buffers, offset)
 
     monkeypatch.setattr("verbatim.placement.offload.files.os.preadv", preadv)
-    file = File(path)
-    assert _is_what_lies_there(_piece(path, 300, 9000), read_whole(_piece(path, 300, 9000), file))
+    file, out = File(path), torch.empty(9000, dtype=torch.uint8)
+    read_into(out.numpy(), _piece(path, 300, 9000), file, pages(buffer_bytes(9000)))
+    assert _is_what_lies_there(_piece(path, 300, 9000), out)
     assert len(refused) == 1 and not file.direct
     file.close()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,7 +139,7 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     _, units = opened(moe("qwen3_moe"))
     layer = units.experts[0]
     each = layer.expert_bytes
-    cache = ExpertCache(units.experts, 100 * each, True, Trace())
+    cache = ExpertCache(units.experts, 100 * each, 2, Trace())
     share: Any = layer.module.expert_share
     whole = {key: cook(stack.slot.recipe, read_whole) for key, stack in layer.stacks.items()}
     rows = torch.randn(6, 64)
@@ -164,7 +167,7 @@ def test_experts_used_often_stay(moe: Callable[[str], Path]) -> None:
     _, units = opened(moe("qwen3_moe"))
     layers, each = units.experts, units.experts[0].expert_bytes
     total = sum(layer.count for layer in layers)
-    cache = ExpertCache(layers, total // 4 * each, False, Trace())
+    cache = ExpertCache(layers, total // 4 * each, 0, Trace())
     noise = np.random.default_rng(0)
     popular = np.array([0.35, 0.35, *[0.05] * 6])
     reads, steps = 0, 60
@@ -192,16 +195,23 @@ def test_all_experts_in_turn_leave_in_memory_what_was_there(moe: Callable[[str],
     _, units = opened(moe("qwen3_moe"))
     layers, each = units.experts, units.experts[0].expert_bytes
     total = sum(layer.count for layer in layers)
-    cache = ExpertCache(layers, 3 * total // 4 * each, False, Trace())
+    cache = ExpertCache(layers, 3 * total // 4 * each, 0, Trace())
+    reads, plain = 0, cache.read
+
+    def read(*args: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return plain(*args)
+
+    cache.read = read  # type: ignore[method-assign]
     for step in range(6):
         if step == 3:
-            before = cache.bytes_read
+            reads = 0
         for layer in layers:
             layer.module.expert_share.run(  # type: ignore[operator]
                 layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
             )
-    read = (cache.bytes_read - before) / 3 / each
-    assert read <= 0.45 * total  # evicting the oldest would read all of them
+    assert reads / 3 <= 0.45 * total  # evicting the oldest would read all of them
     cache.close()
 
 
@@ -218,7 +228,7 @@ def test_experts_of_the_next_layer_are_read_ahead(
     monkeypatch.setattr(ExpertCache, "read", read)
     _, units = opened(moe("qwen3_moe"))
     layers, each = units.experts, units.experts[0].expert_bytes
-    cache = ExpertCache(layers, 2 * layers[0].count * each, True, Trace())
+    cache = ExpertCache(layers, 2 * layers[0].count * each, 2, Trace())
     for _ in range(3):
         asked.clear()
         for number, layer in enumerate(layers):
@@ -272,15 +282,125 @@ def test_the_budget_holds_hot_experts(moe: Callable[[str], Path]) -> None:
             llm.generate([[5, 6, 7]] * 4, GREEDY)
             stats = llm.stats()["offload"]
             assert stats["experts_bytes"]["actual"] == cache.nbytes
+            assert cache.buffer_bytes <= plan["memory"]["expert buffers"]
     assert held == sorted(held)
     assert held[0] < held[-1]
 
 
-def test_a_model_that_fits_reads_nothing(moe: Callable[[str], Path]) -> None:
-    with offloaded(moe("qwen3_moe"), weights=(100, 0, 0)) as llm:
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_a_model_that_fits_reads_nothing(
+    quantization: str | None, moe: Callable[[str], Path]
+) -> None:
+    """Nor are its quantized experts unpacked."""
+    with LLM(moe("qwen3_moe"), max_length=200, quantization=quantization) as llm:
+        expected = words(llm)
+    for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
+        with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
+            assert words(llm) == expected
+            runner: Any = llm._engine.runner
+            assert runner.weights.experts is None
+            assert set(llm.info()["experts"]) == {"all in one kernel call"}
+            room, planned = runner.weights._room, llm.info()["plan"]["memory"]
+            assert (0 if room is None else room.nbytes) <= planned.get("unpacked weights", 0)
+            module = runner.module
+        held = [b for layer in module.modules() for b in layer.buffers() if b.dtype is torch.uint8]
+        assert all(b.untyped_storage().nbytes() <= 4 for b in held)
+
+
+def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
+    llm = offloaded(moe("qwen3_moe"))
+    llm.generate([[5, 6, 7]] * 4, GREEDY)
+    memory = [weakref.ref(t) for t in cache_of(llm)._layers[0].pool._memory.values()]
+    llm.close()
+    gc.collect()
+    assert all(ref() is None for ref in memory)
+
+
+def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str], Path]) -> None:
+    """With fewer slots than a layer has experts, reads are those without reading ahead."""
+    _, units = opened(moe("qwen3_moe"))
+    layers, each = units.experts, units.experts[0].expert_bytes
+    read = {}
+    for num_readers in (0, 2):
+        cache = ExpertCache(layers, 4 * each, num_readers, Trace())
+        for step in range(5):
+            if step == 2:
+                before = cache.bytes_read
+            for layer in layers:
+                layer.module.expert_share.run(  # type: ignore[operator]
+                    layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
+                )
+        for worker in cache._workers:
+            worker.finish()
+        read[num_readers] = cache.bytes_read - before
+        cache.close()
+    assert read[2] <= 1.05 * read[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_waiting_for_experts_counts_as_loading(
+    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = File.read
+
+    def slowly(self: File, *args: Any) -> int:
+        time.sleep(0.002)
+        return plain(self, *args)
+
+    monkeypatch.setattr(File, "read", slowly)
+    with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
         runner: Any = llm._engine.runner
-        assert runner.weights.experts is None
-        assert set(llm.info()["experts"]) == {"all in one kernel call"}
+        assert runner.timings().compute_s >= 0
+        llm.generate([[5, 6, 7]], GREEDY)
+        assert cache_of(llm).wait_s > 0.01
+        assert 0 <= runner.timings().compute_s < runner.timings().load_s
+
+
+def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
+    moe: Callable[[str], Path],
+) -> None:
+    _, units = opened(moe("qwen3_moe"))
+    layer = units.experts[0]
+    layer.module.post_expert_norm = torch.nn.RMSNorm(64)
+    cache = ExpertCache(units.experts, 1, 0, Trace())
+    held: Any = cache._layers[0].held
+    assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
+    cache.close()
+
+
+def test_a_read_that_could_not_begin_leaves_no_expert_behind(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(moe("qwen3_moe")) as llm:
+        expected = words(llm)
+        plain = ExpertCache.read
+
+        def read(self: ExpertCache, *args: Any) -> Any:
+            if noise.random() < 0.05:
+                raise MemoryError
+            return plain(self, *args)
+
+        for seed in range(6):
+            noise = np.random.default_rng(seed)
+            monkeypatch.setattr(ExpertCache, "read", read)
+            with pytest.raises(MemoryError):
+                words(llm)
+            monkeypatch.undo()
+            assert words(llm) == expected
+
+
+def test_files_are_closed_where_the_cache_can_not_be_made(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(ExpertCache, "_share_out", failing)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            offloaded(moe("qwen3_moe"), quantization="int4")
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -156,18 +156,19 @@ def predict_step(
         for unit, nbytes in zip(shape.units, bytes_of, strict=True)
     ]
     compute = [compute_s(shape, unit, tiers, load, widths, machine) for unit in shape.units]
+    waited = [0.0] * len(io)  # for experts that are read when they are chosen
     for j, (nbytes, chosen) in enumerate(of_experts):
-        ahead = plan.overlap and chosen >= LIKELY
-        (io if ahead else compute)[j] += nbytes / machine.read_rate
+        (io if plan.overlap and chosen >= LIKELY else waited)[j] += nbytes / machine.read_rate
     if plan.overlap:  # who reads takes from who computes
         busy = machine.read_cpu_s / max(1, machine.threads)
         compute = [own + nbytes * busy for own, nbytes in zip(compute, bytes_of, strict=True)]
-        seconds = pipeline_s(bytes_of, io, compute, plan.ring_bytes)
+        taken = [own + wait for own, wait in zip(compute, waited, strict=True)]
+        seconds = pipeline_s(bytes_of, io, taken, plan.ring_bytes)
     else:
-        seconds = sum(io) + sum(compute)
+        seconds = sum(io) + sum(compute) + sum(waited)
     return Step(
         seconds=seconds,
-        io_s=sum(io),
+        io_s=sum(io) + sum(waited),
         compute_s=sum(compute),
         weight_bytes=sum(bytes_of) + int(sum(nbytes for nbytes, _ in of_experts)),
         kv_bytes=int((read + written) * attending),

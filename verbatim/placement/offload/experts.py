@@ -25,13 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import ExpertShare, run_experts
-from verbatim.model.packed import hold_packed
+from verbatim.model.packed import hold_packed, nothing_of
 from verbatim.placement.offload.cost import LIKELY
-from verbatim.placement.offload.files import File, bytes_of, pages
+from verbatim.placement.offload.files import CHUNK, PAGE, File, pages, read_into
 from verbatim.placement.offload.jobs import Job, Worker
-from verbatim.placement.offload.recipe import Stored, cook, ingredients, pieces_of
+from verbatim.placement.offload.recipe import Held, Stored, cook, ingredients, pieces_of
 from verbatim.placement.offload.scratch import Scratch
-from verbatim.placement.offload.stream import lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
@@ -39,7 +38,6 @@ from verbatim.shield import Shield
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_READERS = 2  # threads
 _REMEMBERED = 256.0  # choices of a layer after which what was seen before counts 1/e
 
 
@@ -49,7 +47,7 @@ class ExpertCache:
     Args:
         layers: in the order of a forward.
         nbytes: of memory for experts. One of each shape is held in any case.
-        threaded: read in threads, ahead and while experts compute; else when they are needed.
+        num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
         trace: takes note of reads and waits.
         scratch: holds quantized experts.
 
@@ -67,11 +65,11 @@ class ExpertCache:
         self,
         layers: Sequence[ExpertLayer],
         nbytes: int,
-        threaded: bool,
+        num_readers: int,
         trace: Trace,
         scratch: Scratch | None = None,
     ) -> None:
-        self.threaded = threaded
+        self.threaded = num_readers > 0
         self.visits_left = 0
         self.wait_s = 0.0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
@@ -79,8 +77,10 @@ class ExpertCache:
         self._trace = trace
         self._files: dict[Path, File] = {} if scratch is None else {scratch.path: scratch.file()}
         self._workers = [
-            Worker(f"verbatim-experts-{i}", threaded) for i in range(_READERS if threaded else 1)
+            Worker(f"verbatim-experts-{i}", self.threaded) for i in range(max(1, num_readers))
         ]
+        most = max(layer.buffer_bytes for layer in layers)
+        self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in self._workers]
         self._read_bytes = [0] * len(self._workers)
         self._turn = 0
         self._layers: list[CachedLayer] = []
@@ -109,7 +109,7 @@ class ExpertCache:
         pools: dict[ExpertLayer, _Pool] = {}
         for some in alike.values():
             experts = sum(layer.count for layer in some)
-            pool = _Pool(some, max(1, min(experts, nbytes * experts // total)), len(self._workers))
+            pool = _Pool(some[0], max(1, min(experts, nbytes * experts // total)))
             pools.update(dict.fromkeys(some, pool))
         return [CachedLayer(self, i, layer, pools[layer]) for i, layer in enumerate(layers)]
 
@@ -122,6 +122,11 @@ class ExpertCache:
     def nbytes(self) -> int:
         """Memory that holds experts."""
         return sum(pool.nbytes for pool in {layer.pool for layer in self._layers})
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory in which experts are read."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def num_experts(self) -> int:
@@ -147,49 +152,46 @@ class ExpertCache:
     def read(self, layer: CachedLayer, expert: int, slot: int) -> Job:
         """Begin to read an expert into a slot."""
         job = Job(partial(self._read, self._turn, layer, expert, slot))
+        begin = perf_counter()
         self._workers[self._turn].submit(job)
+        if not self.threaded:
+            self.wait_s += perf_counter() - begin
         self._turn = (self._turn + 1) % len(self._workers)
         return job
 
     def _read(self, worker: int, cached: CachedLayer, expert: int, slot: int) -> None:
-        begin, name = perf_counter(), cached.layer.name
-        recipes = {key: stack.recipe(expert) for key, stack in cached.layer.stacks.items()}
-        layout = lay_out(name, [s for recipe in recipes.values() for s in ingredients(recipe)])
-        buffer = cached.pool.buffers[worker]
-        view = bytes_of(buffer)
-        for run in layout.runs:
-            into = view[run.at : run.at + run.nbytes]
-            self._read_bytes[worker] += self._files[run.path].read(into, run.offset, run.needed)
+        begin, buffer = perf_counter(), self._buffers[worker]
 
-        def stored(tensor: Stored) -> Tensor:
-            at = layout.places[tensor]
-            found = buffer[at : at + tensor.nbytes]
-            if at % tensor.dtype.itemsize:
-                found = found.clone()
-            return found.view(tensor.dtype).view(tensor.shape)
+        def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
+            self._read_bytes[worker] += read_into(out, stored, self._files[stored.path], buffer)
 
-        for key, recipe in recipes.items():
+        def apart(stored: Stored) -> Tensor:
+            out = torch.empty(stored.nbytes, dtype=torch.uint8)
+            read(out.numpy(), stored)
+            return out.view(stored.dtype).view(stored.shape)
+
+        for key, stack in cached.layer.stacks.items():
             room, at = cached.pool.room(key, slot), 0
-            for piece in pieces_of(recipe):
-                made = cook(piece, stored).contiguous().view(torch.uint8).flatten().numpy()
-                np.copyto(room[at : at + len(made)], made)  # in this thread; torch takes others
-                at += len(made)
-        self._trace.add("read", f"{name}, expert {expert}", begin, perf_counter())
+            for piece in pieces_of(stack.recipe(expert)):
+                if isinstance(piece, Stored):
+                    end = at + piece.nbytes
+                    read(room[at:end], piece)
+                else:
+                    made = cook(piece, apart).contiguous().view(torch.uint8).flatten().numpy()
+                    end = at + len(made)
+                    np.copyto(room[at:end], made)
+                at = end
+            assert at == len(room)
+        self._trace.add("read", f"{cached.layer.name}, expert {expert}", begin, perf_counter())
 
     def wait(self, layer: CachedLayer, job: Job) -> None:
-        """Wait until an expert was read.
-
-        Raises:
-            TierFailed: it can't be.
-        """
+        """Wait until an expert was read, or could not be."""
         begin = perf_counter()
         job.wait()
         end = perf_counter()
         self.wait_s += end - begin
         if end - begin > 1e-4:
             self._trace.add("wait", layer.layer.name, begin, end)
-        if job.error is not None:
-            raise job.error
 
     def check_files(self) -> None:
         """Raise TierFailed where a file was written to since the model was opened."""
@@ -202,6 +204,7 @@ class ExpertCache:
             worker.stop()
         for layer in self._layers:
             layer.close()
+        self._layers, self._buffers = [], []
         for file in self._files.values():
             file.close()
 
@@ -241,7 +244,7 @@ class CachedLayer(ExpertShare):
             done = self._wait_for_some(left)
             self._compute(done, rows, counts, out)
             wanted[done] = False
-            if self.cache.threaded:
+            if self.cache.threaded and (self.slots[wanted] >= 0).all():  # else these come first
                 following.fetch_likely(self, np.flatnonzero(wanted), choices)
         return out
 
@@ -278,15 +281,20 @@ class CachedLayer(ExpertShare):
     def _read(self, expert: int, slot: int) -> None:
         pool = self.pool
         if (job := pool.jobs[slot]) is not None:
-            job.wait()  # until nobody writes there
+            self.cache.wait(self, job)  # until nobody writes there
         if (owner := pool.owners[slot]) is not None:
             owner.slots[pool.experts[slot]] = -1
-        pool.owners[slot], pool.layers[slot], pool.experts[slot] = self, self.number, expert
-        self.slots[expert] = slot
+        pool.owners[slot], pool.experts[slot] = None, -1
         pool.jobs[slot] = self.cache.read(self, expert, slot)
+        pool.owners[slot], pool.layers[slot], pool.experts[slot] = self, self.number, expert
+        self.slots[expert] = slot  # last: what is noted here was read, or is being read
 
     def _wait_for_some(self, wanted: Ints) -> Ints:
-        """Return those that were read, of which there is at least one."""
+        """Return those that are in memory, once there is one.
+
+        Raises:
+            TierFailed: one can't be read.
+        """
         held = wanted[self.slots[wanted] >= 0]
         jobs = [self.pool.jobs[slot] for slot in self.slots[held].tolist()]
         if all(job is not None and not job.ended for job in jobs):
@@ -296,7 +304,8 @@ class CachedLayer(ExpertShare):
         done = held[[job is None or job.ended for job in jobs]]
         for slot in self.slots[done].tolist():
             if (job := self.pool.jobs[slot]) is not None:
-                self.cache.wait(self, job)  # which tells what went wrong
+                if job.error is not None:
+                    raise job.error
                 self.pool.jobs[slot] = None
         return done
 
@@ -311,8 +320,9 @@ class CachedLayer(ExpertShare):
         out[index] = run_experts(self.held, rows[index], torch.from_numpy(per_slot))
 
     def close(self) -> None:
-        """Leave the module as it was."""
+        """Leave the module as it was, and free the memory."""
         self.held = None
+        self.pool.close()
         self.layer.module.__dict__.pop("expert_share", None)
 
 
@@ -320,24 +330,21 @@ class _Pool:
     """Memory for experts of one shape.
 
     Args:
-        layers: that share it.
+        like: a layer with such experts.
         count: experts that it holds.
-        num_buffers: memory to read one expert into.
 
     Attributes:
         owners, layers, experts, jobs: of each slot, the expert in it (-1: none), and what reads it.
     """
 
-    def __init__(self, layers: Sequence[ExpertLayer], count: int, num_buffers: int) -> None:
+    def __init__(self, like: ExpertLayer, count: int) -> None:
         self.count = count
         self.owners: list[CachedLayer | None] = [None] * count
         self.layers: Ints = np.zeros(count, dtype=np.int64)
         self.experts: Ints = np.full(count, -1)
         self.jobs: list[Job | None] = [None] * count
-        self._bytes = {key: stack.nbytes for key, stack in layers[0].stacks.items()}
+        self._bytes = {key: stack.nbytes for key, stack in like.stacks.items()}
         self._memory = {key: pages(count * nbytes) for key, nbytes in self._bytes.items()}
-        most = max(layer.read_bytes for layer in layers)
-        self.buffers = [pages(most) for _ in range(num_buffers)]
 
     @property
     def nbytes(self) -> int:
@@ -365,9 +372,17 @@ class _Pool:
         slots = slots[until[slots] >= 0]
         return slots, until[slots]
 
+    def close(self) -> None:
+        """Free the memory."""
+        self._memory.clear()
+        self.owners.clear()
+
     def module_like(self, layer: ExpertLayer) -> nn.Module:
-        """Return a copy of a layer's experts module whose experts are the slots."""
-        memo: dict[int, Any] = {}
+        """Return a copy of a layer's experts module whose experts are the slots.
+
+        All else is the module's own, and is there when the layer's unit is lent.
+        """
+        memo: dict[int, Any] = {id(p): p for p in layer.module.parameters()}
         packed: list[tuple[str, Any]] = []
         for key, stack in layer.stacks.items():
             parameter, packing = stack.slot.parameter, stack.slot.packing
@@ -376,12 +391,29 @@ class _Pool:
                 held = self._memory[key].view(parameter.dtype).view(rows, *parameter.shape[1:])
                 memo[id(parameter)] = nn.Parameter(held, requires_grad=False)
             else:
-                memo[id(parameter)] = parameter
                 packed.append((key, replace(packing, shape=(self.count, *packing.shape[1:]))))
         module = copy.deepcopy(layer.module, memo)
         for key, packing in packed:
             module = hold_packed(module, key, self._memory[key], packing)
         return module
+
+
+def hold_experts(layers: Sequence[ExpertLayer]) -> None:
+    """Put quantized experts that stay in memory into their modules, which multiply with them as they are."""
+    for layer in layers:
+        for key, stack in layer.stacks.items():
+            recipe, packing = stack.slot.recipe, stack.slot.packing
+            if packing is not None:
+                assert isinstance(recipe, Held)
+                hold_packed(layer.module, key, recipe.tensor, packing)
+
+
+def let_go_of_experts(layers: Sequence[ExpertLayer]) -> None:
+    """Free what `hold_experts` put there."""
+    for layer in layers:
+        for key in layer.stacks:
+            if (packed := layer.module._buffers.get(f"{key}_packed")) is not None:
+                layer.module._buffers[f"{key}_packed"] = nothing_of(packed)
 
 
 def _shape_of(layer: ExpertLayer) -> Any:

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -133,27 +135,44 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def read_whole(stored: Stored, file: File | None = None) -> Tensor:
+def buffer_bytes(nbytes: int) -> int:
+    """Bytes of a buffer through which `read_into` reads tensors of at most `nbytes`."""
+    return up(min(nbytes + PAGE, CHUNK + PAGE))
+
+
+def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: File, buffer: Tensor) -> int:
+    """Read one tensor of a file, through a buffer of whole pages.
+
+    Args:
+        out: of its bytes. They are copied in this thread alone; torch would take others.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        TierFailed: it can't be read.
+    """
+    view, done, total = bytes_of(buffer), 0, 0
+    while done < stored.nbytes:
+        at = (stored.offset + done) // PAGE * PAGE
+        skip = stored.offset + done - at
+        wanted = min(stored.nbytes - done, len(view) - skip)
+        total += file.read(view[: up(skip + wanted)], at, skip + wanted)
+        np.copyto(out[done : done + wanted], np.asarray(view[skip : skip + wanted]))
+        done += wanted
+    return total
+
+
+def read_whole(stored: Stored) -> Tensor:
     """One tensor of a file, in memory of its own.
 
     Raises:
         TierFailed: it can't be read.
     """
-    begin = stored.offset // PAGE * PAGE
-    shift = stored.offset - begin
     out = torch.empty(stored.nbytes, dtype=torch.uint8)
-    buffer = pages(up(min(stored.nbytes + shift, CHUNK + PAGE)))
-    view, opened = bytes_of(buffer), file or File(stored.path, stamp=stored.stamp)
+    file = File(stored.path, stamp=stored.stamp)
     try:
-        done = 0
-        while done < stored.nbytes:
-            at = (stored.offset + done) // PAGE * PAGE
-            skip = stored.offset + done - at
-            wanted = min(stored.nbytes - done, len(view) - skip)
-            opened.read(view[: up(skip + wanted)], at, skip + wanted)
-            out[done : done + wanted] = buffer[skip : skip + wanted]
-            done += wanted
+        read_into(out.numpy(), stored, file, pages(buffer_bytes(stored.nbytes)))
     finally:
-        if file is None:
-            opened.close()
+        file.close()
     return out.view(stored.dtype).view(stored.shape)

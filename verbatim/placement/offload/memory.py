@@ -9,6 +9,7 @@ from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.visits import WINDOWS
 
+READERS = 2  # threads that read weights
 _ROOM_TO_GROW = 1.25  # of a window of K and V
 _PROMPT_ROWS = 16  # of logits for prompt log-probs that a forward may have at least
 _MOST_PROMPT_ROWS = 256
@@ -96,6 +97,13 @@ def resident_bytes(shape: ModelShape, tiers: tuple[str, ...], tier: str) -> int:
     return sum(slot.nbytes for slot, at in zip(shape.slots, tiers, strict=True) if at == tier)
 
 
+def expert_buffers(shape: ModelShape, tiers: tuple[str, ...]) -> int:
+    """Memory in which experts are read."""
+    if not shape.held_experts(tiers):
+        return 0
+    return READERS * max(unit.expert_buffer for unit in shape.units)
+
+
 def weight_bytes(shape: ModelShape, tiers: tuple[str, ...]) -> dict[str, int]:
     """Return what weights take in memory: those that stay, and experts that come and go."""
     held = shape.held_experts(tiers)
@@ -117,6 +125,7 @@ def fixed_bytes(
     return {
         "ring": ring_bytes(shape, tiers, roomy=roomy),
         "experts": shape.fewest_experts if shape.held_experts(tiers) else 0,
+        "expert buffers": expert_buffers(shape, tiers),
         "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, rows),
         "logits": logits_bytes(shape, widths.sequences + prompt_rows(shape, budget)),

@@ -22,6 +22,7 @@ from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.head import split_head
 from verbatim.placement.offload.heap import Heap
 from verbatim.placement.offload.kv import TieredKVStore
+from verbatim.placement.offload.memory import READERS
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.runner import Micro, Offloaded
 from verbatim.placement.offload.schedule import BlockSchedule, install_gates
@@ -30,8 +31,6 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.options import EngineOptions
-
-_READERS = 2  # threads
 
 
 def open_offloaded(
@@ -66,7 +65,7 @@ def open_offloaded(
         if compression is not None:
             compression.pack(units, scratch)
             heap.tidy()
-        readers = _READERS if offload.overlap else 0
+        readers = READERS if offload.overlap else 0
         weights = Weights(
             units,
             plan.ring_bytes,
@@ -112,6 +111,8 @@ def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
     install_gates(weights)
     with weights.learning():
         decoder = Decoder(loaded.module, order=order, fused=False)  # weights move
+    if weights.experts is not None:
+        weights.experts.wait_s = 0.0  # the look is no forward of the schedule
     if not decoder.anatomy.finite:
         raise UnsupportedModel(
             f"placement=Offload: {type(loaded.module).__name__} gives logits that are not numbers: its "
@@ -166,8 +167,8 @@ def units_of(
             "placement activations can be in 8 bits"
         )
     packings = {} if kind is None else choose_packings(loaded.module, kind)
+    units.split_experts()
     if offload.weights is None or offload.weights[2]:
-        units.split_experts()
         split_head(units, head_of(inner_model(loaded.module)), packings)
     return units, None if kind is None else choose(units, kind, packings)
 

@@ -240,10 +240,12 @@ def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe | None:
     if recipe.func is _aten._to_copy.default:
         cut = rows_of(source, begin, end)
         return cut and Made(recipe.func, (cut, *recipe.args[1:]), recipe.kwargs, None)
+    if recipe.func not in (_aten.stack.default, _aten.cat.default):
+        return None
     dim = recipe.args[1] if len(recipe.args) > 1 else 0
-    if recipe.func is _aten.stack.default and dim == 0:
-        return Made(recipe.func, (source[begin:end],), {}, None)
-    if recipe.func is not _aten.cat.default:
+    if recipe.func is _aten.stack.default:
+        return None if dim else Made(recipe.func, (source[begin:end],), {}, None)
+    if dim < 0:
         return None
     if dim > 0:
         cuts = [rows_of(part, begin, end) for part in source]

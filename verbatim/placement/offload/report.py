@@ -62,9 +62,12 @@ def sentences(
             f"No budget was given, so it is 60% of the memory that is available, {amount(plan.budget)}."
         )
     if step.weight_bytes:
+        experts = plan.memory.get("experts", 0)
+        of_them = f", and {amount(experts)} hold the experts used most" if experts else ""
         said.append(
-            f"Of {amount(shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in memory; "
-            f"{amount(step.weight_bytes)} are read in each step, once for all {plan.block_size} sequences."
+            f"Of {amount(shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in "
+            f"memory{of_them}; {amount(step.weight_bytes)} are read in each step, once for all "
+            f"{plan.block_size} sequences."
         )
     else:
         said.append("All weights that a step reads as a whole stay in memory.")

@@ -27,7 +27,7 @@ from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.schedule import BlockSchedule
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
-from verbatim.placement.offload.units import Unit
+from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident, give_back_freed
@@ -99,7 +99,8 @@ class Offloaded(Resident):
             **super().info(),
             "placement": "offload",
             "quantization": packed,
-            "unit_tiers": {unit.name: _tiers_of(unit) for unit in self.weights.units.order},
+            "unit_tiers": {unit.name: _tiers_of(unit.slots) for unit in self.weights.units.order}
+            | {layer.name: _tiers_of(layer.slots) for layer in self.weights.units.experts},
             "kv_tiers": self.store.bytes_by_tier(),
             "attention": "exact" if top_k is None else f"approximate: top {top_k} keys",
             "plan_summary": plan_line(self.plan, self.forecast.prediction),
@@ -149,6 +150,7 @@ class Offloaded(Resident):
         return {
             "weights": in_place,
             "experts": 0 if experts is None else experts.nbytes,
+            "expert buffers": 0 if experts is None else experts.buffer_bytes,
             "ring": self.weights.stream.capacity,
             "K and V": kv["gpu"] + kv["cpu"],
             "windows": self.store.window_bytes,
@@ -197,10 +199,10 @@ def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
     return SamplePlan(plan.rows[first:end], list(where[first:end]))
 
 
-def _tiers_of(unit: Unit) -> dict[str, int]:
+def _tiers_of(slots: list[Slot]) -> dict[str, int]:
     """Bytes of its weights as they lie in each tier that has any."""
     held: dict[str, int] = {}
-    for slot in unit.slots:
+    for slot in slots:
         held[slot.tier] = held.get(slot.tier, 0) + slot.tier_bytes
     return held
 

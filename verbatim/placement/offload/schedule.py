@@ -69,7 +69,7 @@ class Part:
             with activate(self._walk):
                 self._greenlet.throw(GreenletExit)
         # It knows this part. Left to the garbage collector, logits of many steps would pile up.
-        del self._greenlet.part
+        self._greenlet.part = None
         self.output = None
 
     def _run(self) -> None:
@@ -78,7 +78,7 @@ class Part:
 
 
 class _Walker(greenlet):  # type: ignore[misc]
-    part: Part
+    part: Part | None
 
 
 class BlockSchedule:
@@ -152,7 +152,7 @@ def _gate(unit: Unit, weights: Weights) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         walker = getcurrent()
-        if isinstance(walker, _Walker) and not rows_only:
+        if isinstance(walker, _Walker) and walker.part is not None and not rows_only:
             walker.part.stop_before(unit, (args, kwargs))
             return inner(*args, **kwargs)
         with weights.lent(unit):

@@ -45,6 +45,7 @@ class UnitShape:
         slots: indices in `ModelShape.slots`.
         experts: the same of experts that are read one by one.
         an_expert: bytes of one of them.
+        expert_buffer: memory in which a thread reads one.
         gathers: an embedding, of which rows are looked up and which is never streamed.
         attends: it has K and V.
     """
@@ -55,6 +56,7 @@ class UnitShape:
     attends: bool = False
     experts: tuple[int, ...] = ()
     an_expert: int = 0
+    expert_buffer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,7 @@ def shape_of(
                 attends=not isinstance(unit.module, nn.Embedding | nn.Linear),
                 experts=tuple(number[id(slot)] for layer in own[unit] for slot in layer.slots),
                 an_expert=max((layer.expert_bytes for layer in own[unit]), default=0),
+                expert_buffer=max((layer.buffer_bytes for layer in own[unit]), default=0),
             )
             for unit in units.order
         ),

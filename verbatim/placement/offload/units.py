@@ -14,8 +14,15 @@ from verbatim.model.experts import ExpertsParts, runs_flat
 from verbatim.model.invariant import forward_for
 from verbatim.model.structs import NotFusable
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.placement.offload.files import PAGE, up
-from verbatim.placement.offload.recipe import Recipe, ingredients, rows_can_be_read, rows_of
+from verbatim.placement.offload.files import buffer_bytes
+from verbatim.placement.offload.recipe import (
+    Recipe,
+    Stored,
+    ingredients,
+    pieces_of,
+    rows_can_be_read,
+    rows_of,
+)
 
 _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
 
@@ -131,10 +138,19 @@ class ExpertLayer:
         return sum(stack.nbytes for stack in self.stacks.values())
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes that are read of one expert at most, in whole pages."""
-        stored = [s for stack in self.stacks.values() for s in ingredients(stack.recipe(0))]
-        return sum(up(s.nbytes) + PAGE for s in stored)
+    def buffer_bytes(self) -> int:
+        """Memory that a thread takes to read an expert: a buffer, and what is converted."""
+        found = [0]
+        for stack in self.stacks.values():
+            if stack.slot.packing is not None:  # it will be in the scratch file as it is held
+                found.append(buffer_bytes(stack.nbytes))
+                continue
+            for piece in pieces_of(stack.recipe(0)):
+                stored = ingredients(piece)
+                converted = 0 if isinstance(piece, Stored) else stack.nbytes
+                converted += sum(s.nbytes for s in stored) if converted else 0
+                found.append(buffer_bytes(max(s.nbytes for s in stored)) + converted)
+        return max(found)
 
 
 @dataclass(slots=True)
@@ -171,10 +187,9 @@ class Units:
                     unit.slots = [slot for slot in unit.slots if slot not in own]
 
     def join_experts(self) -> None:
-        """Put them back."""
+        """Put them back, but for those that stay in memory quantized."""
         for layer in self.experts:
-            layer.unit.slots += layer.slots
-        self.experts = []
+            layer.unit.slots += [slot for slot in layer.slots if slot.packing is None]
 
 
 def find_units(module: nn.Module, recipes: Mapping[nn.Parameter, Recipe]) -> Units:

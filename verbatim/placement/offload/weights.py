@@ -18,7 +18,7 @@ from verbatim import kernels
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.checkpoint import placeholder
 from verbatim.placement.offload.compress import rounded_rows
-from verbatim.placement.offload.experts import ExpertCache
+from verbatim.placement.offload.experts import ExpertCache, hold_experts, let_go_of_experts
 from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
 from verbatim.placement.offload.recipe import Held, Stored, cook, from_rows, ingredients
 from verbatim.placement.offload.scratch import Scratch
@@ -82,11 +82,11 @@ class Weights:
                     layouts.append(lay_out(unit.name, tensors))
             unpacked = max(map(unpacked_bytes, units.order), default=0)
             self._room = pages(unpacked) if unpacked else None
+            if expert_bytes:
+                self.experts = ExpertCache(units.experts, expert_bytes, num_readers, trace, scratch)
+            else:
+                hold_experts(units.experts)
             files = {} if scratch is None else {scratch.path: scratch.file()}
-            if units.experts:
-                self.experts = ExpertCache(
-                    units.experts, expert_bytes, num_readers > 0, trace, scratch
-                )
             self.stream = Stream(layouts, ring_bytes, num_readers if layouts else 0, trace, files)
         except BaseException:
             self._drop()
@@ -234,6 +234,8 @@ class Weights:
         self._room = None
         if self.experts is not None:
             self.experts.close()
+        else:
+            let_go_of_experts(self.units.experts)
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
             if isinstance(slot.recipe, Held):
