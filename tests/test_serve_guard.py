@@ -525,10 +525,10 @@ def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeyp
     compile_, go_on = GrammarCompiler._compile, threading.Event()
     begun: list[str] = []
 
-    def slow(self: GrammarCompiler, kind: str, text: Any) -> Any:
+    def slow(self: GrammarCompiler, kind: str, text: Any, any_whitespace: bool) -> Any:
         begun.append(text)
         assert go_on.wait(60)
-        return compile_(self, kind, text)
+        return compile_(self, kind, text, any_whitespace)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     answers: list[int] = []
