@@ -13,6 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Default arguments of this module hold the process group that is the default one at its first import, by
+# transformers if not here. That group outlives destroy_process_group, and its threads free tensors while
+# the interpreter ends, which aborts the process.
+if dist.is_available():
+    import torch.distributed.nn
+
 from verbatim.core import Request, Result
 from verbatim.engine.driver import Driver
 from verbatim.engine.dummy import dummy_forward

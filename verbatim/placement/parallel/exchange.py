@@ -42,6 +42,10 @@ class Group:
     def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         raise AssertionError("every rank has rows of its own")
 
+    def close(self) -> None:
+        """Release the process group, so that its owner's `destroy_process_group` ends its threads."""
+        self.group = None
+
     def gather(self, own: Tensor) -> Tensor:
         """What each rank has, of one shape, behind one another."""
         found = [torch.empty_like(own) for _ in range(self.size)]

@@ -278,10 +278,10 @@ def _open_experts(
         "parameters": cut.total_parameters,
         "split_experts": len(cut.experts),
     }
-    return Placed(runner, partial(_lockstep, group=group.group))
+    return Placed(runner, partial(_lockstep, group=group))
 
 
-def _lockstep(engine: Any, max_unread: int, *, group: Any) -> LockstepDriver:
+def _lockstep(engine: Any, max_unread: int, *, group: Group) -> LockstepDriver:
     return LockstepDriver(engine, group, max_unread)
 
 

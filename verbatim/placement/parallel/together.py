@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.driver import Driver
@@ -12,6 +11,7 @@ from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed, TierFailed
 from verbatim.placement.cluster.link import LinkLost
 from verbatim.placement.parallel.crew import Crew
+from verbatim.placement.parallel.exchange import Group
 from verbatim.placement.parallel.member import Member
 from verbatim.placement.parallel.results import pack_results, unpack_results
 
@@ -97,12 +97,17 @@ class LockstepDriver(_AllAtOnce):
 
     may_idle = True  # a call may bring nothing
 
-    def __init__(self, engine: Engine, group: Any, max_unread: int) -> None:
+    def __init__(self, engine: Engine, group: Group, max_unread: int) -> None:
         super().__init__(engine, max_unread=max_unread)
         self._group = group
 
     def run(self, requests: list[Request]) -> list[Result]:
-        return run_together(lambda: (self, requests), self._group)
+        self._traffic.check_open()
+        return run_together(lambda: (self, requests), self._group.group)
+
+    def close(self) -> None:
+        super().close()
+        self._group.close()
 
 
 MakeDriver = Callable[[Engine, int], Driver]
