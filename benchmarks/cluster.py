@@ -148,7 +148,7 @@ def draw(llm: LLM, path: Path) -> None:
 
     long = [[(3 * i + 7 * j) % 31_000 + 3 for j in range(200)] for i in range(SESSIONS)]
     llm.generate(long, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
-    spans = [told["spans"] for told in llm._engine.runner._each("status")]
+    spans = [told["spans"] for told in llm.engine.runner._each("status")]
     first = min(row[-13 - 2][2] if len(row) > 15 else row[0][2] for row in spans)
     figure, axes = plt.subplots(figsize=(10, 2.4), layout="constrained")
     colours = plt.get_cmap("tab10").colors

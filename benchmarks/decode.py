@@ -70,15 +70,15 @@ def _timed(call: Any) -> float:
 
 def run_verbatim(llm: LLM, prompts: list[list[int]], steps: int, times: Times) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
-    requests = [llm._admission.admit(prompt, params) for prompt in prompts]
+    requests = [llm.engine.admission.admit(prompt, params) for prompt in prompts]
     for request in requests:
-        llm._engine.add(request, lambda delta: None)
+        llm.engine.submit(request, lambda delta: None)
     prefill = 0.0
     while not requests[-1].sequences[0].output_ids:
-        prefill += _timed(llm._engine.step)
+        prefill += _timed(llm.engine.step)
     times.prefill.append(prefill)
     while not requests[-1].finished:
-        times.decode.append(_timed(llm._engine.step))
+        times.decode.append(_timed(llm.engine.step))
 
 
 def run_transformers(model: Any, prompts: list[list[int]], steps: int, times: Times) -> None:

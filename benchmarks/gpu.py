@@ -63,7 +63,7 @@ def open_engine(model: Any, deterministic: bool) -> LLM:
         kv_memory="40%",
         prefix_cache=False,
     )
-    llm._engine.runner.record_steps()  # type: ignore[attr-defined]
+    llm.engine.runner.record_steps()  # type: ignore[attr-defined]
     return llm
 
 

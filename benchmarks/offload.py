@@ -271,7 +271,7 @@ def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str
     )
     opened = time.perf_counter() - start
     work = prompts(config, args.sequences, args.prompt)
-    runner, folder = llm._engine.runner, Path(args.folder)
+    runner, folder = llm.engine.runner, Path(args.folder)
     if args.throttle:
         throttle(args.throttle)
     marks: list[

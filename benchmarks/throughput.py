@@ -327,7 +327,7 @@ PARTS = "schedule", "forward", "sample", "commit"
 @contextmanager
 def timed_steps(llm: LLM) -> Iterator[list[Step]]:
     """Every step of the engine, with timers around its parts; they are taken off again at the end."""
-    engine = llm._engine
+    engine = llm.engine
     steps: list[Step] = []
 
     def timed(owner: Any, method: str, part: str) -> Callable[[], None]:
@@ -444,13 +444,13 @@ def _measure_queue(
     let_all_finish: bool,
 ) -> None:
     noise = torch.Generator().manual_seed(waiting)
-    driver = llm._driver
+    driver = llm.engine
 
     def submit(count: int, num_tokens: int) -> list[Any]:
         requests = []
         for _ in range(count):
             prompt = _random_ids(8, noise, TINY["vocab_size"])
-            requests.append(llm._admission.admit(prompt, _greedy(num_tokens)))
+            requests.append(llm.engine.admission.admit(prompt, _greedy(num_tokens)))
             driver.submit(requests[-1], lambda delta: None)
         return requests
 
@@ -474,10 +474,10 @@ def _measure_queue(
             parts["forward"] = step.parts["forward"]
             for part, taken in parts.items():
                 found.setdefault(part, []).append(taken)
-    assert len(llm._engine.scheduler.waiting) == waiting
+    assert len(llm.engine.scheduler.waiting) == waiting
     if not let_all_finish:
         driver._traffic.abort([*queued, *running])
-    while llm._engine.has_work:
+    while llm.engine.has_work:
         driver.step()
 
 

@@ -64,7 +64,7 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         opened = plain(*args, **kwargs)
-        store, pool = getattr(opened.engine.runner, "store", None), opened.engine.scheduler.pool
+        store, pool = getattr(opened.runner, "store", None), opened.scheduler.pool
         if store is None:  # it lies elsewhere, and is poisoned there (tests/stages.py)
             return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge

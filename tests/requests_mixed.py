@@ -83,10 +83,10 @@ def all_facts(results: list[Result]) -> list[Any]:
 
 def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any], int]:
     """Step until all have ended, whatever presses Ctrl-C meanwhile: their results, and how often it hit."""
-    engine, raised = llm._engine, 0
-    requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+    engine, raised = llm.engine, 0
+    requests = [llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
     for request in requests:
-        engine.add(request, lambda delta: None)
+        engine.submit(request)
     while engine.has_work:
         try:
             engine.step()

@@ -147,7 +147,7 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
     """Its pretended prompts are in the KV, and nothing of it stays."""
     with LLM(path(), prefix_cache=False) as llm:
         seen: list[int] = []
-        runner = llm._engine.runner
+        runner = llm.engine.runner
         forward = runner.forward
 
         def counted(batch):  # type: ignore[no-untyped-def]
@@ -168,7 +168,7 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
 
 def test_rows_that_end_before_all_are_taken_in_are_refused() -> None:
     with LLM(path(), prefix_cache=False, max_length=64, max_batch_tokens=16) as llm:
-        store = llm._engine.runner.store
+        store = llm.engine.runner.store
         store.poison = lambda blocks: None  # prompts that nobody computes have numbers
         for layer in store.layers:
             for tensor in layer:

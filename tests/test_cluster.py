@@ -171,7 +171,7 @@ def test_a_killed_stage_changes_no_word(
         assert [a is b for a, b in zip(before, after, strict=True)].count(False) == 1
         assert after[place] is not before[place]
         assert llm.stats()["blocks_used"] == 0
-        llm._engine.scheduler.pool.check()
+        llm.engine.scheduler.pool.check()
 
 
 def test_two_at_once_one_after_the_other_and_one_while_it_recovers(
@@ -348,7 +348,7 @@ def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> No
     with LLM(saved("gpt2")) as llm:
         expected = all_facts(llm.generate(prompts, params))
     with clustered(saved("gpt2"), keep=3200, **options) as llm:
-        assert llm._engine.runner.crew.members[1].kept_blocks == 3  # 0, 1 and 2
+        assert llm.engine.runner.crew.members[1].kept_blocks == 3  # 0, 1 and 2
         at_batch(serving(llm)[2], 4, kill)
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["cluster"]["restarts"] == 1
@@ -360,7 +360,7 @@ def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]
     with LLM(saved("gpt2")) as llm:
         expected = all_facts(llm.generate([prompt], params))
     with clustered(saved("gpt2"), block_size=4, prefix_cache=False) as llm:
-        llm._engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
+        llm.engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
         at_batch(serving(llm)[1], 1, kill)
         at_batch(serving(llm)[2], 1, kill)
         assert all_facts(llm.generate([prompt], params)) == expected
@@ -373,8 +373,8 @@ def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Pat
     with LLM(saved("qwen3_moe")) as llm:
         expected = all_facts(llm.generate([prompt], params))
     with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
-        llm._engine.scheduler.max_sequences = 1
-        runner, plain, calls = llm._engine.runner, llm._engine.runner.routing, []
+        llm.engine.scheduler.max_sequences = 1
+        runner, plain, calls = llm.engine.runner, llm.engine.runner.routing, []
 
         def routing(*args: Any) -> Any:
             calls.append(args)
@@ -504,7 +504,7 @@ def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str]
         expected = all_facts(llm.generate(prompts, params))
     placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
     with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
-        runner, plain = llm._engine.runner, llm._engine.runner.routing
+        runner, plain = llm.engine.runner, llm.engine.runner.routing
 
         def routing(*args: Any) -> Any:
             serving(llm)[1].kill()
@@ -522,7 +522,7 @@ def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
     with LLM(saved("qwen3_moe")) as llm:
         expected = llm.generate([prompt], params)[0].outputs[0].token_ids
     with clustered(saved("qwen3_moe")) as llm:
-        runner, found = llm._engine.runner, []
+        runner, found = llm.engine.runner, []
         for i, delta in enumerate(llm.stream(prompt, params)):
             found += delta.token_ids
             if i in (2, 5):
@@ -543,7 +543,7 @@ def test_a_machine_that_joins_is_taken_in_when_nobody_talks(saved: Callable[[str
     expected = resident(saved("gpt2"), 5)
     hosts = ThreadHosts("one")
     with clustered(saved("gpt2"), hosts) as llm:
-        supervisor = llm._engine.runner.supervisor
+        supervisor = llm.engine.runner.supervisor
         assert all_facts(llm.generate(*mixed_requests(5))) == expected
         hosts.names.append("two")
         supervisor._next_look = 0.0
@@ -737,7 +737,7 @@ def test_layers_that_draft_survive_a_stage(place: int, source: str, tmp_path: Pa
     def drafts_of(llm: LLM) -> dict[Any, list[int]]:
         """By what they are behind; filled in from now on."""
         found: dict[Any, list[int]] = {}
-        proposer: Any = llm._engine.drafting.proposer  # type: ignore[union-attr]
+        proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
         propose = proposer.propose
 
         def noted(sequences: list[Any], lengths: list[int]) -> list[list[int]]:
@@ -770,7 +770,7 @@ def test_layers_that_draft_survive_a_stage(place: int, source: str, tmp_path: Pa
         found.clear()
         assert all_facts(llm.generate(prompts, params)) == expected
         assert found == right
-        llm._engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        llm.engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
         found.clear()
         assert all_facts(llm.generate(prompts, params)) == expected
         assert found == right
@@ -815,7 +815,7 @@ def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) ->
         expected = all_facts(llm.generate(prompts, params))
     for place in range(3):
         with clustered(saved("qwen3_moe"), block_size=4) as llm:
-            runner, plain, killed = llm._engine.runner, llm._engine.runner.routing, 0
+            runner, plain, killed = llm.engine.runner, llm.engine.runner.routing, 0
 
             def routing(*args: Any, plain: Any = plain, place: int = place, llm: Any = llm) -> Any:
                 nonlocal killed

@@ -59,7 +59,7 @@ def pids(llm: LLM) -> list[int]:
 
 def strike(llm: LLM, forward: int, places: list[int], number: int) -> Callable[[], None]:
     """Send a signal to some stages just after the `forward`th forward from here has set out."""
-    runner, plain, seen = llm._engine.runner, llm._engine.runner.forward, 0
+    runner, plain, seen = llm.engine.runner, llm.engine.runner.forward, 0
 
     def counted(batch: Any) -> Any:
         nonlocal seen

@@ -252,7 +252,7 @@ def test_links_between_actors(ray: Any, listeners: dict[str, Any]) -> None:
 
 
 def addresses(llm: LLM) -> list[str]:
-    crew: Crew = llm._engine.runner.crew  # type: ignore[attr-defined]
+    crew: Crew = llm.engine.runner.crew  # type: ignore[attr-defined]
     return [member.host.address[0] for member in crew.members]
 
 
@@ -278,7 +278,7 @@ def test_words_by_way_of_ray_and_after_a_kill(ray: Any, folders: Callable[[str],
             assert found == words[0].outputs[0].token_ids
             now = [stage["pid"] for stage in llm.info()["stages"]]
             assert [pid for pid in now if pid not in pids] == [now[victim]]
-        listening = [m._listener for m in llm._engine.runner.crew.members]  # type: ignore[attr-defined]
+        listening = [m._listener for m in llm.engine.runner.crew.members]  # type: ignore[attr-defined]
     assert not any(thread.is_alive() for thread in listening)
 
 

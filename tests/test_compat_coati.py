@@ -684,10 +684,10 @@ def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dt
         runner = ActorRunner(actor, {}, block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="actor", max_length=(None, "")) as llm:
             requests = [
-                llm._admission.admit(row, params, first_sample=first + i)
+                llm.engine.admission.admit(row, params, first_sample=first + i)
                 for i, row in enumerate(rows)
             ]
-            outputs = [result.outputs[0] for result in llm._driver.run(requests)]
+            outputs = [result.outputs[0] for result in llm.engine.run(requests)]
             preemptions.append(llm.stats()["preemptions"])
         return [(output.token_ids, output.logprobs) for output in outputs]
 

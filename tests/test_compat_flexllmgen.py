@@ -184,7 +184,7 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
     read = {}
     for batches, rows in ((1, ROWS[:1]), (4, ROWS[:4])):
         with OptLM(folder, policy=policy(1, batches, weights, overlap=False)) as model:
-            runner = model.llm._engine.runner
+            runner = model.llm.engine.runner
             forwards, bytes_read = runner.num_forwards, runner.weights.stream.bytes_read
             model.generate(rows, 6)
             assert runner.num_forwards - forwards == 6
@@ -194,9 +194,9 @@ def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights)
 
 
 def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened, greedy):
-    forwards = opened.llm._engine.runner.num_forwards
+    forwards = opened.llm.engine.runner.num_forwards
     out = opened.generate(ROWS[:4], 16, cut_gen_len=4)
-    assert opened.llm._engine.runner.num_forwards - forwards == 4
+    assert opened.llm.engine.runner.num_forwards - forwards == 4
     assert out.shape == (4, WIDTH + 16)
     assert out[:, WIDTH : WIDTH + 4].tolist() == [row[:4] for row in greedy[:4]]
     assert (out[:, WIDTH + 4 :] == PAD).all()
@@ -206,10 +206,10 @@ def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened,
 
 
 def test_a_breakdown_says_the_same_words_and_where_the_time_went(opened, greedy, monkeypatch):
-    before = opened.llm._engine.runner.timings()
+    before = opened.llm.engine.runner.timings()
     out = opened.generate(ROWS, 12, debug_mode="breakdown")
     assert (out[:, WIDTH:] == greedy).all()
-    spent, found = opened.llm._engine.runner.timings(), opened.timings
+    spent, found = opened.llm.engine.runner.timings(), opened.timings
     for name in ("load_s", "compute_s", "store_s"):
         both = getattr(found.prefill, name) + getattr(found.decode, name)
         assert both == pytest.approx(getattr(spent, name) - getattr(before, name))
@@ -271,7 +271,7 @@ def test_neither_layers_apart_nor_pinned_weights_change_a_byte_or_a_token(folder
         settings = policy(overlap=False, sep_layer=sep_layer, pin_weight=pin_weight)
         with OptLM(folder, policy=settings) as model:
             out = model.generate(ROWS, 12)
-            found.append((out.tolist(), model.llm._engine.runner.weights.bytes_read))
+            found.append((out.tolist(), model.llm.engine.runner.weights.bytes_read))
             assert (out[:, WIDTH:] == greedy).all()
     assert found[0] == found[1]
 
@@ -302,7 +302,7 @@ def test_nothing_is_left_on_the_disk(folder, tmp_path, greedy):
     env = ExecutionEnv.create(tmp_path / "new" / "folder")
     assert env.disk.path == tmp_path / "new" / "folder"
     model = OptLM(folder, env, None, Policy(2, 2, 0, 0, 0, 0, 0, 0))
-    assert model.llm._engine.runner.offload.disk == env.disk.path
+    assert model.llm.engine.runner.offload.disk == env.disk.path
     assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
     assert list(env.disk.path.iterdir()) == []  # while it is open, too
     env.close_copy_threads()
@@ -414,10 +414,10 @@ def test_the_pad_is_the_configs_the_models_its_tokenizers_or_the_end(worded, fol
     ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "x",
 )
 def test_inputs_that_are_refused(opened, inputs, said):
-    forwards = opened.llm._engine.runner.num_forwards
+    forwards = opened.llm.engine.runner.num_forwards
     with pytest.raises(InvalidRequest, match=said):
         opened.generate(inputs, 2)
-    assert opened.llm._engine.runner.num_forwards == forwards
+    assert opened.llm.engine.runner.num_forwards == forwards
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_a_policy_is_an_offload():
 def test_a_block_of_more_rows_than_an_engine_usually_seats(folder):
     with OptLM(folder, policy=policy(100, 3)) as model:
         out = model.generate([ROWS[4]] * 300, 3)
-        assert model.llm._engine.runner.num_forwards == 3 and model.num_gpu_batches == 3
+        assert model.llm.engine.runner.num_forwards == 3 and model.num_gpu_batches == 3
         assert (out == out[0]).all()
 
 
@@ -789,7 +789,7 @@ def test_its_engine_ends_with_close_and_with_itself(folder):
 def test_without_a_policy_the_house_chooses(folder, greedy):
     with OptLM(folder) as model:
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
-        assert model.llm._engine.runner.offload == Offload()
+        assert model.llm.engine.runner.offload == Offload()
         assert model.config.num_hidden_layers == 3
 
 
@@ -813,7 +813,7 @@ def test_ctrl_c_leaves_a_model_that_can_be_used(folder, monkeypatch, greedy):
             patched.setattr(Clock, "lap", lambda clock: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 model.generate(ROWS, 12)
-        assert not model.llm._engine.has_work
+        assert not model.llm.engine.has_work
         assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
 
 
@@ -823,7 +823,7 @@ def test_a_tier_that_fails_is_told_and_closes_the_engine(folder, monkeypatch):
         def fails(index):
             raise TierFailed("disk tier: the cable was pulled")
 
-        monkeypatch.setattr(model.llm._engine.runner.weights.stream, "take", fails)
+        monkeypatch.setattr(model.llm.engine.runner.weights.stream, "take", fails)
         with pytest.raises(TierFailed, match="cable"):
             model.generate(ROWS, 12)
         with pytest.raises(EngineClosed):

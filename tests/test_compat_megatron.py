@@ -511,7 +511,7 @@ def test_stop_words_outlive_an_eviction(model, hf):
 
 def grown(llm, params, ids):
     """What is left of several ids that one step brought."""
-    request = llm._admission.admit([5, 6, 7], params)
+    request = llm.engine.admission.admit([5, 6, 7], params)
     sequence = request.sequences[0]
     draws = Draws(
         ids, [-1.0] * len(ids), [-1.0] * len(ids), [[i] for i in ids], [[-1.0]] * len(ids)
@@ -878,7 +878,7 @@ def test_steps_in_several_threads_lose_no_token(controller, llm):
 
 
 def test_a_request_that_fails_is_named_and_the_others_go_on(controller, llm, monkeypatch):
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     plain, calls = runner.forward, []
 
     def broken(batch):
@@ -1162,7 +1162,7 @@ def test_one_of_a_static_batch_that_fails_takes_no_other_with_it(controller, mon
 
 
 def test_a_static_batch_that_is_broken_off_keeps_what_was_completed(controller, llm, monkeypatch):
-    runner, calls = llm._engine.runner, []
+    runner, calls = llm.engine.runner, []
     plain = runner.forward
 
     def interrupted(batch):

@@ -251,7 +251,7 @@ def test_bloom_over_two_stages_equals_transformers(tmp_path: Path) -> None:
     where = Cluster(stages=2, hosts=ThreadHosts())
     options = dict(placement=where, kv_memory="4MB", dtype=torch.float32)
     with DistributedBloomForCausalLM.from_pretrained(tmp_path, **options) as model:
-        assert len(model.llm._engine.runner.crew.members) == 2
+        assert len(model.llm.engine.runner.crew.members) == 2
         for kwargs in (
             {},
             dict(num_beams=5),
@@ -296,7 +296,7 @@ def test_calls_that_go_on_equal_one_call(model: Any, do_sample: bool, ends: bool
 
 
 def test_a_session_computes_only_what_is_new(model: Any) -> None:
-    runner, rows = model.llm._engine.runner, list[int]()
+    runner, rows = model.llm.engine.runner, list[int]()
     forward = runner.forward
     runner.forward = lambda batch: (rows.append(len(batch.token_ids)), forward(batch))[1]
     try:
@@ -665,7 +665,7 @@ def test_classes_and_what_they_open(model: Any, toy: Any, tmp_path: Path) -> Non
     opened.close()
     with pytest.raises(EngineClosed):
         opened.generate(ROWS, max_new_tokens=3)
-    assert llm._driver.closed and not model.llm._driver.closed
+    assert llm.engine.closed and not model.llm.engine.closed
     with pytest.raises(InvalidRequest, match="'bloom'"):
         DistributedBloomForCausalLM.from_pretrained(str(tmp_path))
 

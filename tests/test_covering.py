@@ -213,7 +213,7 @@ def test_a_petals_session_goes_on_across_a_weight_update() -> None:
     plain = dict(max_new_tokens=6, do_sample=False, top_k=0, top_p=1.0, eos_token_id=None)
     from_pretrained = petals.AutoDistributedModelForCausalLM.from_pretrained
     with LLM() as llm, LLM() as before:
-        weights = llm._engine.runner.decoder.held.named_parameters()
+        weights = llm.engine.runner.decoder.held.named_parameters()
         drawn = torch.Generator().manual_seed(1)
         new = {n: t + 0.02 * torch.randn(t.shape, generator=drawn).to(t.dtype) for n, t in weights}
         model = from_pretrained(llm)

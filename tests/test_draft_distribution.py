@@ -112,7 +112,7 @@ def check_draws(drafter: Any, num_seeds: int) -> list[float]:
             params = SamplingParams(n=4000, max_tokens=5, ignore_eos=True, seed=seed)
             for c in llm.generate(PROMPT, params)[0].outputs:
                 counts[tuple(c.token_ids[:3])] += 1
-        drafting = llm._engine.drafting
+        drafting = llm.engine.drafting
         assert drafting is not None and drafting.figures.num_drafted[0] > 2000 * num_seeds
         acceptance = drafting.figures.acceptance
     assert counts.sum() == 4000 * num_seeds

@@ -40,12 +40,12 @@ def open_toy(module: Any, draft: Any = None, length: int | None = None, **option
 
 
 def admitted(llm: LLM, asked: list[SamplingParams] = ASKED) -> list[Request]:
-    return [llm._admission.admit(p, q) for p, q in zip(PROMPTS, asked, strict=False)]
+    return [llm.engine.admission.admit(p, q) for p, q in zip(PROMPTS, asked, strict=False)]
 
 
 def finish(llm: LLM, requests: list[Request]) -> list[Any]:
-    while llm._engine.step():
-        llm._engine.scheduler.pool.check()
+    while llm.engine.step():
+        llm.engine.scheduler.pool.check()
     assert llm.stats()["blocks_used"] == 0
     for request in requests:
         if request.error is not None:
@@ -70,9 +70,9 @@ def test_those_who_begin_again_with_new_weights_are_drafted_for_anew(length: int
         with open_toy(make_toy("llama"), drafter, length) as llm:
             requests = admitted(llm)
             for request in requests:
-                llm._engine.add(request, lambda delta: None)
+                llm.engine.submit(request, lambda delta: None)
             for _ in range(4):
-                llm._engine.step()
+                llm.engine.step()
             llm.update_weights(other_weights(), restart=True)
             assert all_facts(finish(llm, requests)) == all_facts(new)
             if isinstance(drafter, Ngram):
@@ -89,10 +89,10 @@ def test_those_who_go_on_with_new_weights_draw_the_rest_as_plain_decoding_does()
     for drafter in (Oracle(answers), None):
         with open_toy(make_toy("llama"), drafter, drafter and 4) as llm:
             (request,) = requests = admitted(llm, ASKED[:1])
-            llm._engine.add(request, lambda delta: None)
+            llm.engine.submit(request, lambda delta: None)
             ids = request.sequences[0].output_ids
             while len(ids) < (split or 11):
-                llm._engine.step()
+                llm.engine.step()
             assert split in (None, len(ids))
             split = len(ids)  # 11: two windows of five behind the first token
             llm.update_weights(other_weights())
@@ -111,9 +111,9 @@ def test_pause_sleep_and_eviction_in_the_middle_of_a_drafted_answer_change_nothi
         with open_toy(module, Moody(answers_of(plain), 8), length) as llm:
             requests = admitted(llm, asked)
             for request in requests:
-                llm._engine.add(request, lambda delta: None)
+                llm.engine.submit(request, lambda delta: None)
             for step in range(8):
-                llm._engine.step()
+                llm.engine.step()
                 if step == 2:
                     llm.pause()
                     llm.resume()
@@ -122,7 +122,7 @@ def test_pause_sleep_and_eviction_in_the_middle_of_a_drafted_answer_change_nothi
                     assert llm.stats()["blocks_used"] == 0
                     llm.wake()
                 elif step == 6:
-                    llm._engine.evict_all()
+                    llm.engine.evict_all()
             assert all_facts(finish(llm, requests)) == all_facts(plain)
 
 
@@ -134,14 +134,14 @@ def test_an_abort_and_a_timeout_keep_what_stands(monkeypatch: pytest.MonkeyPatch
     with open_toy(module, Moody(answers_of(plain), 1), 5) as llm:
         requests = admitted(llm, asked)
         for request in requests:
-            llm._engine.add(request, lambda delta: None)
+            llm.engine.submit(request, lambda delta: None)
         for _ in range(4):
-            llm._engine.step()
-        llm._engine.abort(requests[1])
+            llm.engine.step()
+        llm.engine.abort(requests[1])
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 1001.0)
         results = finish(llm, requests)
-        assert llm._engine.drafting is not None
+        assert llm.engine.drafting is not None
     for i, reason in ((1, FinishReason.ABORT), (2, FinishReason.TIMEOUT)):
         for c, d in zip(results[i].outputs, plain[i].outputs, strict=True):
             assert c.finish_reason is reason
@@ -158,9 +158,9 @@ def test_a_live_modules_step_in_the_middle_is_seen_between_drafts() -> None:
         with open_toy(module, drafter, drafter and 3) as llm:
             requests = admitted(llm)
             for request in requests:
-                llm._engine.add(request, lambda delta: None)
+                llm.engine.submit(request, lambda delta: None)
             for _ in range(6):  # no draft of these is ever right
-                llm._engine.step()
+                llm.engine.step()
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.mul_(1.25)
@@ -284,7 +284,7 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
         results = llm.generate(prompts, asked)
         assert all_facts(results[:4]) == all_facts(plain)
         said = llm.stats()["draft"]
-        total = llm._engine.drafting.figures  # type: ignore[union-attr]
+        total = llm.engine.drafting.figures  # type: ignore[union-attr]
     assert results[4].metrics.draft == DraftFigures()  # it asked for none
     each = [result.metrics.draft for result in results[:4]]
     assert total.num_drafted == [sum(f.num_drafted[j] for f in each) for j in range(3)]

@@ -49,7 +49,7 @@ def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def proposer_of(llm: LLM) -> DraftModelProposer:
-    proposer = llm._engine.drafting.proposer  # type: ignore[union-attr]
+    proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
     assert isinstance(proposer, DraftModelProposer)
     return proposer
 
@@ -328,7 +328,7 @@ def test_its_position_limit_ends_drafts_and_not_the_request() -> None:
 def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_living() -> None:
     with LLM(make_toy("qwen3")) as llm:
         params = SamplingParams(max_tokens=9)
-        a, b, c, d = (llm._admission.admit(PROMPT, params).sequences[0] for _ in range(4))
+        a, b, c, d = (llm.engine.admission.admit(PROMPT, params).sequences[0] for _ in range(4))
     holdings = Holdings(num_blocks=7, block_size=4)
     assert holdings.reserve(holdings.of(a), 1, 8) == 8
     assert holdings.reserve(holdings.of(b), 1, 8) == 8
@@ -395,7 +395,7 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
 
     with LLM(model, draft=make_toy("qwen3"), num_draft_tokens=4, block_size=4) as llm:
         poison(llm)
-        engine, proposer = llm._engine, proposer_of(llm)
+        engine, proposer = llm.engine, proposer_of(llm)
         for owner, name, chance in (
             (proposer.holdings, "of", 0.003),
             (proposer.holdings, "reserve", 0.01),

@@ -96,7 +96,7 @@ def check_schedules(
             stats = llm.stats()
             assert stats["blocks_used"] == 0
             assert tokens is None or stats["preemptions"] > 0, where
-            llm._engine.scheduler.pool.check()
+            llm.engine.scheduler.pool.check()
             drafts, drafted = isinstance(proposer, Oracle) and length, stats["draft"]["drafted"]
             assert drafted > 0 if drafts else not (drafted and length == 0), where
             assert all_facts([llm.generate(prompts[i], params[i])[0]]) == [expected[i]], "alone"

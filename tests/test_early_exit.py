@@ -44,7 +44,7 @@ def requests(count: int = 12) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def proposer_of(llm: LLM) -> EarlyExitProposer:
-    proposer = llm._engine.drafting.proposer  # type: ignore[union-attr]
+    proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
     assert isinstance(proposer, EarlyExitProposer)
     return proposer
 
@@ -289,7 +289,7 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
         next(stream), next(stream)
         stream.close()
-        engine, proposer = llm._engine, proposer_of(llm)
+        engine, proposer = llm.engine, proposer_of(llm)
         plain_forward, plain_run = proposer.forward, engine.runner.forward
 
         def interrupting(plain: Any) -> Any:
@@ -398,7 +398,7 @@ def test_weights_and_memory_sleep_and_the_module_is_let_go(tmp_path: Path) -> No
     llm.sleep(weights=True)
     llm.wake()
     assert facts(llm.generate(PROMPT, params)[0]) == expected
-    module: Any = llm._engine.runner.module  # type: ignore[attr-defined]
+    module: Any = llm.engine.runner.module  # type: ignore[attr-defined]
     gone = weakref.ref(module), weakref.ref(module.model.layers[0])
     del module
     llm.close()

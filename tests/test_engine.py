@@ -175,7 +175,7 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
     prompts = [random_ids(6, seed=s) for s in range(3)]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     expected = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-    forward = llm._engine.runner.forward
+    forward = llm.engine.runner.forward
 
     def broken(batch: Any) -> Any:
         out = forward(batch)
@@ -183,10 +183,10 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
             out.logits[1] = torch.nan
         return out
 
-    monkeypatch.setattr(llm._engine.runner, "forward", broken)
-    requests = [llm._admission.admit(p, params) for p in prompts]
+    monkeypatch.setattr(llm.engine.runner, "forward", broken)
+    requests = [llm.engine.admission.admit(p, params) for p in prompts]
     with pytest.raises(RequestFailed, match="no token can be drawn"):
-        llm._driver.run(requests)
+        llm.engine.run(requests)
     assert isinstance(requests[1].error, RequestFailed)
     for i in (0, 2):
         result = requests[i].result
@@ -195,7 +195,7 @@ def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
-    module = llm._engine.runner.module
+    module = llm.engine.runner.module
     hook = module.register_forward_hook(lambda *_: llm.generate(PROMPT))
     with pytest.raises(VerbatimError, match="from inside its own forward"):
         llm.generate(PROMPT, SamplingParams(max_tokens=2))
@@ -211,16 +211,16 @@ def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
     prompts = [random_ids(n, seed=n) for n in (150, 70, 3, 90)]
     params = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)
     expected = all_facts(llm.generate(prompts, params))
-    rows, forward = [], llm._engine.runner.forward
+    rows, forward = [], llm.engine.runner.forward
 
     def counted(batch: Any) -> Any:
         rows.append(len(batch.logit_rows))
         return forward(batch)
 
-    monkeypatch.setattr(llm._engine.runner, "forward", counted)
+    monkeypatch.setattr(llm.engine.runner, "forward", counted)
     for most in (1, 7, 64):
         rows.clear()
-        llm._engine.scheduler.max_prompt_targets = most
+        llm.engine.scheduler.max_prompt_targets = most
         assert all_facts(llm.generate(prompts, params)) == expected
         assert max(rows) <= most + len(prompts)
 

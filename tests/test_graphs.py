@@ -110,7 +110,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with LLM(make_toy("llama")) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         graphs = DecodeGraphs(runner.decoder, runner.store, fails)
         batches: list[Any] = []
         plain = runner.forward

@@ -87,7 +87,7 @@ def test_the_words_do_not_depend_on_the_schedule(
 def test_fused_layers_take_them(folders: Callable[[str], Path]) -> None:
     with LLM(folders("llama"), quantization="w8a8") as llm:
         fused = llm.info()["fused"]
-        assert fused["layers"] == len(llm._engine.runner.module.model.layers) and not fused["plain"]
+        assert fused["layers"] == len(llm.engine.runner.module.model.layers) and not fused["plain"]
 
 
 def test_it_is_another_model_than_without(folders: Callable[[str], Path]) -> None:
@@ -151,8 +151,8 @@ def test_info_tells_what_multiplies_codes(tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path)
     with LLM(folder, quantization="w4a8") as llm:
         info, told = llm.info(), llm.info()["quantization"]
-        exact = sum(p.nbytes for p in llm._engine.runner.module.parameters())
-        module = llm._engine.runner.module
+        exact = sum(p.nbytes for p in llm.engine.runner.module.parameters())
+        module = llm.engine.runner.module
         bits = {name: packing.interleaved for name, _, packing in packed_buffers(module)}
     assert told["format"] == "int4-g64-head8-a8" and told["activation_bits"] == 8
     assert "model.layers.*.self_attn.q_proj.weight" in told["activations_packed"]
@@ -175,7 +175,7 @@ def test_the_weights_sleep_and_wake(tmp_path: Path) -> None:
     with LLM(folder, quantization="w4a8") as llm:
         expected = all_facts(llm.generate(*requests))
         llm.sleep(weights=True)
-        assert llm._engine.runner.module.lm_head.weight.isnan().all()
+        assert llm.engine.runner.module.lm_head.weight.isnan().all()
         llm.wake()
         assert all_facts(llm.generate(*requests)) == expected
 

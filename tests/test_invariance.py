@@ -113,8 +113,8 @@ def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     with open_toy(name, dtype, block_size=4) as llm:
         forever = SamplingParams(max_tokens=150, seed=1, ignore_eos=True)
         # A first request that runs on keeps the cache of a live module alive for the others.
-        engine, keeper = llm._engine, llm._admission.admit(stem, forever)
-        engine.add(keeper, lambda delta: None)
+        engine, keeper = llm.engine, llm.engine.admission.admit(stem, forever)
+        engine.submit(keeper)
         assert all_facts(llm.generate(prompts, params)) == expected, "shared with those in flight"
         again = llm.generate(prompts, params)
         assert all_facts(again) == expected, "found"
@@ -133,10 +133,12 @@ def test_priorities_and_interruptions_change_no_bit(name: str) -> None:
         rng = random.Random(rng_seed)
         ranked = [p.replace(priority=rng.randint(-3, 3)) for p in params]
         with open_toy(name, "bfloat16", max_sequences=4, max_batch_tokens=24) as llm:
-            engine = llm._engine
-            requests = [llm._admission.admit(p, q) for p, q in zip(prompts, ranked, strict=True)]
+            engine = llm.engine
+            requests = [
+                llm.engine.admission.admit(p, q) for p, q in zip(prompts, ranked, strict=True)
+            ]
             for request in requests:
-                engine.add(request, lambda delta: None)
+                engine.submit(request)
                 for _ in range(rng.randint(0, 3)):
                     engine.step()
             while engine.step():

@@ -36,17 +36,19 @@ class Company:
     """Eight requests that run beside a ninth, step by step."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm, self.engine = llm, llm._engine
+        self.llm, self.engine = llm, llm.engine
         prompts, params = mixed_requests(8)
         self.expected = all_facts(llm.generate(prompts, params))
         self.engine.evict_all()
-        self.requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+        self.requests = [
+            llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)
+        ]
         for request in self.requests:
-            self.engine.add(request, lambda delta: None)
+            self.engine.submit(request, lambda delta: None)
 
     def join(self, prompt: Any, params: SamplingParams) -> Request:
-        request = self.llm._admission.admit(prompt, params)
-        self.engine.add(request, lambda delta: None)
+        request = self.llm.engine.admission.admit(prompt, params)
+        self.engine.submit(request, lambda delta: None)
         return request
 
     def held_by(self, request: Request) -> int:
@@ -133,15 +135,12 @@ def test_a_request_over_its_time_ends_as_it_is(llm: LLM, monkeypatch: pytest.Mon
     company = Company(llm)
     victim = company.join(random_ids(10, seed=6), LONG.replace(timeout_s=1000.0, n=2))
     until(company.engine, lambda: len(victim.sequences[0].output_ids) == 5)
-    deadline = company.engine.next_deadline()
-    assert deadline == victim.arrival + 1000.0
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1001.0)
     company.engine.step()
     assert victim.result is not None and company.held_by(victim) == 0
     assert [c.finish_reason for c in victim.result.outputs] == [FinishReason.TIMEOUT] * 2
     assert [len(c.token_ids) for c in victim.result.outputs] == [5, 5]
-    assert company.engine.next_deadline() is None
     company.finish()
 
 
@@ -155,11 +154,11 @@ def test_a_queue_has_an_end() -> None:
 
 def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
     with LLM(make_toy("llama"), max_sequences=2) as llm:
-        engine, order = llm._engine, []
+        engine, order = llm.engine, []
 
         def join(name: str, priority: int) -> Request:
-            request = llm._admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
-            engine.add(request, lambda delta: order.append(name) if delta.result else None)
+            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
+            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
             return request
 
         low = [join(f"low {i}", 1) for i in range(3)]
@@ -176,12 +175,12 @@ def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
 
 def test_a_minute_of_waiting_is_worth_a_step_of_priority(llm: LLM) -> None:
     with LLM(make_toy("llama"), max_sequences=1) as llm:
-        engine, order = llm._engine, []
+        engine, order = llm.engine, []
         for name, priority, waited_s in (("old", 2, 130.0), ("new", 0, 0.0), ("newer", 1, 0.0)):
-            request = llm._admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
+            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
             request.arrival -= waited_s
             note = lambda delta, name=name: order.append(name) if delta.result else None
-            engine.add(request, note)
+            engine.submit(request, note)
         while engine.step():
             pass
         assert order == ["old", "new", "newer"]
@@ -203,10 +202,10 @@ def test_every_request_evicted_and_none_the_worse() -> None:
         per_token = llm.info()["kv_bytes_per_token"]
     assert all(r.outputs[0].finish_reason is FinishReason.STOP for r in expected)
     with LLM(model, kv_memory=per_token * 4 * 20, block_size=4) as llm:
-        engine, deltas = llm._engine, [[] for _ in prompts]  # type: ignore[var-annotated]
-        requests = [llm._admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+        engine, deltas = llm.engine, [[] for _ in prompts]  # type: ignore[var-annotated]
+        requests = [llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
         for request, outbox in zip(requests, deltas, strict=True):
-            engine.add(request, outbox.append)
+            engine.submit(request, outbox.append)
         steps = 0
         while engine.step():
             engine.scheduler.pool.check()
@@ -270,7 +269,7 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
         monkeypatch.setattr(owner, name, interrupting)
 
     with LLM(model, kv_memory=per_token * 130, block_size=8) as llm:
-        engine = llm._engine
+        engine = llm.engine
         for owner, name in (
             (engine.scheduler.pool, "take"),
             (engine.scheduler.pool, "give_back"),
@@ -328,25 +327,29 @@ def test_a_surrogate_in_a_salt_is_refused_at_the_door() -> None:
 
 def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
     with LLM(make_toy("llama"), max_batch_tokens=16) as llm:
-        engine = llm._engine
-        large = llm._admission.admit(random_ids(200, 1), LONG.replace(priority=5, max_tokens=5))
-        engine.add(large, lambda delta: None)
+        engine = llm.engine
+        large = llm.engine.admission.admit(
+            random_ids(200, 1), LONG.replace(priority=5, max_tokens=5)
+        )
+        engine.submit(large)
         engine.step()
-        urgent = llm._admission.admit(random_ids(4, 2), LONG.replace(priority=-5, max_tokens=3))
-        engine.add(urgent, lambda delta: None)
+        urgent = llm.engine.admission.admit(
+            random_ids(4, 2), LONG.replace(priority=-5, max_tokens=3)
+        )
+        engine.submit(urgent)
         for _ in range(3):
             engine.step()
         assert urgent.result is not None and not large.finished
-        scoring = llm._admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
-        other = llm._admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
+        scoring = llm.engine.admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
+        other = llm.engine.admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
         engine.abort(large)
         engine.scheduler.max_prompt_targets = 1
         for request in (scoring, scoring_too := _again(llm), other):
-            engine.add(request, lambda delta: None)
+            engine.submit(request)
         for _ in range(3):
             engine.step()
         assert other.result is not None and not scoring.finished and not scoring_too.finished
 
 
 def _again(llm: LLM) -> Request:
-    return llm._admission.admit(random_ids(60, 5), SamplingParams(prompt_logprobs=0))
+    return llm.engine.admission.admit(random_ids(60, 5), SamplingParams(prompt_logprobs=0))

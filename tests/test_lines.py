@@ -44,7 +44,7 @@ def test_weights_begin_at_lines_and_say_what_the_file_says(
     stored = load_file(folder / "model.safetensors")
     with LLM(folder) as llm:
         for _ in range(2):
-            held = dict(llm._engine.runner.decoder.held.named_parameters())
+            held = dict(llm.engine.runner.decoder.held.named_parameters())
             assert all(p.data_ptr() % 64 == 0 for p in held.values())
             assert all(torch.equal(held[name], stored[name]) for name in held)
             llm.sleep(weights=True)
@@ -58,7 +58,7 @@ def test_without_room_for_copies_they_stay_where_they_are(
     monkeypatch.setattr(lines, "_SMALL", 0)
     monkeypatch.setattr(lines, "available_memory", lambda: 1000)
     with LLM(folder) as llm:
-        held = llm._engine.runner.decoder.held
+        held = llm.engine.runner.decoder.held
         assert any(p.data_ptr() % 64 for p in held.parameters())
 
 

@@ -111,13 +111,13 @@ class Spy:
     """Notes what MTP layers draft, with NaN in all of their memory that nobody has written."""
 
     def __init__(self, llm: LLM) -> None:
-        runner: Any = llm._engine.runner
-        proposer: Any = llm._engine.drafting.proposer  # type: ignore[union-attr]
-        self.mtp, self.figures = runner.mtp, llm._engine.drafting.figures  # type: ignore[union-attr]
+        runner: Any = llm.engine.runner
+        proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
+        self.mtp, self.figures = runner.mtp, llm.engine.drafting.figures  # type: ignore[union-attr]
         self.logits: list[Tensor] = []  # of the latest proposal, [R, V] of each forward
         self.drafts: dict[Any, list[int]] = {}  # by the ids so far, with sample index
         self.all_logits: dict[Any, list[Tensor]] = {}
-        self._poison(llm._engine.scheduler.pool)
+        self._poison(llm.engine.scheduler.pool)
         run, propose = self.mtp.run, proposer.propose
 
         def noted_run(k: int, batch: Batch) -> Tensor:
@@ -505,7 +505,7 @@ def test_what_the_layers_keep_counts_as_kv_memory() -> None:
         assert info["kv_bytes"] == tokens * info["kv_bytes_per_token"] <= 8_000_000
         assert info["mtp_layers"] == 2 and info["parameters"] == without["parameters"]
         assert info["mtp_weight_bytes"] == 4 * info["mtp_parameters"] > 0
-        mtp = drafting._engine.runner.mtp  # type: ignore[attr-defined]
+        mtp = drafting.engine.runner.mtp  # type: ignore[attr-defined]
         held = [weakref.ref(store) for store in mtp.stores]
     assert mtp.nbytes == 0
     del mtp, drafting
@@ -532,7 +532,7 @@ def test_sleep_gives_their_memory_back_and_drafts_go_on_after_it(weights: bool) 
 
 def test_new_weights_make_worse_drafts_and_the_words_of_plain_decoding() -> None:
     with open_story(None) as plain, open_story(2) as drafting:
-        module = plain._engine.runner.module  # type: ignore[attr-defined]
+        module = plain.engine.runner.module  # type: ignore[attr-defined]
         new = {name: value.detach() * 1.02 for name, value in module.named_parameters()}
         for llm in (plain, drafting):
             llm.generate(STORY, GREEDY)
@@ -588,7 +588,7 @@ def test_modules_are_given_back_as_they_were() -> None:
 def test_ctrl_c_in_a_draft_gives_the_modules_back_and_costs_no_word_later() -> None:
     pair = toy("qwen3", 2)
     with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
-        mtp, calls = llm._engine.runner.mtp, 0  # type: ignore[attr-defined]
+        mtp, calls = llm.engine.runner.mtp, 0  # type: ignore[attr-defined]
         run = mtp.run
 
         def interrupted(k: int, batch: Batch) -> Tensor:

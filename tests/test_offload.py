@@ -156,7 +156,7 @@ def test_a_checkpoint_in_float16_is_converted_as_it_is_read(dtype: str, tmp_path
 
 def reads_of(llm: LLM, prompts: list[list[int]]) -> tuple[int, int]:
     """Weight bytes read for these prompts, and forwards made."""
-    runner: Any = llm._engine.runner
+    runner: Any = llm.engine.runner
     before = runner.weights.bytes_read, runner.num_forwards
     llm.generate(prompts, GREEDY)
     return runner.weights.bytes_read - before[0], runner.num_forwards - before[1]
@@ -171,7 +171,7 @@ def test_weights_are_read_once_a_step_however_many_micro_batches(
             folders("llama"), batch_size=batch_size, micro_batches=micro_batches, overlap=False
         ) as llm:
             read, forwards = reads_of(llm, prompts)
-            runner: Any = llm._engine.runner
+            runner: Any = llm.engine.runner
             assert forwards == 5
             per_forward = runner.weights.bytes_per_forward
             rows = read - forwards * per_forward  # of the embedding
@@ -183,7 +183,7 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
 ) -> None:
     """What was read ahead is never thrown away, so reads don't exceed one more forward and a ring."""
     with offloaded(folders("llama")) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         stream = runner.weights.stream
         before, forwards = stream.bytes_read, runner.num_forwards
         llm.generate([[5, 6, 7]], GREEDY)
@@ -196,7 +196,7 @@ def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
 
 def test_an_open_model_holds_no_second_copy_of_its_weights(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("llama")) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         held = {slot.name for slot in runner.weights.units.held}
         for name, parameter in runner.module.named_parameters():
             assert name in held or parameter.untyped_storage().nbytes() <= 4
@@ -544,7 +544,7 @@ def test_ctrl_c_in_the_middle_of_a_layer_leaves_the_engine_as_it_was(
     prompts, params = mixed_requests(6)
     expected = resident_facts(folder, "float32", 6)
     with offloaded(folder, overlap=overlap) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         plain, left = runner.weights.stream.take, [after]
 
         def take(index: int) -> Any:
@@ -576,7 +576,7 @@ def test_closing_gives_everything_back(
 ) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     llm = offloaded(folders("llama"), disk=tmp_path, kv=(0, 0, 100), activations=(0, 0, 100))
-    runner: Any = llm._engine.runner
+    runner: Any = llm.engine.runner
     llm.generate([[5, 6, 7], [8]], GREEDY)
     assert list(tmp_path.iterdir()) == []  # what is written has no name
     llm.close()
@@ -778,7 +778,7 @@ def test_a_head_in_pieces_gives_the_same_words(
     monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
     for weights in ((0, 0, 100), (40, 0, 60)):
         with offloaded(folder, dtype, weights=weights) as llm:
-            runner: Any = llm._engine.runner
+            runner: Any = llm.engine.runner
             pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
             if kernels.library() is not None:
                 assert len(pieces) > 1
@@ -809,7 +809,7 @@ def test_rows_that_are_drawn_a_few_at_a_time_are_the_same(
     folder = folders("llama")
     expected = resident_facts(folder, "float32")
     with offloaded(folder) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         for at_once in (1, 2, 5):
             monkeypatch.setattr(runner, "_rows_at_once", lambda rows, n=at_once: n)
             assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected

@@ -54,7 +54,7 @@ def offloaded(folder: Path, **settings: Any) -> LLM:
 
 
 def cache_of(llm: LLM) -> ExpertCache:
-    found: Any = llm._engine.runner.weights.experts
+    found: Any = llm.engine.runner.weights.experts
     assert isinstance(found, ExpertCache)
     return found
 
@@ -297,7 +297,7 @@ def test_a_model_that_fits_reads_nothing(
     for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
         with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
             assert words(llm) == expected
-            runner: Any = llm._engine.runner
+            runner: Any = llm.engine.runner
             assert runner.weights.experts is None
             assert set(llm.info()["experts"]) == {"all in one kernel call"}
             room, planned = runner.weights._room, llm.info()["plan"]["memory"]
@@ -349,7 +349,7 @@ def test_waiting_for_experts_counts_as_loading(
 
     monkeypatch.setattr(File, "read", slowly)
     with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         assert runner.timings().compute_s >= 0
         llm.generate([[5, 6, 7]], GREEDY)
         assert cache_of(llm).wait_s > 0.01
@@ -408,7 +408,7 @@ def test_an_expert_that_cannot_be_read_ends_the_engine(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = offloaded(moe("qwen3_moe"), overlap=overlap)
-    module: Any = llm._engine.runner.module
+    module: Any = llm.engine.runner.module
 
     def read(self: File, *args: Any) -> int:
         raise TierFailed(f"disk tier: reading {self.path} failed")
@@ -443,7 +443,7 @@ def test_ctrl_c_while_experts_are_read(
 
 def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], Path]) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         plain, size = runner.forward, runner.vocab_size
         found: list[int] = []
 

@@ -53,7 +53,7 @@ def offloaded(folder: Path, *, micro_tokens: int = 13, **settings: Any) -> LLM:
     engine |= {k: settings.pop(k) for k in (*engine, "kv_dtype") if k in settings}
     settings = {"weights": (0, 0, 100), "batch_size": 2, "micro_batches": 2} | settings
     llm = LLM(folder, placement=Offload(gpu="100MB", **settings), **engine)
-    order: Any = llm._engine.runner.decoder._order
+    order: Any = llm.engine.runner.decoder._order
     order._plan = replace(order._plan, micro_tokens=micro_tokens)
     return llm
 
@@ -82,7 +82,7 @@ def assert_same_words(folder: Path, dtype: str, cases: list[dict[str, Any]]) -> 
     for case in cases:
         with offloaded(folder, dtype=dtype, **case) as llm:
             assert run(llm) == expected, case
-            runner = llm._engine.runner
+            runner = llm.engine.runner
             preempted += llm.stats()["preemptions"]
             assert bool(runner.store.traffic.bytes_read) == bool(case["kv"][2])
             assert bool(runner.store.traffic.bytes_written) == bool(case["kv"][2])
@@ -144,7 +144,7 @@ def test_kv_in_few_bits_give_the_same_words_on_the_disk(
         settings: dict[str, Any] = dict(kv=kv, overlap=overlap, cpu_cache_compute=False)
         with offloaded(folders(name), kv_dtype=kv_dtype, **settings) as llm:
             assert run(llm) == expected
-            assert llm._engine.runner.info()["kv_dtype"] == kv_dtype
+            assert llm.engine.runner.info()["kv_dtype"] == kv_dtype
 
 
 def test_five_prompts_in_batches_of_two(folders: Callable[[str], Path]) -> None:
@@ -155,7 +155,7 @@ def test_five_prompts_in_batches_of_two(folders: Callable[[str], Path]) -> None:
         settings: dict[str, Any] = dict(batch_size=2, micro_batches=3, activations=(0, 0, 100))
         with offloaded(folders("gpt2"), micro_tokens=64, kv=kv, **settings) as llm:
             assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
-            away = llm._engine.runner.schedule.activations
+            away = llm.engine.runner.schedule.activations
             assert away.traffic.bytes_read == away.traffic.bytes_written > 0
 
 
@@ -169,7 +169,7 @@ def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None
         assert facts(again) == expected and again.num_cached_tokens >= 32
         llm.sleep()
         assert not [t for t in threading.enumerate() if t.name.startswith("verbatim-kv")]
-        assert llm._engine.runner.store.window_bytes == 0
+        assert llm.engine.runner.store.window_bytes == 0
         llm.wake()
         last = llm.generate([prompt], GREEDY)[0]
         assert facts(last) == expected and not last.num_cached_tokens
@@ -204,7 +204,7 @@ def test_ctrl_c_within_forwards_changes_no_word(
 def test_timings_without_overlap_are_all_of_a_forward(folders: Callable[[str], Path]) -> None:
     with offloaded(folders("gpt2"), kv=(0, 0, 100), activations=(0, 0, 100), overlap=False) as llm:
         run(llm)
-        found, store = llm._engine.runner.timings(), llm._engine.runner.store
+        found, store = llm.engine.runner.timings(), llm.engine.runner.store
         assert min(found) > 0
         assert store.traffic.load_s > 0 and store.traffic.store_s > store.traffic.between_s
         assert not [t for t in threading.enumerate() if t.name.startswith("verbatim")]
@@ -563,7 +563,7 @@ def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
     for kv, size, rows in (((100, 0, 0), 4, 64), ((0, 0, 100), 1, 5), ((30, 40, 30), 2, 17)):
         settings = dict(kv=kv, batch_size=size, attention_top_k=4, cpu_cache_compute=False)
         with offloaded(folders("gemma2"), micro_tokens=rows, **settings) as llm:
-            assert llm._engine.runner.info()["attention"] == "approximate: top 4 keys"
+            assert llm.engine.runner.info()["attention"] == "approximate: top 4 keys"
             found.append(run(llm))
     assert found[0] == found[1] == found[2] != exact
     with offloaded(folders("gemma2"), kv_dtype="int4", kv=(0, 0, 100), attention_top_k=4) as llm:

@@ -385,7 +385,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", TOYS)
 def test_the_config_tells_what_attention_stores(name, folder):
     with LLM(folder(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
-        runner = llm._engine.runner
+        runner = llm.engine.runner
         layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
         recorded = runner.decoder.anatomy.routed
         expected = bytes_per_token(layers, torch.float32)
@@ -412,7 +412,7 @@ def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, 
     placement = Offload(workload=(40, 8), **said)
     with LLM(folder(name), max_length=160, max_sequences=8, placement=placement) as llm:
         assert [facts(result) for result in llm.generate(prompts, params)] == expected
-        runner, stats = llm._engine.runner, llm.stats()["offload"]
+        runner, stats = llm.engine.runner, llm.stats()["offload"]
     plan = runner.plan
     assert runner.weights.bytes_read > 0  # it did not fit
     budget = (placement.gpu or 0) + (placement.cpu or 0)
@@ -433,18 +433,18 @@ def test_a_resident_model_has_no_such_stats():
 def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folder):
     said = dict(max_length=128, placement=Offload(gpu="50MB", policy=None))
     with LLM(folder("llama"), **said) as llm:
-        runner = llm._engine.runner
-        assert llm._engine.scheduler.max_batch_tokens == runner.plan.max_batch_tokens
+        runner = llm.engine.runner
+        assert llm.engine.scheduler.max_batch_tokens == runner.plan.max_batch_tokens
     with LLM(folder("llama"), max_batch_tokens=2048, **said) as llm:
-        assert llm._engine.scheduler.max_batch_tokens == 2048
+        assert llm.engine.scheduler.max_batch_tokens == 2048
     with LLM(folder("llama"), max_length=128) as llm:
-        assert llm._engine.scheduler.max_batch_tokens == 2048
+        assert llm.engine.scheduler.max_batch_tokens == 2048
 
 
 def test_logits_of_prompts_are_bounded_by_the_budget(folder):
     with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
-        assert llm._engine.scheduler.max_prompt_targets == llm._engine.runner.plan.prompt_rows
-        assert llm._engine.scheduler.max_prompt_targets < 256
+        assert llm.engine.scheduler.max_prompt_targets == llm.engine.runner.plan.prompt_rows
+        assert llm.engine.scheduler.max_prompt_targets < 256
 
 
 def test_nothing_is_measured_unless_the_policy_needs_it(folder, monkeypatch):
@@ -460,7 +460,7 @@ def test_nothing_is_measured_unless_the_policy_needs_it(folder, monkeypatch):
 def test_measuring_leaves_nothing_behind_and_happens_once(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "_found", {})
     with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
-        slots = llm._engine.runner.weights.units.slots
+        slots = llm.engine.runner.weights.units.slots
         tensors = [stored for slot in slots for stored in ingredients(slot.recipe)]
     found = measure(tensors, tmp_path, torch.float32)
     assert all(value > 0 for value in found.as_dict().values() if isinstance(value, int | float))

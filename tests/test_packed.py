@@ -207,7 +207,7 @@ def test_info_tells_what_is_packed_and_how_far_off_it_is(tmp_path: Path) -> None
     module.save_pretrained(tmp_path)
     with LLM(tmp_path, quantization="int4") as llm:
         told, info = llm.info()["quantization"], llm.info()
-        exact = sum(p.nbytes for p in llm._engine.runner.module.parameters())
+        exact = sum(p.nbytes for p in llm.engine.runner.module.parameters())
     wrong = all_of_it = 0.0
     for weight, packing in choose_packings(module, Quantization()).items():
         off = rounded(weight.detach(), packing) - weight.detach()
@@ -229,7 +229,7 @@ def test_the_weights_sleep_and_wake(tmp_path: Path) -> None:
     requests = mixed_requests(4)
     with LLM(tmp_path, quantization="int4") as llm:
         expected = all_facts(llm.generate(*requests))
-        module = llm._engine.runner.module
+        module = llm.engine.runner.module
         llm.sleep(weights=True)
         assert all(p.untyped_storage().nbytes() <= 8 for _, p, _ in packed_buffers(module))
         assert module.lm_head.weight.isnan().all()

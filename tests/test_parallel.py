@@ -261,7 +261,7 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
         llm.sleep()
         llm.wake()
         assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
-        crew = llm._engine.runner.crew
+        crew = llm.engine.runner.crew
         (process,), folder = crew.processes.values(), crew.folder
         # A rank dies in the middle of a request: an error that names it, and soon.
         stream = llm.stream([5, 6, 7], ROLLOUT)
@@ -280,7 +280,7 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
     with LLM(folders("llama")) as llm:
         expected = all_facts(llm.generate(prompts, params))
     with LLM(folders("llama"), placement=TensorParallel(2)) as llm:
-        decoder = llm._engine.runner.decoder
+        decoder = llm.engine.runner.decoder
         run, calls = decoder.run, iter(range(100))
 
         def pressed(*args: Any, **kwargs: Any) -> Any:
@@ -292,21 +292,21 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params)
         assert all_facts(llm.generate(prompts, params)) == expected
-        process = llm._engine.runner.crew.processes[1]
+        process = llm.engine.runner.crew.processes[1]
     assert process.returncode == 0
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
     llm = LLM(folders("llama"), placement=TensorParallel(2))
-    process = llm._engine.runner.crew.processes[1]
+    process = llm.engine.runner.crew.processes[1]
     del llm  # forgotten
     gc.collect()
     assert process.wait(timeout=20) == 0
     script = (
         "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
         "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
-        "print(llm._engine.runner.crew.processes[1].pid, flush=True)\n"
+        "print(llm.engine.runner.crew.processes[1].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(

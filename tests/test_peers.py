@@ -342,10 +342,10 @@ def test_rows_go_on_from_different_ids():
         rows = Ours(llm)
         requests = rows.add([[1, 2, 3]] * 4, max_tokens=8)
         rows._take_in(requests)
-        llm._engine.step()
+        llm.engine.step()
         fed, drawn = zip(*(request.sequences[0].output_ids for request in requests), strict=True)
         for request in requests:
-            llm._engine.abort(request)
+            llm.engine.abort(request)
     assert len(set(fed)) == len(set(drawn)) == 4
 
 

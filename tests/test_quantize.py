@@ -423,7 +423,7 @@ def test_info_tells_what_is_packed_how_large_and_how_far_off(
         all_of_it += float(weight.double().square().sum())
     with quantized(folders(name), "int4") as llm:
         info = llm.info()
-        weights = llm._engine.runner.weights
+        weights = llm.engine.runner.weights
         slots = [slot for slot in weights.units.slots if slot.packing is not None]
         streamed = [slot for slot in weights.units.slots if slot.tier == "disk"]
     told = info["quantization"]
@@ -448,7 +448,7 @@ def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:
     for quantization in (None, "int8", "int4"):
         with quantized(folders("llama"), quantization) as llm:
             llm.generate([[5, 6, 7]])
-            read[quantization] = llm._engine.runner.weights.bytes_per_forward
+            read[quantization] = llm.engine.runner.weights.bytes_per_forward
     assert read["int4"] < read["int8"] < read[None]
 
 
@@ -456,7 +456,7 @@ def test_a_layer_is_unpacked_into_the_same_room_again_and_again(
     folders: Callable[[str], Path],
 ) -> None:
     with quantized(folders("llama"), "int8", weights=(0, 100, 0)) as llm:
-        weights = llm._engine.runner.weights
+        weights = llm.engine.runner.weights
         units = [unit for unit in weights.units.order if not unit.gathers]
         seen = []
         for unit in units * 2:
@@ -475,7 +475,7 @@ def test_closing_gives_the_packed_weights_back(
 ) -> None:
     for weights in WEIGHTS:
         llm = quantized(folders("llama"), "int4", weights=weights, disk=tmp_path)
-        slots = llm._engine.runner.weights.units.slots
+        slots = llm.engine.runner.weights.units.slots
         llm.generate([[5, 6, 7]])
         llm.close()
         assert list(tmp_path.iterdir()) == []

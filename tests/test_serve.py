@@ -31,13 +31,13 @@ def served() -> Iterator[Served]:
 def admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     """The params of all requests of a test."""
     found: list[SamplingParams] = []
-    plain = served.llm._admission.admit
+    plain = served.llm.engine.admission.admit
 
     def admit(prompt: Any, params: SamplingParams, **rest: Any) -> Any:
         found.append(params)
         return plain(prompt, params, **rest)
 
-    monkeypatch.setattr(served.llm._admission, "admit", admit)
+    monkeypatch.setattr(served.llm.engine.admission, "admit", admit)
     return found
 
 

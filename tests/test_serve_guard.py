@@ -266,7 +266,7 @@ def test_no_answer_tells_of_this_machine(served, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("/secret/place")
 
-    monkeypatch.setattr(served.llm._admission, "admit", broken)
+    monkeypatch.setattr(served.llm.engine.admission, "admit", broken)
     answer = served.client.post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "secret" in caplog.text  # whoever runs the server is told
@@ -282,7 +282,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeyp
     def broken(*_: Any, **__: Any) -> None:
         raise OSError
 
-    monkeypatch.setattr(served.llm._admission, "admit", broken)
+    monkeypatch.setattr(served.llm.engine.admission, "admit", broken)
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.connect()
     connection.auto_open = 0  # it would connect again by itself
@@ -594,8 +594,8 @@ def test_what_is_told_of_the_engine_is_not_worked_out_at_each_glance(roomy, monk
 
 def test_a_model_that_suggests_what_can_not_be_is_refused_at_the_start(monkeypatch):
     with LLM(kv_memory="16MB") as llm:
-        monkeypatch.setattr(llm._opened.generation_config, "do_sample", True)
-        monkeypatch.setattr(llm._opened.generation_config, "top_p", 7.0)
+        monkeypatch.setattr(llm.engine.generation_config, "do_sample", True)
+        monkeypatch.setattr(llm.engine.generation_config, "top_p", 7.0)
         with pytest.raises(InvalidRequest, match=r"generation_config.json.*top_p=7.0.*--no-chat"):
             make_app(llm)
         with serving(llm, ServeSettings(chat_defaults=False)) as server:

@@ -188,13 +188,13 @@ def pace() -> Pace:
 @pytest.fixture(scope="module")
 def site(pace: Pace) -> Iterator[tuple[str, Any]]:
     with LLM(draft="ngram", **SMALL) as llm:
-        forward = llm._engine.runner.forward
+        forward = llm.engine.runner.forward
 
         def paced(batch: Any) -> Any:
             time.sleep(pace.seconds)
             return forward(batch)
 
-        llm._engine.runner.forward = paced  # type: ignore[method-assign]
+        llm.engine.runner.forward = paced  # type: ignore[method-assign]
         with served(llm) as site:
             yield site
 

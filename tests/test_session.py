@@ -53,19 +53,19 @@ def open_llm(toy: str = "llama", tokenizer: Any = None, **options: Any) -> LLM:
     live = options.pop("live", True)
     tokenizer = tokenizer or toy_tokenizers.byte_level().hf
     llm = LLM(toys.make_toy(toy, vocab_size=VOCAB), tokenizer=tokenizer, **options)
-    llm._engine.live = live  # as if we had loaded it: its cached prefixes outlive what runs
+    llm.engine.live = live  # as if we had loaded it: its cached prefixes outlive what runs
     return llm
 
 
 def counted(llm: LLM) -> list[int]:
     """The rows of each forward from now on."""
-    rows, forward = list[int](), llm._engine.runner.forward
+    rows, forward = list[int](), llm.engine.runner.forward
 
     def count(batch: Any) -> Any:
         rows.append(len(batch.token_ids))
         return forward(batch)
 
-    llm._engine.runner.forward = count  # type: ignore[method-assign]
+    llm.engine.runner.forward = count  # type: ignore[method-assign]
     return rows
 
 
@@ -108,7 +108,7 @@ def test_one_call_equals_three_that_go_on(toy: str) -> None:
                 assert session.text == text, kind
                 assert session.token_ids == PROMPT + ids and session.position == 15
                 assert {p.seed for p in parts} == {session.seed} == {7}
-                llm._engine.scheduler.pool.check()
+                llm.engine.scheduler.pool.check()
 
 
 def test_min_tokens_and_stops_count_over_the_whole_completion() -> None:
@@ -199,7 +199,7 @@ def test_rolling_back_equals_a_fresh_run() -> None:
             assert len(before) == session.position == position
             result = session.generate([90], P8.replace(max_tokens=3))
             assert said(result) == alone(llm, [*before, 90], P8.replace(max_tokens=3))
-            llm._engine.scheduler.pool.check()
+            llm.engine.scheduler.pool.check()
             session.position = position
         session.position = 0
         assert session.token_ids == []
@@ -234,7 +234,7 @@ def test_kv_of_a_live_module_from_before_an_idle_time_is_for_its_session_alone()
         for _ in range(2):
             session.generate([50] * 9, P8)  # other weights could stand there, which nobody can see
         held = session._holding
-        assert len(held.blocks) > 4 and not set(held.blocks) & set(llm._engine.scheduler.pool._keys)
+        assert len(held.blocks) > 4 and not set(held.blocks) & set(llm.engine.scheduler.pool._keys)
 
 
 def test_strings_get_the_tokenizers_bos_only_at_the_beginning() -> None:
@@ -309,7 +309,7 @@ def test_idle_kv_goes_before_anybody_is_preempted_and_the_words_stay(toy: str) -
             assert llm.stats()["preemptions"] == before
             results = llm.generate(prompts[:9], params[:9])
             assert [facts(r) for r in results] == want[:9]
-            llm._engine.scheduler.pool.check()
+            llm.engine.scheduler.pool.check()
 
 
 def test_turns_among_other_requests_in_a_tiny_pool() -> None:
@@ -342,7 +342,7 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
     with open_llm() as llm, llm.session(100, seed=7) as session:
         session.generate(PROMPT, P8)
         for drop in (
-            llm._engine.evict_all,
+            llm.engine.evict_all,
             lambda: (llm.sleep(), llm.wake()),
             lambda: llm.weights_changed(),
         ):
@@ -351,7 +351,7 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
             assert not session._holding.blocks and llm.stats()["blocks_used"] == 0
             result = session.generate([50], P8)
             assert said(result) == alone(llm, result.prompt_token_ids, P8)
-        weight = llm._engine.runner.module.model.layers[0].mlp.down_proj.weight
+        weight = llm.engine.runner.module.model.layers[0].mlp.down_proj.weight
         with torch.no_grad():
             weight.mul_(1.5)  # as an optimizer's step, which nobody tells of
         result = session.generate([50], P8)
@@ -361,7 +361,7 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
 
 def test_sessions_together_never_reserve_more_than_there_is() -> None:
     with open_llm(kv_memory="200KB") as llm:
-        total = llm._engine.scheduler.pool.num_blocks - 1
+        total = llm.engine.scheduler.pool.num_blocks - 1
         first = llm.session(16 * (total - 4))
         with llm.session(64) as second:
             assert llm.stats()["blocks_reserved"] == total
@@ -375,7 +375,7 @@ def test_sessions_together_never_reserve_more_than_there_is() -> None:
 
 def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
     with open_llm(kv_memory="200KB") as llm:
-        total = llm._engine.scheduler.pool.num_blocks - 1
+        total = llm.engine.scheduler.pool.num_blocks - 1
         rest = llm.session(16 * (total - 4), seed=1)
         idle = llm.session(64, seed=7, idle_timeout_s=0.05)
         first = idle.generate(PROMPT, P8)
@@ -398,21 +398,21 @@ def test_whoever_waits_for_room_can_be_closed_and_cancelled_and_forgotten() -> N
         for end in ("cancel", "close"):
             with llm.session(16 * total, wait_s=10.0):
                 turn = asyncio.ensure_future(waiting.agenerate(PROMPT, P8))
-                while not llm._engine.sessions._waiting:
+                while not llm.engine.sessions._waiting:
                     await asyncio.sleep(0.001)
                 _ = turn.cancel() if end == "cancel" else waiting.close()
                 with pytest.raises(asyncio.CancelledError if end == "cancel" else EngineClosed):
                     await asyncio.wait_for(turn, 10.0)
-            assert llm.stats()["blocks_reserved"] == 0 and not llm._engine.sessions._waiting
+            assert llm.stats()["blocks_reserved"] == 0 and not llm.engine.sessions._waiting
 
     with open_llm(kv_memory="200KB") as llm:
-        total = llm._engine.scheduler.pool.num_blocks - 1
+        total = llm.engine.scheduler.pool.num_blocks - 1
         asyncio.run(wait(llm, total))
         forgotten = llm.session(32, wait_s=None, idle_timeout_s=0.0)
         with llm.session(16 * total, wait_s=10.0):
             loop = asyncio.new_event_loop()
             turn = loop.create_task(forgotten.agenerate(PROMPT, P8))
-            while not llm._engine.sessions._waiting:
+            while not llm.engine.sessions._waiting:
                 loop.run_until_complete(asyncio.sleep(0.001))
             loop.close()  # without a word to those who wait in it; they must not break the others
         turn._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -462,7 +462,7 @@ def test_a_turn_that_breaks_leaves_the_session_as_it_was() -> None:
             assert session.token_ids == before and session.text == text
         result = session.generate([51], P8)
         assert said(result) == alone(llm, [*before, 51], P8)
-        llm._engine.scheduler.pool.check()
+        llm.engine.scheduler.pool.check()
         assert llm.stats()["running"] == 0
 
 
@@ -511,7 +511,7 @@ def test_sessions_are_drafted_for(draft: str) -> None:
         found.append(said(session.generate(None, few)))
         assert found == want
         assert llm.stats()["draft"]["drafted"] > 0
-        llm._engine.scheduler.pool.check()
+        llm.engine.scheduler.pool.check()
 
 
 def test_routing_is_recorded_over_turns() -> None:
@@ -684,7 +684,7 @@ def test_saved_kv_is_used_where_it_is_the_same(
                 rows = counted(llm)
                 assert said(session.generate([50], P8)) == want
                 assert rows[0] == num_rows
-                llm._engine.scheduler.pool.check()
+                llm.engine.scheduler.pool.check()
             assert llm.stats()["blocks_used"] == 0
     other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)  # other weights of the same shape
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_dtype=kv_dtype)
@@ -783,7 +783,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.llm = LLM(
             MODULE, kv_memory=num_blocks * 16 * 768, prefix_cache=prefix_cache, max_batch_tokens=11
         )
-        self.llm._engine.live = live
+        self.llm.engine.live = live
         self.session = self.llm.session(90, seed=7)
 
     @rule(inputs=st.lists(st.integers(3, 6), min_size=1, max_size=20), count=st.integers(0, 9))
@@ -834,7 +834,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.llm._engine.evict_all()
+        self.llm.engine.evict_all()
 
     @rule(length=st.integers(1, 90), seed=st.integers(0, 3))
     def others(self, length: int, seed: int) -> None:
@@ -845,7 +845,7 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         if self.session is not None:
-            self.llm._engine.scheduler.pool.check()
+            self.llm.engine.scheduler.pool.check()
             held = self.session._holding
             assert self.llm.stats()["blocks_used"] == len(set(held.blocks)) == len(held.blocks)
             assert len(held.blocks) == -(-len(held.token_ids) // 16)

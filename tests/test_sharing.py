@@ -19,13 +19,13 @@ class Rows:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: list[int] = []
-        forward = llm._engine.runner.forward
+        forward = llm.engine.runner.forward
 
         def counted(batch: Any) -> Any:
             self.counts.append(batch.num_tokens)
             return forward(batch)
 
-        monkeypatch.setattr(llm._engine.runner, "forward", counted)
+        monkeypatch.setattr(llm.engine.runner, "forward", counted)
 
     def take(self) -> list[int]:
         counts, self.counts = self.counts, []
@@ -53,7 +53,9 @@ def test_eight_samples_compute_their_prompt_once(llm: LLM, monkeypatch: pytest.M
     assert len({tuple(c.token_ids) for c in result.outputs}) == 8
     with LLM(llm.name, block_size=8, prefix_cache=False) as plain:
         alone = [
-            plain._driver.run([plain._admission.admit(prompt, params.replace(n=1), first_sample=i)])
+            plain.engine.run(
+                [plain.engine.admission.admit(prompt, params.replace(n=1), first_sample=i)]
+            )
             for i in range(8)
         ]
     for c, (solo,) in zip(result.outputs, alone, strict=True):
@@ -107,12 +109,12 @@ def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
 def test_those_who_wait_for_a_prefix_go_on_when_its_request_is_aborted(llm: LLM) -> None:
     prompt = random_ids(64, seed=6)
     expected = facts(llm.generate(prompt, GREEDY)[0])
-    llm._engine.evict_all()
-    admitted = [llm._admission.admit(prompt, GREEDY) for _ in range(3)]
-    engine = llm._engine
+    llm.engine.evict_all()
+    admitted = [llm.engine.admission.admit(prompt, GREEDY) for _ in range(3)]
+    engine = llm.engine
     engine.scheduler.max_batch_tokens = 16
     for request in admitted:
-        engine.add(request, lambda delta: None)
+        engine.submit(request)
     engine.step()
     assert len(engine.scheduler.running) == 1
     engine.abort(admitted[0])
@@ -158,7 +160,7 @@ def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning(
         llm.generate(random_ids(31, seed=11), params)  # takes the free one and three cached
         assert llm.generate(one, params)[0].num_cached_tokens == 16
         assert llm.generate(two, params)[0].num_cached_tokens in (24, 32)
-        llm._engine.scheduler.pool.check()
+        llm.engine.scheduler.pool.check()
 
 
 def test_a_switched_off_cache_finds_nothing_and_answers_the_same(

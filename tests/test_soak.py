@@ -43,12 +43,12 @@ def test_a_soak_loses_nothing() -> None:
     kinds = mixed_requests(12)[1]
     model = make_toy("qwen3_moe", num_hidden_layers=2)
     with LLM(model, kv_memory="2MB", block_size=8, max_sequences=24, max_batch_tokens=128) as llm:
-        engine, finished, aborted = llm._engine, [], 0
+        engine, finished, aborted = llm.engine, [], 0
         live: list[Request] = []
         resident = 0
         for i in range(NUM_REQUESTS):
             prompt, params = _draw(rng, kinds, i)
-            request = llm._admission.admit(prompt, params)
+            request = llm.engine.admission.admit(prompt, params)
             engine.add(request, lambda delta: None)
             live.append(request)
             while len(live) > 60:

@@ -50,7 +50,7 @@ def replay(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
             [next(script)] * count, [-1.0] * count, [-1.0] * count, [[]] * count, [[]] * count
         )
 
-    monkeypatch.setattr(llm._engine.runner, "sample", sample)
+    monkeypatch.setattr(llm.engine.runner, "sample", sample)
     return ids
 
 

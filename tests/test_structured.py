@@ -134,8 +134,8 @@ def test_an_impossible_structure_is_refused_at_the_door(
 
 
 def test_a_structure_that_other_bans_make_impossible_fails_alone(storyteller: LLM) -> None:
-    engine = storyteller._engine
-    admit = storyteller._admission.admit
+    engine = storyteller.engine
+    admit = storyteller.engine.admission.admit
     dead_end = SamplingParams(choice=["a"], allowed_token_ids=[5], max_tokens=9)
     requests = [admit(PROMPT, dead_end), admit(PROMPT, SamplingParams(max_tokens=5, seed=1))]
     for request in requests:

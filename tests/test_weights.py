@@ -368,7 +368,7 @@ def test_versions_count_on_or_are_given() -> None:
 
 def during(llm: LLM, after: int, act) -> None:
     """Call `act` once in another thread, when the model has run `after` forwards."""
-    module, count = llm._engine.runner.module, itertools.count(1)
+    module, count = llm.engine.runner.module, itertools.count(1)
     done = threading.Event()
 
     def start(*_) -> None:
@@ -394,7 +394,7 @@ def _next(llm: LLM, prompt: list[int], ids: list[int], params: SamplingParams) -
     from verbatim import sample
 
     row = prompt + ids
-    logits = llm._engine.runner.module(torch.tensor([row])).logits[:, -1].float()
+    logits = llm.engine.runner.module(torch.tensor([row])).logits[:, -1].float()
     return int(sample(logits, seed=params.seed, position=len(row))[0])
 
 

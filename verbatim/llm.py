@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import aclosing
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from verbatim.admission import Prompt
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, settle_device
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
-from verbatim.engine.driver import Driver
+from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
 from verbatim.model.weights import Weights, named_weights
-from verbatim.opening import Opened, open_engine, open_runner
+from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
@@ -88,6 +89,12 @@ class LLM:
         fused: run layers of the common shape by a call of the compiled kernels each, which changes no bit of
             what comes out; `info` tells which layers are. False runs them module by module; a `Cluster` and
             a `PipelineParallel` don't take it, and an `Offload` never fuses.
+
+    Attributes:
+        engine: the `EngineHandle` that all calls go through.
+        name: what the model was opened by.
+        tokenizer: None where only ids go in and out.
+        max_length: tokens of prompt and completion together.
 
     Raises:
         ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
@@ -180,7 +187,7 @@ class LLM:
             loaded = open_(None if placement is None else open_skeleton)
         else:
             loaded = open_packed(open_, in_few_bits)
-        opened = open_engine(
+        handle = open_engine(
             loaded,
             options,
             drafts,
@@ -192,8 +199,9 @@ class LLM:
             if isinstance(model, nn.Module)
             else ModelSource.of(model, dtype, revision, trust_remote_code, loaded),
             trust_remote_code=trust_remote_code,
+            max_unread=max_unread,
         )
-        self._start(loaded.name, opened, max_unread)
+        self._start(loaded.name, handle)
 
     @classmethod
     def _over(
@@ -212,7 +220,7 @@ class LLM:
             max_length: in tokens, and where the number comes from; None is what the blocks hold.
         """
         llm = cls.__new__(cls)
-        opened = open_runner(
+        handle = open_runner(
             runner,
             options,
             tokenizer=tokenizer,
@@ -220,20 +228,14 @@ class LLM:
             eos_ids=eos_ids,
             live=True,
         )
-        llm._start(name, opened, 65_536)
+        llm._start(name, handle)
         return llm
 
-    def _start(self, name: str, opened: Opened, max_unread: int) -> None:
-        self._opened = opened
+    def _start(self, name: str, engine: EngineHandle) -> None:
+        self.engine = engine
         self.name = name
-        self.tokenizer = opened.admission.tokenizer
-        self.max_length = opened.admission.max_length
-        self._admission = opened.admission
-        self._engine = opened.engine
-        if opened.make_driver is None:
-            self._driver = Driver(opened.engine, max_unread=max_unread)
-        else:
-            self._driver = opened.make_driver(opened.engine, max_unread)
+        self.tokenizer = engine.admission.tokenizer
+        self.max_length = engine.admission.max_length
 
     def generate(
         self,
@@ -251,7 +253,7 @@ class LLM:
             RequestFailed: nothing can be drawn for a request. An exception thrown inside the model's
                 own forward is raised as it is. The other requests have ended then, too.
         """
-        return self._driver.run(self._admit_all(prompts, params))
+        return self.engine.run(self._admit_all(prompts, params))
 
     async def agenerate(
         self,
@@ -259,15 +261,20 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[Result]:
         """`generate` for asyncio: a thread makes the steps, and cancelling aborts the requests."""
-        return await self._driver.arun(self._admit_all(prompts, params))
+        return await self.engine.arun(self._admit_all(prompts, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """One prompt's completion as it grows. Leaving the loop early aborts the request."""
-        return self._driver.deltas(self._admission.admit(prompt, params or SamplingParams()))
+        return self.engine.stream(self.engine.admission.admit(prompt, params or SamplingParams()))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """`stream` for asyncio: a thread makes the steps, and cancelling aborts the request."""
-        return self._driver.adeltas(self._admission.admit(prompt, params or SamplingParams()))
+        return self._astream(self.engine.admission.admit(prompt, params or SamplingParams()))
+
+    async def _astream(self, request: Request) -> AsyncIterator[Delta]:
+        async with aclosing(self.engine.astream([request])) as deltas:
+            async for _, delta in deltas:
+                yield delta
 
     def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
         """The log-prob of each token given those before it, at temperature 1.
@@ -344,7 +351,7 @@ class LLM:
             InvalidRequest: a value out of range; a file that is no session, or one of another model's.
             EngineClosed: this LLM is closed.
         """
-        if not self._driver.alone:
+        if self.engine.collective is not None:
             raise NotSupported(
                 "a session: where each rank is a process of the user's, they make their calls together, and "
                 "generate, score and chat are what they can make"
@@ -370,12 +377,12 @@ class LLM:
             NotSupported: another placement.
             StageFailed: a stage was lost meanwhile, and can't be replaced.
         """
-        runner = self._engine.runner
+        runner = self.engine.runner
         if not isinstance(runner, Clustered):
             raise NotSupported(
                 "rebalance() moves layers between stages: it needs placement=Cluster(...)"
             )
-        return self._driver.visit(runner.rebalance)
+        return self.engine.call(runner.rebalance)
 
     def pause(self, mode: str = "keep") -> None:
         """Make no more steps until `resume()`; returns when that is so. Callers that wait go on waiting.
@@ -387,11 +394,11 @@ class LLM:
         Raises:
             InvalidRequest: another mode.
         """
-        self._driver.pause(mode)
+        self.engine.pause(mode)
 
     def resume(self) -> None:
         """Go on after `pause`; harmless where nothing is paused."""
-        self._driver.resume()
+        self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
         """Pause, and give the KV memory back until `wake()`; what runs goes on then, on the same bits.
@@ -405,7 +412,7 @@ class LLM:
             NotSupported: the weights of a live module, or weights that were changed since they were read.
             ModelChanged: their files were.
         """
-        self._driver.sleep(weights)
+        self.engine.sleep(weights)
 
     def wake(self) -> None:
         """Take back what `sleep` gave away, and resume; harmless where nothing sleeps.
@@ -413,7 +420,7 @@ class LLM:
         Raises:
             ModelChanged: the files of the weights are others by now. The engine sleeps on.
         """
-        self._driver.wake()
+        self.engine.wake()
 
     def update_weights(
         self,
@@ -448,10 +455,10 @@ class LLM:
             NotSupported: sharded, sparse or quantized tensors. ModelError: a folder that can't be read.
             VerbatimError: the weights sleep.
         """
-        version, runner = _as_version(version), self._engine.runner
+        version, runner = _as_version(version), self.engine.runner
         check_finite = switch("check_finite", check_finite)
         tensors = named_weights(weights)
-        return self._driver.update_weights(
+        return self.engine.update_weights(
             lambda: runner.new_weights(tensors, check_finite=check_finite),
             version=version,
             restart=switch("restart", restart),
@@ -463,7 +470,7 @@ class LLM:
         Seldom needed: an optimizer's step is seen, and counted, at the next step of the engine; and when
         nothing runs no K and V are kept. Only changes through a parameter's `.data` can't be seen.
         """
-        return self._driver.update_weights(
+        return self.engine.update_weights(
             lambda: lambda: None,
             version=_as_version(version),
             restart=switch("restart", restart),
@@ -475,7 +482,7 @@ class LLM:
         Raises:
             InvalidRequest: it suggests a value out of range.
         """
-        config = self._opened.generation_config
+        config = self.engine.generation_config
         if config is None or not getattr(config, "do_sample", False):
             return SamplingParams(temperature=0.0)
         fields = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -484,13 +491,13 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Forwards, tokens and preemptions so far; sequences and blocks now, and whether it is paused."""
-        return self._driver.stats()
+        return self.engine.stats()
 
     def info(self) -> dict[str, Any]:
         """What was opened and how it is run, as plain values."""
         return {
             "model": self.name,
-            **self._opened.info(),
+            **self.engine.info(),
             "default_params": self._default_params_or_why_not(),
         }
 
@@ -502,7 +509,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the KV store and let go of the model; what is running ends as "abort". Again does nothing."""
-        self._driver.close()
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -515,41 +522,42 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None,
     ) -> list[Request]:
-        if self._driver.may_idle and isinstance(prompts, list) and not prompts:
+        collective = self.engine.collective
+        if collective is not None and collective.may_be_empty and prompts == []:
             return []
         many, _ = as_prompts(prompts)
         each = as_params(params, len(many))
-        return [self._admission.admit(p, q) for p, q in zip(many, each, strict=True)]
+        return [self.engine.admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
         """New ids for each prompt, all under one seed, row b drawing with sample index b."""
-        results = self._driver.run(self._admit_rows(prompts, params))
+        results = self.engine.run(self._admit_rows(prompts, params))
         return [result.outputs[0].token_ids for result in results]
 
     def _admit_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
         return [
-            self._admission.admit(prompt, params, first_sample=row)
+            self.engine.admission.admit(prompt, params, first_sample=row)
             for row, prompt in enumerate(prompts)
         ]
 
     @property
     def can_record_routing(self) -> bool:
         """Has the model experts, whose choice for each token can be recorded?"""
-        return self._engine.runner.routed_layers > 0
+        return self.engine.runner.routed_layers > 0
 
     @property
     def routing_shape(self) -> tuple[int, int]:
         """Layers whose routing is recorded, and experts for each token in them."""
-        return self._engine.runner.routed_layers, self._engine.runner.experts_per_token
+        return self.engine.runner.routed_layers, self.engine.runner.experts_per_token
 
     @property
     def pad_token_id(self) -> int:
         """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
-        for config in (self._opened.generation_config, self._opened.config):
+        for config in (self.engine.generation_config, self.engine.config):
             pad = getattr(config, "pad_token_id", None)
             if isinstance(pad, int) and pad >= 0:
                 return pad
-        return min(self._admission.eos_ids, default=0)
+        return min(self.engine.admission.eos_ids, default=0)
 
     def _chat_ids(self, messages: SequenceOf[dict[str, str]]) -> list[int]:
         if self.tokenizer is None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 from verbatim import kernels
 from verbatim.admission import Admission
 from verbatim.draft.choice import DraftOptions, EarlyExit, Mtp
 from verbatim.drafters import open_drafting, open_mtp
+from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
+from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.holdings import batches_of
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
@@ -20,9 +21,6 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.products import probe_report
-from verbatim.numerics import numerics_key
-from verbatim.options import dtype_name
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.runner import Clustered
@@ -32,45 +30,11 @@ from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.parallel.choice import ExpertParallel, Ranked
 from verbatim.placement.parallel.opening import open_parallel
-from verbatim.placement.parallel.together import MakeDriver
 from verbatim.placement.resident import move, open_resident
 from verbatim.placement.runner import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
-
-
-@dataclass(slots=True)
-class Opened:
-    """Everything that `LLM` stands on."""
-
-    admission: Admission
-    engine: Engine
-    config: Any  # the model's own
-    generation_config: Any
-    make_driver: MakeDriver | None = None  # from the engine and `max_unread`; None: the usual one
-
-    def info(self) -> dict[str, Any]:
-        """What was opened and how it is run, as plain values."""
-        runner, admission = self.engine.runner, self.admission
-        placed, drafting = runner.info(), self.engine.drafting
-        return {
-            **placed,
-            "vocab_size": runner.vocab_size,
-            "max_length": admission.max_length,
-            "max_length_from": admission.limit_source,
-            "eos_ids": sorted(admission.eos_ids),
-            "block_size": runner.block_size,
-            "num_blocks": runner.num_blocks,
-            "draft": None if drafting is None else drafting.info(),
-            "numerics_key": numerics_key(
-                placed["dtype"],
-                placed["kv_dtype"],
-                placed.get("quantization"),
-                placed.get("gpu"),
-            ),
-            "probe": _probe_findings(),
-        }
 
 
 def open_engine(
@@ -84,13 +48,14 @@ def open_engine(
     cluster: Cluster | None = None,
     origin: ModelSource | None = None,
     trust_remote_code: bool = False,
-) -> Opened:
-    """Build the rooms under `LLM`; `weak` holds the module only weakly."""
+    max_unread: int = 65_536,
+) -> EngineHandle:
+    """Open the engine of an `LLM`; `weak` holds the module only weakly."""
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
     module: Any = loaded.module
-    make_driver: MakeDriver | None = None
+    together: Any = None
     if speaks_kv_caches(module):
         if options.device.is_gpu:
             raise NotSupported(f"device={options.device.torch}: kv_caches modules run on the CPU")
@@ -134,7 +99,7 @@ def open_engine(
         placed = open_parallel(
             loaded, ranks, options, limit, drafts.draft, trust_remote_code=trust_remote_code
         )
-        runner, make_driver = placed.runner, placed.driver
+        runner, together = placed.runner, placed.together
     else:
         if loaded.packed is not None and isinstance(drafts.draft, Mtp):
             raise NotSupported(
@@ -157,7 +122,7 @@ def open_engine(
         mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
         runner = open_resident(decoder, loaded, options, limit, mtp)
     try:
-        opened = open_runner(
+        handle = open_runner(
             runner,
             options,
             tokenizer=loaded.tokenizer,
@@ -167,11 +132,12 @@ def open_engine(
             config=config,
             generation_config=loaded.generation_config,
             drafting=open_drafting(drafts, runner, options, loaded),
+            max_unread=max_unread,
+            collective=collective_of(together),
         )
-        opened.make_driver = make_driver
         if isinstance(runner, Clustered):
-            _tell_what_is_held(runner, opened.engine.scheduler)
-        return opened
+            _tell_what_is_held(runner, handle.scheduler)
+        return handle
     except BaseException:
         runner.close()
         raise
@@ -206,7 +172,9 @@ def open_runner(
     config: Any = None,
     generation_config: Any = None,
     drafting: Drafting | None = None,
-) -> Opened:
+    max_unread: int = 65_536,
+    collective: Collective | None = None,
+) -> EngineHandle:
     """Build the engine over a runner.
 
     Args:
@@ -236,13 +204,11 @@ def open_runner(
     )
     text = None if tokenizer is None else Tokenizer(tokenizer)
     admission = Admission(text, runner, length, source, eos_ids, drafts=drafting is not None)
-    return Opened(admission, engine, config, generation_config)
-
-
-def _probe_findings() -> list[str]:
-    """How matrix products are kept row-invariant: by the kernels, or by what the probe found for torch."""
-    return [
-        f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
-        + (", one thread" if tiles.one_thread else "")
-        for (rows, columns), dtype, tiles in probe_report()
-    ] or ["not needed: the kernels' products are row-invariant by construction"]
+    return EngineHandle(
+        engine,
+        admission,
+        config=config,
+        generation_config=generation_config,
+        max_unread=max_unread,
+        collective=collective,
+    )

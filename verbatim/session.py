@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
 import operator
@@ -11,12 +10,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from verbatim.admission import Prompt
 from verbatim.core import Delta, FinishReason, Holding, Request, Result
-from verbatim.engine.loop import AsyncWake, Wake
+from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
 from verbatim.session_file import SavedSession, read_session, write_session
@@ -51,7 +50,7 @@ class Session:
         wait_s: float | None = 0.0,
         idle_timeout_s: float | None = None,
     ) -> None:
-        self._llm, self._driver, self._admission = llm, llm._driver, llm._admission
+        self._llm, self._handle = llm, llm.engine
         saved = None if load is None else read_session(load, llm)
         self._wait_s = _seconds("wait_s", wait_s)
         self._seed = _settle_seed(seed, saved)
@@ -73,7 +72,7 @@ class Session:
             _settle_length(max_length, len(self._ids), llm),
             _seconds("idle_timeout_s", idle_timeout_s),
         )
-        sessions = llm._engine.sessions
+        sessions = llm.engine.sessions
         self._let_go = weakref.finalize(self, sessions.leave, self._holding)
         self._let_go.atexit = False  # nothing outlives the process
         self._reserve()
@@ -131,7 +130,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        return self._holding.closed or self._driver.closed
+        return self._holding.closed or self._handle.closed
 
     def generate(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
@@ -156,7 +155,7 @@ class Session:
             RequestFailed: as in `LLM.generate`.
         """
         with self._turn(inputs, params) as request:
-            (result,) = self._driver.run([request])
+            (result,) = self._handle.run([request])
             self._take(request, result)
         return result
 
@@ -173,7 +172,7 @@ class Session:
     ) -> Iterator[Delta | None]:
         with self._turn(inputs, params) as request:
             yield None
-            for delta in self._driver.deltas(request):
+            for delta in self._handle.stream(request):
                 if delta.result is not None:
                     self._take(request, delta.result)
                 yield delta
@@ -185,7 +184,7 @@ class Session:
         request = self._claim(inputs, params)
         try:
             await self._areserve()
-            (result,) = await self._driver.arun([request])
+            (result,) = await self._handle.arun([request])
             self._take(request, result)
         finally:
             self._release()
@@ -198,10 +197,11 @@ class Session:
         request = self._claim(inputs, params)
         try:
             await self._areserve()
-            async for delta in self._driver.adeltas(request):
-                if delta.result is not None:
-                    self._take(request, delta.result)
-                yield delta
+            async with aclosing(self._handle.astream([request])) as deltas:
+                async for _, delta in deltas:
+                    if delta.result is not None:
+                        self._take(request, delta.result)
+                    yield delta
         finally:
             self._release()
 
@@ -237,8 +237,8 @@ class Session:
         """Give back K, V and room; a turn that is under way ends as "abort". Again does nothing."""
         self._let_go()
         if self._request is not None:
-            self._driver.abort(self._request)
-        self._driver.let_out()
+            self._handle.abort(self._request)
+        self._handle.release_sessions()
 
     def __enter__(self) -> Session:
         return self
@@ -269,20 +269,19 @@ class Session:
         return self._request
 
     def _release(self) -> None:
-        self._llm._engine.sessions.end(self._holding)
+        self._handle.sessions.end(self._holding)
         self._request = None
         self._busy.release()
 
     def _reserve(self) -> None:
-        wake = Wake()
-        for patience_s in self._llm._engine.sessions.begin(self._holding, self._wait_s, wake.set):
-            wake.wait(patience_s)
+        waiter = ThreadWaiter()
+        for patience_s in self._handle.sessions.begin(self._holding, self._wait_s, waiter.wake):
+            waiter.wait(patience_s)
 
     async def _areserve(self) -> None:
-        wake = AsyncWake()
-        for patience_s in self._llm._engine.sessions.begin(self._holding, self._wait_s, wake.set):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), patience_s)
+        waiter = TaskWaiter()
+        for patience_s in self._handle.sessions.begin(self._holding, self._wait_s, waiter.wake):
+            await waiter.wait(patience_s)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -299,7 +298,7 @@ class Session:
             )
 
     def _check_open(self) -> None:
-        if self._driver.closed:
+        if self._handle.closed:
             raise EngineClosed("this LLM has been closed")
         if self._holding.closed:
             raise EngineClosed("this session has been closed")
@@ -320,8 +319,8 @@ class Session:
         elif inputs is None:
             ids = [self._bos_id()]
         else:
-            ids = ids + self._admission.prompt_ids(inputs, begins=not ids)
-        return self._admission.admit_turn(
+            ids = ids + self._handle.admission.prompt_ids(inputs, begins=not ids)
+        return self._handle.admission.admit_turn(
             inputs if isinstance(inputs, str) else None,
             ids,
             params,
@@ -349,23 +348,23 @@ class Session:
 
     def _decode(self, begin: int) -> str:
         """The text of the completion that begins there, up to the end."""
-        if self._admission.tokenizer is None or begin == len(self._ids):
+        if self._handle.admission.tokenizer is None or begin == len(self._ids):
             return ""
         detokenizer = Detokenizer(
-            self._admission.tokenizer,
+            self._handle.admission.tokenizer,
             skip_special_tokens=self._skips_special_tokens,
             prompt_tail_ids=self._ids[:begin],
         )
         return "".join(map(detokenizer.push, self._ids[begin:])) + detokenizer.flush()
 
     def _bos_id(self) -> int:
-        opened, tokenizer = self._llm._opened, self._admission.tokenizer
+        opened, tokenizer = self._handle, self._handle.admission.tokenizer
         known = [None if tokenizer is None else tokenizer.bos_id]
         known += [
             getattr(c, "bos_token_id", None) for c in (opened.generation_config, opened.config)
         ]
         found = next((i for i in known if isinstance(i, int)), None)
-        if found is None or not 0 <= found < self._admission.vocab_size:
+        if found is None or not 0 <= found < self._handle.admission.vocab_size:
             raise InvalidRequest(
                 "inputs=None at the beginning of a session starts from the model's BOS, and this one has "
                 "none; give a string or ids"
@@ -381,7 +380,7 @@ def _settle_length(max_length: Any, num_tokens: int, llm: LLM) -> int:
     except TypeError:
         length = 0
     if not 1 <= length <= llm.max_length:
-        limit = f"{llm.max_length} ({llm._admission.limit_source})"
+        limit = f"{llm.max_length} ({llm.engine.admission.limit_source})"
         raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
     if length < num_tokens:
         raise InvalidRequest(

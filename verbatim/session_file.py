@@ -83,7 +83,7 @@ class SavedSession:
         kv = self.kv
         if kv is None or _why_no_kv(llm) is not None or _probe(llm, self.token_ids) != kv.probe:
             return
-        runner, engine = llm._engine.runner, llm._engine
+        runner, engine = llm.engine.runner, llm.engine
         assert isinstance(runner, Resident)
 
         def put() -> None:
@@ -96,7 +96,7 @@ class SavedSession:
                 k[blocks], v[blocks] = saved_k, saved_v
             engine.sessions.put(holding, self.token_ids[: kv.num_tokens], blocks)
 
-        llm._driver.visit(put)
+        llm.engine.call(put)
 
 
 def write_session(
@@ -194,9 +194,9 @@ def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
         raise refuse(f"a damaged file, or not a session: {error}") from error
     if (reason := _other_model(plain["model"], _identity(llm))) is not None:
         raise refuse(reason)
-    outside = [i for i in saved.token_ids if not 0 <= i < llm._admission.vocab_size]
+    outside = [i for i in saved.token_ids if not 0 <= i < llm.engine.admission.vocab_size]
     if outside:
-        raise refuse(f"id {outside[0]} is outside 0 to {llm._admission.vocab_size - 1}")
+        raise refuse(f"id {outside[0]} is outside 0 to {llm.engine.admission.vocab_size - 1}")
     if len(saved.token_ids) > llm.max_length:
         raise refuse(f"{len(saved.token_ids)} tokens; this engine's limit is {llm.max_length}")
     if metadata.get("digest") != _digest(metadata["session"], tensors):
@@ -268,7 +268,7 @@ def _plain_params(params: SamplingParams) -> dict[str, Any]:
 
 def _identity(llm: LLM) -> dict[str, Any]:
     """What tells models apart that have nothing to do with each other. Weights are not looked at."""
-    shape = {name: getattr(llm._opened.config, name, None) for name in _SHAPE}
+    shape = {name: getattr(llm.engine.config, name, None) for name in _SHAPE}
     plain = {name: value for name, value in shape.items() if isinstance(value, int | str)}
     vocabulary = None
     if llm.tokenizer is not None:
@@ -278,7 +278,7 @@ def _identity(llm: LLM) -> dict[str, Any]:
         vocabulary = hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
     return {
         "name": llm.name,
-        "vocab_size": llm._admission.vocab_size,
+        "vocab_size": llm.engine.admission.vocab_size,
         "config": plain,
         "tokenizer": vocabulary,
     }
@@ -299,12 +299,12 @@ def _other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
 
 
 def _numerics_key(llm: LLM) -> str:
-    return str(llm._driver.visit(llm._opened.info)["numerics_key"])
+    return str(llm.engine.info()["numerics_key"])
 
 
 def _why_no_kv(llm: LLM) -> str | None:
     """Why K and V can't be taken out of the store or put in; None where they can."""
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     if type(runner) is not Resident:
         return f"placement {runner.info()['placement']!r} keeps them where no session can take them"
     if runner.mtp is not None:
@@ -328,7 +328,7 @@ def _taken_kv(llm: LLM, token_ids: list[int], holding: Holding) -> SavedKV | Non
     reason = _why_no_kv(llm)
     if reason is not None:
         raise NotSupported(f"save(kv=True): {reason}; leave kv=False, they are computed again")
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     assert isinstance(runner, Resident)
 
     def take() -> tuple[list[tuple[Tensor, Tensor]], int]:
@@ -341,7 +341,7 @@ def _taken_kv(llm: LLM, token_ids: list[int], holding: Holding) -> SavedKV | Non
             tensor[-1, :, used:] = 0
         return layers, num_tokens
 
-    layers, num_tokens = llm._driver.visit(take)
+    layers, num_tokens = llm.engine.call(take)
     if not num_tokens:
         return None
     return SavedKV(layers, num_tokens, runner.store.dtype_name, _probe(llm, token_ids))

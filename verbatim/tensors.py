@@ -28,8 +28,8 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         )
     while (kept := _kept(model)) is not None:
         try:
-            kept._engine.runner.look_again()
-            if not kept._driver.closed:
+            kept.engine.runner.look_again()
+            if not kept.engine.closed:
                 return kept
         except (ModelChanged, EngineClosed):
             pass

@@ -28,9 +28,9 @@ class Ours:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._engine = llm._engine
-        self._vocab = llm._admission.vocab_size
-        self._budget = llm._engine.scheduler.max_batch_tokens
+        self._handle = llm.engine
+        self._vocab = llm.engine.admission.vocab_size
+        self._budget = llm.engine.scheduler.max_batch_tokens
 
     def prefill(self, length: int) -> float:
         """Seconds from a prompt of so many ids to its next id."""
@@ -42,7 +42,7 @@ class Ours:
         def answer() -> None:
             request = self.add([prompt], max_tokens=1)[0]
             while not request.finished:
-                self._engine.step()
+                self._handle.step()
 
         return seconds(answer)
 
@@ -65,7 +65,7 @@ class Ours:
         requests = self.add(prompts, max_tokens=min(taken_in + steps + WARM + 1, room))
         try:
             self._take_in(requests)
-            times = step_times(self._engine.step, steps, most_s)
+            times = step_times(self._handle.step, steps, most_s)
             if any(request.result is not None for request in requests):
                 raise InvalidRequest(
                     f"{rows} rows of {longest} tokens: some reach {self._llm.max_length}, which is all "
@@ -74,16 +74,16 @@ class Ours:
             return times
         finally:
             for request in requests:
-                self._engine.abort(request)
+                self._handle.abort(request)
 
     def mixed(self, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
         """All prompts at once, each with so many new tokens: tokens made, and the seconds."""
         start = time.perf_counter()
         admitted = [self._admit(ids, count) for ids, count in requests]
         for request in admitted:
-            self._engine.add(request, lambda delta: None)
+            self._handle.submit(request)
         while not all(request.finished for request in admitted):
-            self._engine.step()
+            self._handle.step()
         return sum(count for _, count in requests), time.perf_counter() - start
 
     def _take_in(self, requests: list[Request]) -> None:
@@ -96,11 +96,11 @@ class Ours:
         def nothing(batch: Any) -> Forward:
             return Forward(torch.rand(len(batch.logit_rows), self._vocab))
 
-        runner: Any = self._engine.runner
+        runner: Any = self._handle.runner
         runner.forward = nothing
         try:
             while not requests[-1].sequences[0].output_ids:
-                self._engine.step()
+                self._handle.step()
         finally:
             del runner.forward
 
@@ -108,12 +108,12 @@ class Ours:
         """Greedy requests, none of which has had a step yet."""
         requests = [self._admit(prompt, max_tokens) for prompt in prompts]
         for request in requests:
-            self._engine.add(request, lambda delta: None)
+            self._handle.submit(request)
         return requests
 
     def _admit(self, ids: list[int], max_tokens: int) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        return self._llm._admission.admit(ids, params)
+        return self._llm.engine.admission.admit(ids, params)
 
 
 def random_ids(length: int, vocab: int) -> list[int]:

@@ -157,7 +157,7 @@ def _measure(
         Ours(llm),
         others,
         Machine(dtype),
-        Needs.of(llm._opened.config, info),
+        Needs.of(llm.engine.config, info),
         vocab=info["vocab_size"],
         max_length=llm.max_length,
         say=lambda what: note(f"measuring {what}"),

@@ -49,7 +49,7 @@ class Engine:
         self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._shield = Shield()
+        self.shield = Shield()  # of the thread that makes a step
         self._stamp = runner.stamp() if live else None
 
     @property
@@ -100,48 +100,46 @@ class Engine:
             TierFailed: a part of the model is out of reach. The requests of the step have failed with it, and
                 the engine is of no more use.
 
-        Ctrl-C breaks it off in the forward or the draw, where nothing counts yet, and leaves every
-        request as it was. Before and after, it is held back for the milliseconds that they take.
+        Its caller holds Ctrl-C back by `shield`, which lets it through in the forward and the draw, where
+        nothing counts yet and every request stays as it was.
         """
-        with self._shield.up():
-            self.expire(time.monotonic())
-            if self.live and self.has_work and self.runner.stamp() != self._stamp:
-                self._renew(None, restart=False)
-            begin, drafting = time.perf_counter(), self.drafting
-            lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
-            work = self.scheduler.schedule(lengths)
-            if work is None:
-                return False
-            try:
-                forward, draws = self._compute(work, drafting if lengths else None)
-            except Exception as error:
-                self._fail_all(work, error)  # whoever waits for one of these finds it there
-                if isinstance(error, TierFailed):
-                    raise
-                return True
-            except BaseException:
-                self.scheduler.interrupted(work)
+        self.expire(time.monotonic())
+        if self.live and self.has_work and self.runner.stamp() != self._stamp:
+            self._renew(None, restart=False)
+        begin, drafting = time.perf_counter(), self.drafting
+        lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
+        work = self.scheduler.schedule(lengths)
+        if work is None:
+            return False
+        try:
+            forward, draws = self._compute(work, drafting if lengths else None)
+        except Exception as error:
+            self._fail_all(work, error)  # whoever waits for one of these finds it there
+            if isinstance(error, TierFailed):
                 raise
-            self._commit(work, forward, draws)
-            if drafting is not None:
-                drafting.note_step(work.chunks, time.perf_counter() - begin)
             return True
+        except BaseException:
+            self.scheduler.interrupted(work)
+            raise
+        self._commit(work, forward, draws)
+        if drafting is not None:
+            drafting.note_step(work.chunks, time.perf_counter() - begin)
+        return True
 
     def peek(self) -> tuple[list[Chunk], Draws] | None:
         """What the next step would draw, which computes it once more; None when there is nothing to do."""
-        with self._shield.up():
-            work = self.scheduler.schedule()
-            if work is None:
-                return None
-            try:
-                _, draws = self._compute(work, None)
-            finally:
-                self.scheduler.interrupted(work)
-            return work.chunks, draws
+        work = self.scheduler.schedule()
+        if work is None:
+            return None
+        try:
+            _, draws = self._compute(work, None)
+        finally:
+            self.scheduler.interrupted(work)
+        return work.chunks, draws
 
     def _compute(self, work: Schedule, drafting: Drafting | None) -> tuple[Forward, Draws]:
         """The middle of a step, where nothing counts yet and Ctrl-C is let through."""
-        with self._shield.down():
+        with self.shield.down():
             if drafting is not None:
                 drafting.propose(work.chunks)
             forward = self.runner.forward(work.batch())
@@ -241,10 +239,9 @@ class Engine:
             restart: whoever runs begins again, unless it is streamed and some of it was read; else
                 everybody goes on from the tokens it has.
         """
-        with self._shield.up():
-            self.evict_all()  # first: new weights must never meet old K and V
-            write()
-            self._renew(version, restart=restart)
+        self.evict_all()  # first: new weights must never meet old K and V
+        write()
+        self._renew(version, restart=restart)
 
     def _renew(self, version: int | None, *, restart: bool) -> None:
         """The weights are others now."""

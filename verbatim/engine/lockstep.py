@@ -20,14 +20,15 @@ if dist.is_available():
     import torch.distributed.nn
 
 from verbatim.core import Request, Result
-from verbatim.engine.driver import Driver
-from verbatim.engine.dummy import dummy_forward
+from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
 from verbatim.shield import Shield
 
 
-def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) -> list[Result]:
-    """What `Driver.run` does, on all ranks of a process group at once; each brings its own requests, or none.
+def run_together(
+    begin: Callable[[], tuple[EngineHandle, list[Request]]], group: Any
+) -> list[Result]:
+    """Run requests to their end on all ranks of a process group at once; a rank may have none.
 
     Nobody else may use the engine meanwhile. Ctrl-C counts at the next meeting, a step later at most. A
     forward that fails before its own talk to the other ranks leaves them waiting in theirs, until the
@@ -44,19 +45,19 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
         RequestFailed: another rank couldn't go on. What a request of this rank ended with.
     """
     if group is None:
-        driver, requests = begin()
-        return driver.run(requests)
+        handle, requests = begin()
+        return handle.run(requests)
     rank_of(group)
     requests, error, gone = [], None, None
     shield = Shield()
     with shield.up():
         try:
             try:
-                driver, requests = begin()
-                driver.check_awake()
-                _check_drafts(driver)
+                handle, requests = begin()
+                handle.check_awake()
+                _check_drafts(handle)
                 for request in requests:
-                    driver.submit(request)
+                    handle.submit(request)
             except BaseException as raised:
                 error = raised
             while True:
@@ -65,12 +66,12 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
                 if gone is not None or not most:
                     break
                 try:
-                    _one_forward(driver)
+                    _one_forward(handle)
                 except BaseException as raised:
                     error = raised
         finally:
             for request in requests:
-                driver.abort(request)  # those that have ended are left alone
+                handle.abort(request)  # those that have ended are left alone
         if error is not None:
             raise error
     if gone is not None:
@@ -81,9 +82,9 @@ def run_together(begin: Callable[[], tuple[Driver, list[Request]]], group: Any) 
     return [request.result for request in requests if request.result is not None]
 
 
-def _check_drafts(driver: Driver) -> None:
+def _check_drafts(handle: EngineHandle) -> None:
     """Forwards of drafts differ in number from rank to rank, and nobody can know if they talk to others."""
-    drafting = driver.engine.drafting
+    drafting = handle.drafting
     if drafting is not None and drafting.runs_live_module:
         raise NotSupported(
             f"a process group with drafts by {type(drafting.proposer).__name__}: they run a live module "
@@ -99,12 +100,11 @@ def _meet(group: Any, left: int, *, failed: bool) -> tuple[int, int | None]:
     return most, None if rank < 0 else rank
 
 
-def _one_forward(driver: Driver) -> None:
-    runner = driver.engine.runner
-    before = runner.num_forwards
-    driver.step()
-    if runner.num_forwards == before:
-        dummy_forward(driver)
+def _one_forward(handle: EngineHandle) -> None:
+    before = handle.runner.num_forwards
+    handle.step()
+    if handle.runner.num_forwards == before:
+        handle.dummy_forward()
 
 
 def rank_of(group: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.core import Completion, FinishReason, Request, Result
-from verbatim.engine.driver import Driver
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import rank_of, run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
@@ -149,7 +149,7 @@ def rollout(
     """
     plan: _Plan | None = None
 
-    def begin() -> tuple[Driver, list[Request]]:
+    def begin() -> tuple[EngineHandle, list[Request]]:
         nonlocal plan
         settled = _settle(params, group_size, padding_side)
         llm = engine_of(model)
@@ -161,11 +161,13 @@ def rollout(
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
         first, rank = _first_seed(seed), rank_of(process_group)
         requests = [
-            llm._admission.admit(row, dataclasses.replace(settled, seed=_mixed(first, rank, b)))
+            llm.engine.admission.admit(
+                row, dataclasses.replace(settled, seed=_mixed(first, rank, b))
+            )
             for b, row in enumerate(rows)
         ]
         plan = _Plan(group_size, padding_side == "left", pad, llm.routing_shape if record else None)
-        return llm._driver, requests
+        return llm.engine, requests
 
     results = run_together(begin, process_group)
     assert plan is not None

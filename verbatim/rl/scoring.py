@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verbatim.core import Request
-from verbatim.engine.driver import Driver
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
@@ -50,13 +50,15 @@ def score(
     """
     some: list[int] = []
 
-    def begin() -> tuple[Driver, list[Request]]:
+    def begin() -> tuple[EngineHandle, list[Request]]:
         flat, mask = _flat(sequences, attention_mask)
         some.extend(r for r, row in enumerate(mask.tolist()) if any(row))
         params = _params(sequences, routing, mask, some)
         llm = engine_of(model)
         rows = rows_of(flat[some], mask[some])
-        return llm._driver, [llm._admission.admit(*each) for each in zip(rows, params, strict=True)]
+        return llm.engine, [
+            llm.engine.admission.admit(*each) for each in zip(rows, params, strict=True)
+        ]
 
     results = run_together(begin, process_group)
     flat, mask = _flat(sequences, attention_mask)

@@ -51,7 +51,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
         NotSupported: an engine whose steps are made by several processes of the user's together.
         InvalidRequest: the model suggests sampling for chats that can't be.
     """
-    if not llm._driver.alone:
+    if llm.engine.collective is not None:
         raise NotSupported(
             "a server for an engine that each rank drives: requests reach only one of them; use "
             "Cluster(...), which has one head"
@@ -159,7 +159,7 @@ def _operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["Operations"])
     async def health() -> Response:
         """The process answers, and its engine is open."""
-        if service.llm._driver.closed:
+        if service.llm.engine.closed:
             raise Refusal(503, "the engine is closed")
         return Json({"status": "ok"})
 
@@ -168,7 +168,7 @@ def _operations(app: FastAPI, service: Service) -> None:
         """New generations are let in."""
         if service.draining:
             raise Refusal(503, "the server is shutting down")
-        if service.llm._driver.closed:
+        if service.llm.engine.closed:
             raise Refusal(503, "the engine is closed")
         return Json({"status": "ready"})
 

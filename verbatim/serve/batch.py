@@ -92,9 +92,9 @@ class BatchRun:
         name: str | None = None,
         in_flight: int | None = None,
     ) -> None:
-        if not llm._driver.alone:
+        if llm.engine.collective is not None:
             raise NotSupported("a batch for an engine that each rank drives; use Cluster(...)")
-        scheduler = llm._engine.scheduler
+        scheduler = llm.engine.scheduler
         self.in_flight = 2 * scheduler.max_sequences if in_flight is None else in_flight
         if self.in_flight < 1:
             raise InvalidRequest(f"in_flight={in_flight}: must be 1 or more")
@@ -108,7 +108,7 @@ class BatchRun:
         self.bytes_done = self._bytes_skipped = 0
         self.num_skipped = self.num_done = 0
         self._begin = time.perf_counter()
-        self._tokens_before = llm._engine.num_tokens
+        self._tokens_before = llm.engine.num_tokens
         self._seen: set[str] = set()
 
     @property
@@ -119,7 +119,7 @@ class BatchRun:
     @property
     def num_tokens(self) -> int:
         """Made so far, those of unfinished answers included."""
-        return self.service.llm._engine.num_tokens - self._tokens_before
+        return self.service.llm.engine.num_tokens - self._tokens_before
 
     @property
     def seconds_left(self) -> float | None:

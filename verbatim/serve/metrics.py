@@ -36,8 +36,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._engine = _Engine()
-        self.registry.register(self._engine)
+        self._gauges = _Engine()
+        self.registry.register(self._gauges)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"verbatim_{name}", text, labels, registry=self.registry)
@@ -72,7 +72,7 @@ class Metrics:
 
     def text(self, stats: dict[str, Any]) -> bytes:
         """All of it, with the engine's `stats` of now."""
-        self._engine.stats = stats
+        self._gauges.stats = stats
         return generate_latest(self.registry)
 
 

@@ -186,7 +186,7 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     """The text of ids."""
     service.check_model(body.model)
     tokenizer = _tokenizer(service)
-    limit = service.llm._admission.vocab_size
+    limit = service.llm.engine.admission.vocab_size
     wrong = next((i for i in body.ids if not 0 <= i < limit), None)
     if wrong is not None:
         raise InvalidRequest(f"ids: {wrong} is not a token id (0 to {limit - 1})")

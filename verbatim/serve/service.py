@@ -138,7 +138,7 @@ class Service:
         limit = self.settings.timeout_s
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
-        admission = self.llm._admission
+        admission = self.llm.engine.admission
         # A structure may take seconds to compile, and nobody but those who ask for another waits for it.
         threads = self._compilers if admission.compiles(params) else None
         return await asyncio.get_running_loop().run_in_executor(
@@ -147,13 +147,13 @@ class Service:
 
     async def results(self, requests: list[Request]) -> list[Result]:
         """What became of all of them."""
-        results = await self.llm._driver.arun(requests)
+        results = await self.llm.engine.arun(requests)
         self.metrics.note(results)
         return results
 
     async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
         """What each step adds to them, each with the number of its request."""
-        stream: Any = self.llm._driver.adeltas_of(requests)  # a generator, which can be closed
+        stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
         async with aclosing(stream) as pieces:
             async for number, delta in pieces:
                 self._note(delta)

@@ -91,8 +91,8 @@ def _kinds(ids: list[int], rng: random.Random) -> dict[str, dict[str, Any]]:
 
 def _plain_ids(llm: LLM) -> list[int]:
     """Ids that are tokens of the vocabulary, and no special ones."""
-    vocab_size, tokenizer = llm._admission.vocab_size, llm.tokenizer
-    special = set(llm._admission.eos_ids)
+    vocab_size, tokenizer = llm.engine.admission.vocab_size, llm.tokenizer
+    special = set(llm.engine.admission.eos_ids)
     if tokenizer is not None:
         vocab_size = min(vocab_size, tokenizer.vocab_size)
         special |= tokenizer.special_ids

@@ -113,7 +113,7 @@ class Trial:
 
     @contextmanager
     def _counted(self, llm: LLM) -> Iterator[None]:
-        runner: Any = llm._engine.runner
+        runner: Any = llm.engine.runner
         forward = runner.forward
 
         def counted(batch: Batch) -> Any:

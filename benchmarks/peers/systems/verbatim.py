@@ -67,7 +67,7 @@ class Verbatim:
 
     def _fill(self, blocks: int) -> None:
         """Let every block hold the K and V of the first: memory of its own, and plausible numbers."""
-        engine: Any = self.llm._engine
+        engine: Any = self.llm.engine
         request = self.ours.add([random_ids(BLOCK, 1, self.shape.vocab)], max_tokens=2)[0]
         engine.step()
         filled = request.sequences[0].blocks[0]

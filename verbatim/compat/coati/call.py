@@ -11,7 +11,7 @@ from torch import Tensor
 from verbatim.compat.coati.arguments import Ask
 from verbatim.compat.coati.engines import engine_for, pad_of
 from verbatim.core import FinishReason, Request, Result
-from verbatim.engine.driver import Driver
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import RequestFailed
 from verbatim.placement.hooked import Hooks
@@ -31,7 +31,7 @@ class Call:
         self._requests: list[Request] = []
         try:
             if ask.new_tokens:
-                params = ask.params(self._llm._admission.vocab_size)
+                params = ask.params(self._llm.engine.admission.vocab_size)
                 self._requests = self._llm._admit_rows(ask.prompts, params)
         except BaseException:
             self._end()
@@ -42,10 +42,10 @@ class Call:
         """All of what `begin` makes, with as many forwards as every other rank of `group` makes."""
         call: Call | None = None
 
-        def start() -> tuple[Driver, list[Request]]:
+        def start() -> tuple[EngineHandle, list[Request]]:
             nonlocal call
             call = begin()
-            return call._llm._driver, call._requests
+            return call._llm.engine, call._requests
 
         try:
             results = run_together(start, group)
@@ -58,7 +58,7 @@ class Call:
     def whole(self) -> Tensor:
         """All of it."""
         with self._open():
-            return self._made(self._llm._driver.run(self._requests))
+            return self._made(self._llm.engine.run(self._requests))
 
     def _made(self, results: list[Result]) -> Tensor:
         for row, result in enumerate(results):
@@ -69,7 +69,7 @@ class Call:
     def pieces(self) -> Generator[Tensor, None, None]:
         """The whole tensor, again and again, while it grows."""
         ask, sent = self._ask, -1
-        steps = cast("Generator[None]", self._llm._driver.steps(self._requests))
+        steps = cast("Generator[None]", self._llm.engine.steps(self._requests))
         with self._open(), closing(steps):
             for _ in steps:
                 rows, ready = self._so_far()

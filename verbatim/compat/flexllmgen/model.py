@@ -64,14 +64,14 @@ class OptLM:
         if isinstance(config, LLM | nn.Module):
             self._refuse_settings(type(config).__name__)
             self._model = config
-            self.config: Any = self.llm._opened.config
+            self.config: Any = self.llm.engine.config
             return
         if not isinstance(config, OptConfig | str | os.PathLike):
             raise InvalidRequest(
                 f"config={config!r}: must be an OptConfig, a folder, a hub id or name, an LLM or a module"
             )
         llm = self._model = self._open(config)
-        self.config = config if isinstance(config, OptConfig) else llm._opened.config
+        self.config = config if isinstance(config, OptConfig) else llm.engine.config
         self._end = weakref.finalize(self, llm.close)
         if env is not None:
             env._models.add(self)
@@ -92,7 +92,7 @@ class OptLM:
         try:
             if settled is not None:
                 by_name = not isinstance(config, OptConfig)
-                check_config(settled, llm._opened.config, by_name=by_name)
+                check_config(settled, llm.engine.config, by_name=by_name)
         except BaseException:
             llm.close()
             raise
@@ -112,7 +112,7 @@ class OptLM:
     @property
     def num_gpu_batches(self) -> int | None:
         """Of the policy, or of Verbatim's own plan; None for a model that is not offloaded."""
-        runner = self.llm._engine.runner
+        runner = self.llm.engine.runner
         return runner.plan.micro_batches if isinstance(runner, Offloaded) else None
 
     @property
@@ -122,7 +122,7 @@ class OptLM:
             return self.config.pad_token_id
         llm = self.llm
         tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
-        for source in (llm._opened.generation_config, llm._opened.config, tokenizer):
+        for source in (llm.engine.generation_config, llm.engine.config, tokenizer):
             found = getattr(source, "pad_token_id", None)
             if isinstance(found, int) and found >= 0:
                 return found
@@ -182,8 +182,8 @@ class OptLM:
             verbose,
             seed,
             pad_id=pad_id,
-            vocab_size=llm._admission.vocab_size,
-            block=llm._engine.scheduler.max_sequences,
+            vocab_size=llm.engine.admission.vocab_size,
+            block=llm.engine.scheduler.max_sequences,
         )
         spent = _spent(llm) if ask.breakdown else None
         requests = llm._admit_rows(ask.prompts, ask.params) if ask.run_tokens else []
@@ -219,7 +219,7 @@ def _timed(
     clock = Clock(requests, spent)
     if not requests:
         return clock.timings
-    with closing(cast("Generator[None]", llm._driver.steps(requests))) as steps:
+    with closing(cast("Generator[None]", llm.engine.steps(requests))) as steps:
         for _ in steps:
             tokens = clock.lap()
             if verbose > 1 and tokens:
@@ -232,7 +232,7 @@ def _timed(
 
 
 def _spent(llm: LLM) -> Callable[[], Spent]:
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     if not isinstance(runner, Offloaded):
         raise NotSupported(
             "debug_mode='breakdown': nothing is loaded or stored by a model that is not offloaded; open it "
@@ -245,7 +245,7 @@ def _description(llm: LLM, ask: Ask) -> str:
     run, given = len(ask.prompts), len(ask.ids)
     rows = f"{run} rows" if run == given else f"{run} of {given} rows"
     found = f"{llm.name}: {rows} of up to {ask.ids.shape[1]} tokens, {ask.run_tokens} new ones each"
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     if not isinstance(runner, Offloaded):
         return found
     plan = runner.plan

@@ -104,7 +104,7 @@ def generate(
             stop_token_ids=() if eos is None else (eos,),
             ignore_eos=True,
             seed=seed,
-            **filters(temperature, top_k, top_p, llm._admission.vocab_size),
+            **filters(temperature, top_k, top_p, llm.engine.admission.vocab_size),
         )
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
@@ -120,7 +120,7 @@ def _check_holds(name: str, x: Any) -> None:
 def _check_length(llm: LLM, prompt_length: int, max_new_tokens: int) -> None:
     total = prompt_length + max_new_tokens
     if total > llm.max_length:
-        source = llm._admission.limit_source
+        source = llm.engine.admission.limit_source
         where = "" if source == "max_seq_len" else f" (here: {source})"
         raise PromptTooLong(
             f"{prompt_length} tokens of prompt and max_new_tokens={max_new_tokens} make {total}, which "

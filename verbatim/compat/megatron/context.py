@@ -15,9 +15,8 @@ from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceR
 from verbatim.compat.megatron.sampling import draw_seed
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Completion, Delta, FinishReason, Request, TopLogprobs
-from verbatim.engine.driver import Driver
-from verbatim.engine.dummy import peek
-from verbatim.engine.loop import Wake
+from verbatim.engine.calls import ThreadWaiter
+from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 
 StopCallback = Callable[[list[int]], Iterable[int]]
@@ -73,7 +72,7 @@ class DynamicInferenceContext:
         # Those that something happened to: a step must not cost more the more requests wait. Others add
         # to both while they are looked at, so loops go over copies.
         self._fresh: dict[_Entry, None] = {}
-        self._wake = Wake()
+        self._waiter = ThreadWaiter()
         self._adding = threading.RLock()  # re-entrant, for signal handlers
         self._preemptions = 0  # of the engine, when it was last looked for paused requests
         self._seed = 0
@@ -138,19 +137,19 @@ class DynamicInferenceContext:
             req.generated_tokens = entry.ids
         self._entries[req.request_id] = entry
         try:
-            self._driver.submit(admitted, entry.take, entry.end)
+            self._handle.submit(admitted, entry.take, entry.end)
         except BaseException:
             self._entries.pop(req.request_id, None)
             req.status = before
             raise
         self._row += 1
         self._place += 1
-        self._wake.set()
+        self._waiter.wake()
 
     def _note(self, entry: _Entry) -> None:
         if self._entries.get(entry.number) is entry:
             self._fresh[entry] = None
-            self._wake.set()
+            self._waiter.wake()
 
     def reset(self) -> None:
         """End everything that is in here; what was generated so far is written down."""
@@ -158,8 +157,8 @@ class DynamicInferenceContext:
             self._stop(number)
 
     @property
-    def _driver(self) -> Driver:
-        return self._translation.llm._driver
+    def _handle(self) -> EngineHandle:
+        return self._translation.llm.engine
 
     def step(self) -> None:
         """One step of the engine, unless somebody else's step brought news already.
@@ -168,9 +167,9 @@ class DynamicInferenceContext:
         """
         if not self._entries or any(entry.news for entry in list(self._fresh)):
             return
-        self._wake.wait(0)  # forget what it was set for before
-        if not self._driver.step() and not self._fresh:
-            self._wake.wait(_PATIENCE_S)
+        self._waiter.wait(0)  # forget what it was set for before
+        if not self._handle.step() and not self._fresh:
+            self._waiter.wait(_PATIENCE_S)
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
         """What the step brought; None where there is no request. Each finished one is named once."""
@@ -213,7 +212,7 @@ class DynamicInferenceContext:
         drawn = [(e.request, *e.news[0][:2]) for e in self._in_order() if e.news]
         if not drawn:
             mine = {entry.admitted: entry.request for entry in list(self._entries.values())}
-            seen = peek(self._driver)
+            seen = self._handle.peek()
             drawn = [(mine[r], token, logprob) for r, token, logprob in seen if r in mine]
         return _step(
             [request.request_id for request, _, _ in drawn],
@@ -234,7 +233,7 @@ class DynamicInferenceContext:
 
     def _newly_paused(self) -> list[int]:
         """Requests that lost their blocks since they were last looked at, and wait."""
-        before, self._preemptions = self._preemptions, self._driver.engine.scheduler.num_preemptions
+        before, self._preemptions = self._preemptions, self._handle.scheduler.num_preemptions
         if before == self._preemptions:
             return []  # as after most steps
         paused = []
@@ -255,7 +254,7 @@ class DynamicInferenceContext:
         elif entry.ended and not entry.news and admitted.result is not None:
             self._translation.fill(request, admitted, admitted.result.outputs[0])
         else:
-            self._driver.abort(admitted)
+            self._handle.abort(admitted)
             self._translation.fill(request, admitted, self._cut(entry))
 
     def _cut(self, entry: _Entry) -> Completion:

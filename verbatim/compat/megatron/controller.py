@@ -20,7 +20,6 @@ from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import TopLogprobs
-from verbatim.engine.dummy import dummy_forward
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.llm import LLM
 
@@ -75,7 +74,7 @@ class TextGenerationController(Speculation):
         self.inference_context = DynamicInferenceContext(self._translation)
         self.inference_wrapped_model = inference_wrapped_model
         inference_wrapped_model.inference_context = self.inference_context
-        self.vocab_size: int = self._translation.llm._admission.vocab_size
+        self.vocab_size: int = self._translation.llm.engine.admission.vocab_size
         super().__init__()
         self._stop: Callable[[list[int]], Iterable[int]] | None = None
 
@@ -444,7 +443,7 @@ class TextGenerationController(Speculation):
 
     def dummy_forward(self) -> None:
         """Run the model once for nobody, on the scratch block; no request notices."""
-        dummy_forward(self._translation.llm._driver)
+        self._translation.llm.engine.dummy_forward()
 
 
 def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:

@@ -84,16 +84,16 @@ def _generate(
 
     The steps of those that are streamed are made by the engine's own thread, which tells of each.
     """
-    driver = translation.llm._driver
+    handle = translation.llm.engine
     plain = [request for number, request in admitted.items() if number not in streams]
     feeds: list[Feed] = []
     try:
         for number, stream in streams.items():
-            feed = Feed(translation, requests[number], admitted[number], stream, driver)
-            driver.submit(admitted[number], feed.take, feed.end, hosted=True)
+            feed = Feed(translation, requests[number], admitted[number], stream, handle)
+            handle.submit(admitted[number], feed.take, feed.end, driven=True)
             feeds.append(feed)
         try:
-            driver.run(plain)
+            handle.run(plain)
         except Exception:
             if not plain or not all(request.finished for request in plain):
                 raise  # they did not come in
@@ -101,7 +101,7 @@ def _generate(
             feed.ended.wait()
     finally:
         for number in streams:
-            driver.abort(admitted[number])
+            handle.abort(admitted[number])
 
 
 def _write_down(

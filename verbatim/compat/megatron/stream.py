@@ -6,11 +6,10 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from typing import Any
 
 from verbatim.compat.megatron.request import InferenceRequest
-from verbatim.engine.loop import AsyncWake
+from verbatim.engine.calls import TaskWaiter
 from verbatim.errors import InvalidRequest
 
 
@@ -33,7 +32,7 @@ class AsyncStream:
         self._cancel = cancel
         self._loop = loop
         self._items: deque[InferenceRequest | BaseException] = deque()
-        self._wake: AsyncWake | None = None
+        self._waiter: TaskWaiter | None = None
         self._finished = False
 
     def put(self, item: InferenceRequest | Exception) -> None:
@@ -66,7 +65,7 @@ class AsyncStream:
             raise InvalidRequest(
                 f"the stream of request {self._request_id} was made for another event loop"
             )
-        self._wake = AsyncWake()
+        self._waiter = TaskWaiter()
         try:
             while True:
                 finished = self._finished  # before it is emptied: afterwards nothing comes
@@ -77,20 +76,19 @@ class AsyncStream:
                     yield item
                 if finished:
                     return
-                await self._wake.wait()
+                await self._waiter.wait()
         except (GeneratorExit, asyncio.CancelledError):
             if not self._finished:
                 self._finished = True
                 self._tell_caller()
             raise
         finally:
-            self._wake = None
+            self._waiter = None
 
     def _tell(self) -> None:
-        wake = self._wake
-        if wake is not None:
-            with suppress(RuntimeError):  # its event loop is closed: nobody reads any more
-                wake.set()
+        waiter = self._waiter
+        if waiter is not None:
+            waiter.wake()
 
     def _tell_caller(self) -> None:
         try:

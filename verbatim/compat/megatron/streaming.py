@@ -12,7 +12,7 @@ from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import Segments
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Delta, Request
-from verbatim.engine.driver import Driver
+from verbatim.engine.handle import EngineHandle
 
 
 class Feed:
@@ -27,7 +27,7 @@ class Feed:
         request: InferenceRequest,
         admitted: Request,
         stream: AsyncStream,
-        driver: Driver,
+        handle: EngineHandle,
     ) -> None:
         assert request.sampling_params is not None
         self._translation = translation
@@ -35,7 +35,7 @@ class Feed:
         self._params = request.sampling_params
         self._admitted = admitted
         self._stream = stream
-        self._driver = driver
+        self._handle = handle
         self.ended = threading.Event()
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -47,7 +47,7 @@ class Feed:
     def take(self, delta: Delta) -> None:
         """What one step added."""
         if self._stream.finished:  # its reader has left
-            self._driver.abort(self._admitted)
+            self._handle.abort(self._admitted)
             return
         last = delta.finish_reason is not None
         self._ids += delta.token_ids

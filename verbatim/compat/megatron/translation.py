@@ -92,7 +92,7 @@ class Translation:
             seed=seed if params.seed is None else params.seed,
         )
         llm = self.llm
-        own = llm._admission
+        own = llm.engine.admission
         admission = Admission(
             self.text, own.runner, self.max_sequence_length, own.limit_source, frozenset()
         )
@@ -239,7 +239,7 @@ class Translation:
         if params.termination_id is not None:
             return params.termination_id
         eod = None if self.tokenizer is None else eod_of(self.tokenizer)
-        return eod if eod is not None and eod < self.llm._admission.vocab_size else None
+        return eod if eod is not None and eod < self.llm.engine.admission.vocab_size else None
 
     def _check_text(self, params: SamplingParams) -> None:
         for name in ("stop_words", "return_segments", "top_n_logprobs"):

@@ -51,9 +51,9 @@ class Following:
         self._seen = [0] * len(requests)
         if self._streamer is not None:
             self._streamer.put(given)
-        with closing(cast("Generator[None]", llm._driver.steps(requests))) as steps:
+        with closing(cast("Generator[None]", llm.engine.steps(requests))) as steps:
             for _ in steps:
-                self._check(requests, chains, llm._driver.abort)
+                self._check(requests, chains, llm.engine.abort)
                 self._send(requests, rows, len(given))
         self._send(requests, rows, len(given))
         if self._streamer is not None:

@@ -165,11 +165,11 @@ class RemoteGenerationMixin:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
             return None
-        opened, tokenizer = self.llm._opened, self.llm.tokenizer
+        opened, tokenizer = self.llm.engine, self.llm.tokenizer
         known = getattr(opened.config, "bos_token_id", None)
         if known is None and tokenizer is not None:
             known = tokenizer.bos_id
-        return first_column(settings["bos_token_id"], known, self.llm._admission.vocab_size)
+        return first_column(settings["bos_token_id"], known, self.llm.engine.admission.vocab_size)
 
 
 def _plain(kwargs: dict[str, Any], synced_gpus: Any) -> dict[str, Any]:

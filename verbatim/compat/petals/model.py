@@ -33,7 +33,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
         """
         self._source = model
         self._closed = False
-        opened = self.llm._opened
+        opened = self.llm.engine
         self.config: Any = opened.config
         self.generation_config: Any = opened.generation_config
         found = getattr(self.config, "model_type", None)
@@ -64,10 +64,10 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
                 architecture than the class is for.
             As `LLM` and the placement.
         """
-        return cls._opened(model_name_or_path, options)
+        return cls._open(model_name_or_path, options)
 
     @classmethod
-    def _opened(cls, model: Any, options: dict[str, Any], *, auto: bool = False) -> Self:
+    def _open(cls, model: Any, options: dict[str, Any], *, auto: bool = False) -> Self:
         """
         Args:
             auto: the class is the architecture's, if it has one.
@@ -172,11 +172,11 @@ class AutoDistributedModelForCausalLM:
         **options: Any,
     ) -> DistributedModelForCausalLM:
         """As `DistributedModelForCausalLM.from_pretrained`, as the class of the model's architecture."""
-        return DistributedModelForCausalLM._opened(model_name_or_path, options, auto=True)
+        return DistributedModelForCausalLM._open(model_name_or_path, options, auto=True)
 
 
 def _class_for(source: LLM | nn.Module) -> type[DistributedModelForCausalLM]:
-    config = source._opened.config if isinstance(source, LLM) else getattr(source, "config", None)
+    config = source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
     found = getattr(config, "model_type", None)
     return next(
         (kind for kind in _CLASSES if kind._model_type == found), DistributedModelForCausalLM

@@ -42,14 +42,14 @@ class InferenceSession:
         max_length: int,
         seed: int | None = None,
     ) -> None:
-        if not llm._driver.alone:
+        if llm.engine.collective is not None:
             raise NotSupported(
                 "a session: where each rank is a process of the user's, they make their calls together"
             )
         length = integer("max_length", max_length, 1)
         if length > llm.max_length:
             raise InvalidRequest(
-                f"max_length={length}: at most {llm.max_length} ({llm._admission.limit_source})"
+                f"max_length={length}: at most {llm.max_length} ({llm.engine.admission.limit_source})"
             )
         self._llm, self._max_length = llm, length
         self._seed = SamplingParams(seed=seed).seed  # checked there
@@ -58,7 +58,7 @@ class InferenceSession:
         self._turn: Turn | None = None
         self._closed = False
         self._busy = threading.Lock()
-        self._end = weakref.finalize(self, _leave, llm._engine.sessions, self._holdings)
+        self._end = weakref.finalize(self, _leave, llm.engine.sessions, self._holdings)
         self._end.atexit = False  # nothing outlives the process
 
     @property
@@ -102,7 +102,7 @@ class InferenceSession:
 
     @property
     def closed(self) -> bool:
-        return self._closed or self._llm._driver.closed
+        return self._closed or self._llm.engine.closed
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: hidden states go in and out of no session here."""
@@ -116,10 +116,10 @@ class InferenceSession:
         self._closed = True
         turn = self._turn
         for request in [] if turn is None else turn.requests:
-            self._llm._driver.abort(request)
+            self._llm.engine.abort(request)
         self._end()
-        if not self._llm._driver.closed:
-            self._llm._driver.let_out()
+        if not self._llm.engine.closed:
+            self._llm.engine.release_sessions()
 
     def __enter__(self) -> InferenceSession:
         self._check_open()
@@ -164,7 +164,7 @@ class InferenceSession:
 
     def _begin_again(self) -> None:
         """As if there had been no call, but for the seed."""
-        _leave(self._llm._engine.sessions, self._holdings)
+        _leave(self._llm.engine.sessions, self._holdings)
         self._holdings.clear()
         self._columns = None
 
@@ -194,7 +194,7 @@ class InferenceSession:
 
     @contextmanager
     def _in_use(self, turn: Turn) -> Iterator[None]:
-        sessions = self._llm._engine.sessions
+        sessions = self._llm.engine.sessions
         try:
             for holding in self._holdings:
                 list(sessions.begin(holding, 0.0, lambda: None))
@@ -216,7 +216,7 @@ class InferenceSession:
             self._busy.release()
 
     def _check_open(self) -> None:
-        if self._llm._driver.closed:
+        if self._llm.engine.closed:
             raise EngineClosed("the model of this session has been closed")
         if self._closed:
             raise EngineClosed("this session has been closed")

@@ -133,7 +133,7 @@ class Settings(Mapping[str, Any]):
         Raises:
             InvalidRequest, NotSupported: the message names the parameter.
         """
-        own = llm._opened.generation_config
+        own = llm.engine.generation_config
         lengths = ("max_length", "max_new_tokens")  # None is as if they were not named
         given = {name: v for name, v in given.items() if v is not None or name not in lengths}
         _refuse(given, config, own)
@@ -151,11 +151,11 @@ class Settings(Mapping[str, Any]):
         self._check()
         named = given.get("eos_token_id", self["eos_token_id"])
         if "eos_token_id" not in given and named is None:
-            named = sorted(llm._admission.eos_ids)
+            named = sorted(llm.engine.admission.eos_ids)
         self.eos_ids = _ids("eos_token_id", named)
         self.pad_id: int | None = self["pad_token_id"]
         tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
-        for source in (llm._opened.config, tokenizer):
+        for source in (llm.engine.config, tokenizer):
             known = getattr(source, "pad_token_id", None)
             if self.pad_id is None and isinstance(known, int) and known >= 0:
                 self.pad_id = known

@@ -66,7 +66,7 @@ class Turn:
             self._before = self._before.repeated(self._copies)
         width = self._before.width
         self._new_tokens = settings.new_tokens(width)
-        vocab_size = llm._admission.vocab_size
+        vocab_size = llm.engine.admission.vocab_size
         self._processors = Processors(
             settings,
             wish.processors,
@@ -85,7 +85,7 @@ class Turn:
             self.requests.append(self._admit(row, prompts[row], seed, holding))
 
     def _admit(self, row: int, prompt: list[int], seed: int, holding: Holding | None) -> Request:
-        settings, admission = self._wish.settings, self._llm._admission
+        settings, admission = self._wish.settings, self._llm.engine.admission
         chain = None
         if self._processors.chained:
             chain = self._processors.chain(row, prompt, self._new_tokens)
@@ -125,7 +125,7 @@ class Turn:
             given = self._before.ids[:, self._past_width :]
             following.run(self._llm, self.requests, self._rows, given, self._chains)
         else:
-            self._llm._driver.run(self.requests)
+            self._llm.engine.run(self.requests)
         if self._wish.settings.num_beams > 1:
             return self._beams()
         rows: list[list[int]] = [[] for _ in range(self._before.num_rows)]
@@ -193,7 +193,7 @@ class Turn:
 
     def _steps(self, name: str) -> tuple[Tensor, ...]:
         """For each new column `[B, V]`; a row that has ended says its pad with certainty."""
-        size = self._llm._admission.vocab_size
+        size = self._llm.engine.admission.vocab_size
         certain = torch.full((size,), -torch.inf)
         certain[min(self._wish.settings.fill_id, size - 1)] = 0.0
         first, steps = self._before.width, []

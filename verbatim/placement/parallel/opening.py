@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +39,6 @@ from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Shared, open_share, take_share
 from verbatim.placement.parallel.stages import PipelineLead, Stage, open_part, stage_of
-from verbatim.placement.parallel.together import (
-    FollowingDriver,
-    LeadingDriver,
-    LockstepDriver,
-    MakeDriver,
-)
 from verbatim.placement.resident import open_resident
 from verbatim.placement.runner import Runner
 
@@ -57,11 +50,11 @@ class Placed:
     """A rank of several.
 
     Attributes:
-        driver: what makes its calls; None: the usual one.
+        together: what connects this process to others that make the same calls; None: it is alone.
     """
 
     runner: Runner
-    driver: MakeDriver | None = None
+    together: Crew | Member | Group | None = None
 
 
 def open_parallel(
@@ -100,7 +93,7 @@ def open_parallel(
             member.close()
             raise
         runner: Runner = Following(member, told)
-        return Placed(runner, lambda engine, unread: FollowingDriver(engine, member, unread))
+        return Placed(runner, member)
     crew = Crew(choice.size)
     with ExitStack() as undo:
         undo.callback(crew.close)
@@ -114,7 +107,7 @@ def open_parallel(
     if world == 1:
         return Placed(leading)
     crew.follows = True
-    return Placed(leading, lambda engine, unread: LeadingDriver(engine, crew, unread))
+    return Placed(leading, crew)
 
 
 def _lead(
@@ -278,11 +271,7 @@ def _open_experts(
         "parameters": cut.total_parameters,
         "split_experts": len(cut.experts),
     }
-    return Placed(runner, partial(_lockstep, group=group))
-
-
-def _lockstep(engine: Any, max_unread: int, *, group: Group) -> LockstepDriver:
-    return LockstepDriver(engine, group, max_unread)
+    return Placed(runner, group)
 
 
 def _in_order(answers: dict[int, dict[str, Any]], name: str) -> list[int]:

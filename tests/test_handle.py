@@ -34,9 +34,8 @@ from verbatim import (
     VerbatimError,
 )
 from verbatim.core import Delta, Metrics, Request, Result
-from verbatim.engine import loop
-from verbatim.engine.driver import Driver
-from verbatim.engine.dummy import dummy_forward
+from verbatim.engine import handle as handle_module
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
@@ -51,11 +50,11 @@ SMALL: dict[str, Any] = dict(kv_memory="16MB")
 def llm() -> Iterator[LLM]:
     with LLM(make_toy("llama"), **SMALL) as opened:
         yield opened
-    assert loop_threads() == []
+    assert engine_threads() == []
 
 
-def loop_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "verbatim-steps"]
+def engine_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "verbatim-engine"]
 
 
 def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
@@ -196,14 +195,14 @@ def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_go
     llm: LLM,
 ) -> None:
     seen: set[str] = set()
-    llm._engine.runner.module.register_forward_hook(
+    llm.engine.runner.module.register_forward_hook(
         lambda *_: seen.add(threading.current_thread().name)
     )
     asyncio.run(llm.agenerate(PROMPT, SHORT))
-    assert seen == {"verbatim-steps"} and len(loop_threads()) == 1
+    assert seen == {"verbatim-engine"} and len(engine_threads()) == 1
     seen.clear()
     llm.generate(PROMPT, SHORT)
-    assert seen == {"MainThread"} and len(loop_threads()) == 1
+    assert seen == {"MainThread"} and len(engine_threads()) == 1
     caller = InThread(lambda: llm.generate(PROMPT, LONG))  # waits, and then goes on by itself
     asyncio.run(llm.agenerate(PROMPT, SHORT))
     caller.get()
@@ -226,21 +225,21 @@ def test_waiting_callers_are_served_when_the_one_who_made_the_steps_leaves(llm: 
 def test_the_loop_thread_ends_when_it_has_been_idle_and_comes_back(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "IDLE_S", 0.05)
+    monkeypatch.setattr(handle_module, "IDLE_S", 0.05)
     for _ in range(3):
         asyncio.run(llm.agenerate(PROMPT, SHORT))
-        until(lambda: not loop_threads())
+        until(lambda: not engine_threads())
 
 
 def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
     llm = LLM(make_toy("llama"), **SMALL)
     asyncio.run(llm.agenerate(PROMPT, SHORT))
-    assert len(loop_threads()) == 1
-    gone = weakref.ref(llm._driver)
+    assert len(engine_threads()) == 1
+    gone = weakref.ref(llm.engine)
     del llm
     gc.collect()
     assert gone() is None
-    until(lambda: not loop_threads())
+    until(lambda: not engine_threads())
 
 
 def test_closing_ends_what_runs_as_aborted() -> None:
@@ -255,7 +254,7 @@ def test_closing_ends_what_runs_as_aborted() -> None:
 
     for result in asyncio.run(main()):
         assert result.outputs[0].finish_reason is FinishReason.ABORT
-    assert loop_threads() == []
+    assert engine_threads() == []
     for call in (llm.pause, llm.resume, llm.sleep, llm.wake, lambda: llm.generate(PROMPT)):
         with pytest.raises(EngineClosed):
             call()
@@ -286,7 +285,7 @@ PROMPT = [5, 6, 7]
 llms = []
 def open_llm():
     llms.append(LLM(make_toy("llama"), kv_memory="16MB", max_length=32))
-    llms[-1]._engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.01))
+    llms[-1].engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.01))
     return llms[-1]
 open_stream = lambda: open_llm().stream(PROMPT)
 open_astream = lambda: open_llm().astream(PROMPT)
@@ -330,19 +329,19 @@ def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
     assert llm.stats()["paused"] is False
 
 
-@pytest.mark.parametrize("hosted", [False, True])
-def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, hosted: bool) -> None:
+@pytest.mark.parametrize("driven", [False, True])
+def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: bool) -> None:
     def call(params: SamplingParams) -> Callable[[], Any]:
-        if hosted:
+        if driven:
             return lambda: asyncio.run(llm.agenerate(PROMPT, params))
         return lambda: llm.generate(PROMPT, params)
 
     expected = ids(llm.generate(PROMPT, LONG))
-    slow = llm._engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.002))
+    slow = llm.engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.002))
     early = [InThread(call(LONG)) for _ in range(3)]
     until(lambda: llm.stats()["running"] == 3)
     drain = InThread(lambda: llm.pause("drain"))
-    until(lambda: llm._driver._traffic.mode.value == "draining")
+    until(lambda: llm.engine._mode.value == "draining")
     late = InThread(call(SHORT))
     timed = InThread(call(SHORT.replace(timeout_s=0.02)))
     assert timed.get()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
@@ -391,11 +390,11 @@ def test_an_unknown_mode_is_refused_by_name(llm: LLM) -> None:
     assert llm.stats()["paused"] is False
 
 
-@pytest.mark.parametrize("hosted", [False, True])
-def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, hosted: bool) -> None:
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, driven: bool) -> None:
     def call(params: SamplingParams) -> Any:
         return (
-            asyncio.run(llm.agenerate(PROMPT, params)) if hosted else llm.generate(PROMPT, params)
+            asyncio.run(llm.agenerate(PROMPT, params)) if driven else llm.generate(PROMPT, params)
         )
 
     llm.pause()
@@ -413,10 +412,13 @@ def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, hosted: bool) ->
 def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM) -> None:
     llm.pause()
     other = InThread(lambda: llm.generate(PROMPT, SHORT))
-    until(lambda: llm._driver._traffic.seat._steppers)
+    until(lambda: llm.engine._waiting)
     time.sleep(0.05)
-    request, ended = llm._admission.admit(PROMPT, SHORT.replace(timeout_s=0.05)), threading.Event()
-    llm._driver.submit(request, lambda delta: None, ended.set)
+    request, ended = (
+        llm.engine.admission.admit(PROMPT, SHORT.replace(timeout_s=0.05)),
+        threading.Event(),
+    )
+    llm.engine.submit(request, lambda delta: None, ended.set)
     assert ended.wait(5) and other.running
     llm.resume()
     assert len(ids(other.get())) == 5
@@ -480,7 +482,7 @@ def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str)
     make_toy(name, tie_word_embeddings=name != "deepseek_v3").save_pretrained(tmp_path)
     prompts, params = mixed_requests(7)
     with LLM(tmp_path, dtype="bfloat16", **SMALL) as llm:
-        module = llm._engine.runner.module
+        module = llm.engine.runner.module
         parameters = list(module.parameters())
         bits = [p.detach().clone() for p in parameters]
         expected = all_facts(llm.generate(prompts, params))
@@ -518,7 +520,7 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
     config.write_text(text)
     with LLM(tmp_path, **SMALL) as llm:
         with torch.no_grad():
-            llm._engine.runner.module.lm_head.weight.mul_(2)
+            llm.engine.runner.module.lm_head.weight.mul_(2)
         with pytest.raises(NotSupported, match="changed since they were read"):
             llm.sleep(weights=True)
         assert not llm.stats()["asleep"]
@@ -532,7 +534,7 @@ def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) 
 def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path) -> None:
     make_toy("llama").save_pretrained(tmp_path)
     with LLM(tmp_path, **SMALL) as llm:
-        head = llm._engine.runner.module.lm_head
+        head = llm.engine.runner.module.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach() * 2)
         expected = ids(llm.generate(PROMPT, SHORT))
         with pytest.raises(NotSupported, match="changed since they were read"):
@@ -586,7 +588,7 @@ def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> Non
             streams.pop()
             gc.collect()
 
-    hook = llm._engine.runner.module.register_forward_hook(drop)
+    hook = llm.engine.runner.module.register_forward_hook(drop)
     del stream
     assert ids(llm.generate(PROMPT, LONG)) == expected
     hook.remove()
@@ -601,10 +603,11 @@ def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     expected = ids(llm.generate(PROMPT, SHORT))
-    step = llm._engine.step
+    engine = llm.engine._engine
+    step = engine.step
 
     def broken() -> bool:
-        monkeypatch.setattr(llm._engine, "step", step)
+        monkeypatch.setattr(engine, "step", step)
         raise error
 
     async def main() -> None:
@@ -614,7 +617,7 @@ def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
             await asyncio.sleep(0.001)
         sync = InThread(lambda: llm.generate(PROMPT, LONG))
         until(lambda: llm.stats()["running"] == 7)
-        monkeypatch.setattr(llm._engine, "step", broken)
+        monkeypatch.setattr(engine, "step", broken)
         found = await asyncio.gather(*calls, return_exceptions=True)
         with pytest.raises(Exception) as caught:
             sync.get()
@@ -634,7 +637,7 @@ def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None
     def explode(*_: Any) -> None:
         raise KeyError("from a hook")
 
-    hook = llm._engine.runner.module.register_forward_hook(explode)
+    hook = llm.engine.runner.module.register_forward_hook(explode)
 
     async def depth() -> int:
         with pytest.raises(KeyError, match="from a hook") as caught:
@@ -655,46 +658,46 @@ def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None
 
 def test_steps_by_hand(llm: LLM) -> None:
     expected = ids(llm.generate(PROMPT, SHORT))
-    driver, before = llm._driver, llm.stats()["forwards"]
-    request = llm._admission.admit(PROMPT, SHORT)
+    handle, before = llm.engine, llm.stats()["forwards"]
+    request = llm.engine.admission.admit(PROMPT, SHORT)
     deltas: list[Delta] = []
     ends: list[bool] = []
-    driver.submit(request, deltas.append, lambda: ends.append(request.finished))
-    assert deltas == [] and driver.step() and len(deltas) == 1
-    driver.pause()
-    assert not driver.step()
-    driver.resume()
-    while driver.step():
+    handle.submit(request, deltas.append, lambda: ends.append(request.finished))
+    assert deltas == [] and handle.step() and len(deltas) == 1
+    handle.pause()
+    assert not handle.step()
+    handle.resume()
+    while handle.step():
         pass
     assert llm.stats()["forwards"] == before + 5 and ends == [True]
     assert [i for delta in deltas for i in delta.token_ids] == expected
     with pytest.raises(InvalidRequest, match="twice"):
-        driver.submit(request, deltas.append)
-    other = llm._admission.admit(PROMPT, LONG)
-    driver.submit(other, deltas.append)
-    driver.step()
-    driver.abort(other)
-    driver.abort(other)
-    assert deltas[-1].finish_reason is FinishReason.ABORT and not driver.step()
+        handle.submit(request, deltas.append)
+    other = llm.engine.admission.admit(PROMPT, LONG)
+    handle.submit(other, deltas.append)
+    handle.step()
+    handle.abort(other)
+    handle.abort(other)
+    assert deltas[-1].finish_reason is FinishReason.ABORT and not handle.step()
     with pytest.raises(InvalidRequest, match="twice"):
-        driver.run([llm._admission.admit(PROMPT, SHORT)] * 2)
+        handle.run([llm.engine.admission.admit(PROMPT, SHORT)] * 2)
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_a_hosted_request_needs_no_steps_by_hand(llm: LLM) -> None:
-    request, ended = llm._admission.admit(PROMPT, SHORT), threading.Event()
-    llm._driver.submit(request, lambda delta: None, ended.set, hosted=True)
+def test_a_driven_request_needs_no_steps_by_hand(llm: LLM) -> None:
+    request, ended = llm.engine.admission.admit(PROMPT, SHORT), threading.Event()
+    llm.engine.submit(request, lambda delta: None, ended.set, driven=True)
     assert ended.wait(10) and request.result is not None
 
 
 def test_what_a_callback_raises_ends_its_request_alone(llm: LLM) -> None:
-    mine, other = (llm._admission.admit(PROMPT, SHORT) for _ in range(2))
+    mine, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
 
     def refuse(delta: Delta) -> None:
         raise ZeroDivisionError
 
-    llm._driver.submit(mine, refuse)
-    assert len(llm._driver.run([other])[0].outputs[0].token_ids) == 5
+    llm.engine.submit(mine, refuse)
+    assert len(llm.engine.run([other])[0].outputs[0].token_ids) == 5
     assert isinstance(mine.error, ZeroDivisionError)
 
 
@@ -704,13 +707,13 @@ def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
     def call_back(*_: Any) -> None:
         agenerate, astream = llm.agenerate(PROMPT, SHORT), last(llm, PROMPT, SHORT)
         coroutines = (lambda: asyncio.run(agenerate), lambda: asyncio.run(astream))
-        for call in (llm.pause, llm.sleep, llm.wake, llm.close, llm._driver.step, *coroutines):
+        for call in (llm.pause, llm.sleep, llm.wake, llm.close, llm.engine.step, *coroutines):
             with pytest.raises(VerbatimError, match="from inside its own forward") as caught:
                 call()
             refused.append(str(caught.value))
         assert llm.stats()["running"] == 1
 
-    llm._engine.runner.module.register_forward_hook(call_back)
+    llm.engine.runner.module.register_forward_hook(call_back)
     assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 35
 
 
@@ -824,6 +827,10 @@ class CountingEngine:
         return {"inside": len(self.inside)}
 
 
+def make_handle(engine: CountingEngine, **options: Any) -> EngineHandle:
+    return EngineHandle(engine, None, **options)  # type: ignore[arg-type]
+
+
 def make_request(max_tokens: int = 5, **params: Any) -> Request:
     name = f"r{random.getrandbits(60)}"
     settings = SamplingParams(**params)
@@ -832,29 +839,29 @@ def make_request(max_tokens: int = 5, **params: Any) -> Request:
 
 
 def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
-    driver = Driver(CountingEngine(), max_unread=30)  # type: ignore[arg-type]
+    handle = make_handle(CountingEngine(), max_unread=30)
     end = time.monotonic() + 2.0
     served = [0] * 5
 
     def call_sync(chance: random.Random) -> None:
         kind = chance.randrange(5)
         if kind == 0:
-            served[0] += len(driver.run([make_request(chance.randrange(1, 9)) for _ in range(3)]))
+            served[0] += len(handle.run([make_request(chance.randrange(1, 9)) for _ in range(3)]))
         elif kind == 1:
-            served[1] += len(list(driver.deltas(make_request(7))))
+            served[1] += len(list(handle.stream(make_request(7))))
         elif kind == 2:
-            stream = driver.deltas(make_request(50))
+            stream = handle.stream(make_request(50))
             next(stream)
             del stream
             served[2] += 1
         elif kind == 3:
-            driver.run([make_request(10**9, timeout_s=chance.random() / 50)])
+            handle.run([make_request(10**9, timeout_s=chance.random() / 50)])
             served[3] += 1
         else:
             request = make_request(10**9)
-            driver.submit(request, lambda delta: None)
-            driver.step()
-            driver.abort(request)
+            handle.submit(request, lambda delta: None)
+            handle.step()
+            handle.abort(request)
             until(lambda: request.finished)
 
     def keep_calling(seed: int) -> None:
@@ -866,7 +873,7 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
         chance = random.Random(seed)
 
         async def one() -> None:
-            async for _ in driver.adeltas(make_request(chance.randrange(1, 20))):
+            async for _ in handle.astream([make_request(chance.randrange(1, 20))]):
                 if chance.random() < 0.02:
                     break
             served[4] += 1
@@ -883,17 +890,17 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
         chance = random.Random(9)
         while time.monotonic() < end:
             chance.choice(
-                [driver.pause, driver.sleep, lambda: driver.pause("abort"), driver.stats]
+                [handle.pause, handle.sleep, lambda: handle.pause("abort"), handle.stats]
             )()
             time.sleep(chance.random() / 200)
-            driver.wake()
-            driver.resume()
+            handle.wake()
+            handle.resume()
             time.sleep(chance.random() / 50)
 
     def keep_draining() -> None:
         while time.monotonic() < end:
             try:
-                driver.pause("drain")
+                handle.pause("drain")
             except VerbatimError:
                 pass  # asleep
             time.sleep(0.03)
@@ -903,72 +910,52 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
     others = [InThread(keep_pausing), InThread(keep_draining)]
     for caller in others:
         caller.get(10)
-    driver.wake()
-    driver.resume()
+    handle.wake()
+    handle.resume()
     for caller in callers:
         caller.get(10)
     assert all(served), served
-    until(lambda: driver.stats()["inside"] == 0)
-    assert not driver._traffic._clients and not driver._traffic._coming
-    driver.close()
-    assert loop_threads() == []
+    until(lambda: handle.stats()["inside"] == 0)
+    assert not handle._calls and not handle._entering
+    handle.close()
+    assert engine_threads() == []
 
 
 # Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_harms_nobody_else() -> None:
-    """Ctrl-C in calls of the main thread, at random places of the driver (the engine itself is spared)."""
-
-    class Spared(CountingEngine):
-        depth = 0
-
-        def alone(self) -> Any:
-            return (
-                super().alone()
-                if threading.current_thread() is not threading.main_thread()
-                else self
-            )
-
-        def __enter__(self) -> None:
-            self.depth += 1
-            self.busy.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            self.busy.release()
-            self.depth -= 1
-
-    engine = Spared()
-    driver = Driver(engine)  # type: ignore[arg-type]
+    """Ctrl-C in calls of the main thread, at random moments."""
+    engine = CountingEngine()
+    handle = make_handle(engine)
     armed, end, interrupted = False, time.monotonic() + 2.0, 0
 
     def interrupt(*_: Any) -> None:
-        if not armed or engine.depth:
-            signal.setitimer(signal.ITIMER_REAL, 1e-4)
-        else:
-            raise KeyboardInterrupt
+        if armed:
+            signal.raise_signal(signal.SIGINT)
 
     def keep_calling() -> None:
         while time.monotonic() < end:
-            driver.run([make_request(random.randrange(1, 20)) for _ in range(2)])
-            assert len(list(driver.deltas(make_request(5)))) == 5
+            handle.run([make_request(random.randrange(1, 20)) for _ in range(2)])
+            assert len(list(handle.stream(make_request(5)))) == 5
 
     async def keep_awaiting() -> None:
         while time.monotonic() < end:
-            await driver.arun([make_request(5)])
+            await handle.arun([make_request(5)])
             await asyncio.sleep(0.01)
 
     callers = [InThread(keep_calling), InThread(keep_calling)]
     callers.append(InThread(lambda: asyncio.run(keep_awaiting())))
     calls: list[Callable[[], Any]] = [
-        lambda: driver.run([make_request(300)]),
-        lambda: driver.run([make_request(3) for _ in range(30)]),
-        lambda: list(driver.deltas(make_request(300))),
-        lambda: driver.pause("drain"),
-        driver.step,
-        driver.stats,
-        lambda: dummy_forward(driver),
+        lambda: handle.run([make_request(300)]),
+        lambda: handle.run([make_request(3) for _ in range(30)]),
+        lambda: list(handle.stream(make_request(300))),
+        lambda: handle.pause("drain"),
+        handle.step,
+        handle.stats,
+        lambda: handle.dummy_forward(),
     ]
     handler = signal.signal(signal.SIGALRM, interrupt)
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while time.monotonic() < end:
             try:
@@ -983,120 +970,72 @@ def test_an_interrupt_at_any_moment_harms_nobody_else() -> None:
             except KeyboardInterrupt:
                 interrupted += 1
             armed = False
-            driver.resume()
+            handle.resume()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGINT, ctrl_c)
     for caller in callers:
         caller.get(10)
     assert interrupted > 20
-    until(lambda: driver.stats()["inside"] == 0)
-    assert not driver._traffic._clients
-    driver.close()
+    until(lambda: handle.stats()["inside"] == 0)
+    assert not handle._calls
+    handle.close()
 
 
 def test_guests_get_a_turn_between_two_steps() -> None:
     engine = CountingEngine()
-    driver = Driver(engine)  # type: ignore[arg-type]
+    handle = make_handle(engine)
     endless = [make_request(10**9), make_request(10**9)]
-    caller = InThread(lambda: driver.run([endless[0]]))
-    coroutine = InThread(lambda: asyncio.run(driver.arun([endless[1]])))
+    caller = InThread(lambda: handle.run([endless[0]]))
+    coroutine = InThread(lambda: asyncio.run(handle.arun([endless[1]])))
     until(lambda: len(engine.inside) == 2 and engine.steps > 10)
     began = time.monotonic()
     for _ in range(100):
-        driver.stats()
+        handle.stats()
     assert time.monotonic() - began < 5
     for request in endless:
-        driver.abort(request)
+        handle.abort(request)
     caller.get()
     coroutine.get()
-    driver.close()
+    handle.close()
 
 
-@pytest.mark.parametrize("hosted", [False, True])
-def test_guests_who_come_again_and_again_let_steps_be_made(hosted: bool) -> None:
-    driver = Driver(CountingEngine())  # type: ignore[arg-type]
+@pytest.mark.parametrize("driven", [False, True])
+def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None:
+    handle = make_handle(CountingEngine())
     stop = threading.Event()
 
     def keep_visiting() -> None:
         while not stop.is_set():
-            driver._traffic.visit(lambda: time.sleep(1e-4))
+            handle.call(lambda: time.sleep(1e-4))
 
     guests = [InThread(keep_visiting) for _ in range(3)]
     request = make_request(100)
     try:
-        if hosted:
-            asyncio.run(asyncio.wait_for(driver.arun([request]), 10))
+        if driven:
+            asyncio.run(asyncio.wait_for(handle.arun([request]), 10))
         else:
-            InThread(lambda: driver.run([request])).get(10)
+            InThread(lambda: handle.run([request])).get(10)
     finally:
         stop.set()
     for guest in guests:
         guest.get()
-    driver.close()
+    handle.close()
 
 
 def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> None:
-    driver = Driver(CountingEngine())  # type: ignore[arg-type]
+    handle = make_handle(CountingEngine())
     looked: list[dict[str, Any]] = []
-    handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(driver.stats() for _ in "ab"))
-    driver.pause()
+    handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(handle.stats() for _ in "ab"))
+    handle.pause()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        driver.run([make_request(5, timeout_s=0.2)])
+        handle.run([make_request(5, timeout_s=0.2)])
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert [found["paused"] for found in looked] == [True, True]
-    driver.close()
-
-
-class Interrupted(CountingEngine):
-    """Ctrl-C comes when a request has its result, before anybody is told."""
-
-    when = "never"
-
-    def end(self, request: Request) -> None:
-        if self.when == "never":
-            return super().end(request)
-        self.when = "never"
-        del self.inside[request]
-        request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("where", ["step", "pause", "settle"])
-def test_an_end_that_an_interrupt_hides_is_found(where: str) -> None:
-    engine = Interrupted()
-    driver = Driver(engine)  # type: ignore[arg-type]
-    requests = [make_request(10**9), make_request(20 if where == "step" else 10**9)]
-    ended = threading.Event()
-    driver.submit(requests[1], lambda delta: None, ended.set)
-    driver.step()
-    engine.when = "now"
-    calls: dict[str, Callable[[], Any]] = {
-        "step": lambda: driver.run([requests[0]]),
-        "pause": lambda: driver.pause("abort"),
-        "settle": lambda: driver.abort(requests[1]),
-    }
-    with pytest.raises(KeyboardInterrupt):
-        calls[where]()
-    assert ended.wait(0) and not driver._traffic._clients
-    driver.close()
-
-
-def test_closing_finds_an_end_that_nobody_was_told_of() -> None:
-    engine = Interrupted()
-    driver = Driver(engine)  # type: ignore[arg-type]
-    request, ended = make_request(10**9), threading.Event()
-    driver.submit(request, lambda delta: None, ended.set)
-    driver.step()
-    engine.when = "now"
-    with pytest.raises(KeyboardInterrupt):
-        engine.abort(request)
-    driver.step()
-    assert not ended.is_set()
-    driver.close()
-    assert ended.is_set()
+    handle.close()
 
 
 # ---- a forked child
@@ -1106,20 +1045,20 @@ def test_closing_finds_an_end_that_nobody_was_told_of() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_forked_child_has_what_nobody_used(busy: bool) -> None:
     engine = CountingEngine()
-    driver = Driver(engine)  # type: ignore[arg-type]
-    asyncio.run(driver.arun([make_request(5)]))
+    handle = make_handle(engine)
+    asyncio.run(handle.arun([make_request(5)]))
     endless = make_request(10**9)
-    caller = InThread(lambda: driver.run([endless])) if busy else None
+    caller = InThread(lambda: handle.run([endless])) if busy else None
     until(lambda: engine.inside or not busy)
 
     def in_child() -> bool:
         try:
-            driver.run([make_request(5)])
-            asyncio.run(driver.arun([make_request(5)]))
+            handle.run([make_request(5)])
+            asyncio.run(handle.arun([make_request(5)]))
         except EngineClosed:
-            driver.close()
-            return busy and driver.closed
-        driver.close()
+            handle.close()
+            return busy and handle.closed
+        handle.close()
         return not busy
 
     child = os.fork()
@@ -1130,7 +1069,7 @@ def test_a_forked_child_has_what_nobody_used(busy: bool) -> None:
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    driver.abort(endless)
+    handle.abort(endless)
     if caller is not None:
         caller.get()
-    driver.close()
+    handle.close()

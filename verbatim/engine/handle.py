@@ -1,0 +1,889 @@
+"""`EngineHandle`: the one way to call an engine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, Protocol, TypeVar, cast
+
+from verbatim.admission import Admission
+from verbatim.core import Delta, Request, Result
+from verbatim.engine.calls import (
+    Call,
+    Job,
+    TaskWaiter,
+    ThreadWaiter,
+    Unread,
+    Waiter,
+    wake_all,
+)
+from verbatim.engine.drafting import Drafting
+from verbatim.engine.dummy import dummy_batch
+from verbatim.engine.engine import Engine
+from verbatim.engine.scheduler import Scheduler
+from verbatim.engine.sessions import Sessions
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    RequestFailed,
+    TierFailed,
+    VerbatimError,
+)
+from verbatim.model.borrow import holds_exclusive
+from verbatim.model.products import probe_report
+from verbatim.numerics import numerics_key
+from verbatim.options import dtype_name
+from verbatim.placement.runner import Runner
+from verbatim.shield import Shield
+
+_T = TypeVar("_T")
+PAUSE_MODES = ("keep", "drain", "abort")
+IDLE_S = 10.0  # after which the thread ends; the next request of a coroutine starts one
+_POLL_S = 0.05  # between two steps of an engine that has work and could do none
+_LOOK_S = 1.0  # between two looks of a caller that waits to be woken
+_NESTED = (
+    "a call from inside another engine's forward can't wait for an engine that is in use: no other forward "
+    "is made meanwhile"
+)
+
+
+class Mode(Enum):
+    """What happens between two messages."""
+
+    RUNNING = "running"
+    DRAINING = "draining"  # steps are made, and new requests wait
+    PAUSED = "paused"  # requests are taken in, and no step is made
+
+
+class Collective(Protocol):
+    """Calls that several processes make together."""
+
+    may_be_empty: bool  # a call may have no request of this process
+
+    def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
+        """Run requests to their end on all processes."""
+        ...
+
+    def close(self) -> None:
+        """Release what connects the processes."""
+        ...
+
+
+class EngineHandle:
+    """Calls an engine from any number of threads and event loops.
+
+    One thread at a time owns the engine, for a step or for what somebody asked to be done between two steps.
+    A thread that waits for its requests makes the steps itself, so debuggers, profilers, thread-local
+    settings and Ctrl-C work where the call was made; the first of several makes them for all. For coroutines
+    a thread of the handle makes them, which is started when it is needed, ends when it has been idle for
+    `IDLE_S` seconds, and holds the handle weakly.
+
+    Nobody waits to own the engine. What is to be done there is put into an inbox, which every owner empties
+    before and after its step.
+
+    Args:
+        max_unread: deltas of a stream that may be unread; one more ends its request.
+        collective: other processes make the same calls.
+
+    Attributes:
+        admission: checks prompts and parameters, and makes requests of them.
+        config, generation_config: the model's own, of transformers; None where it has none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        admission: Admission,
+        *,
+        config: Any = None,
+        generation_config: Any = None,
+        max_unread: int = 65_536,
+        collective: Collective | None = None,
+    ) -> None:
+        self.admission = admission
+        self.config = config
+        self.generation_config = generation_config
+        self.collective = collective
+        self._engine = engine
+        self._max_unread = max_unread
+        self._mode = Mode.RUNNING
+        self._asleep = False
+        self._why_closed: str | None = None
+        self._calls: dict[Request, Call] = {}  # of requests that have not ended
+        self._entering: dict[
+            Request, Call
+        ] = {}  # of those, the ones that the engine does not have yet
+        self._num_driven = 0  # of those, the ones that the handle's thread makes steps for
+        # Filled and emptied by the owner:
+        self._ended: list[Request] = []
+        self._problems: list[tuple[Request, Exception]] = []
+        self._woken: dict[Waiter, None] = {}
+        engine.on_end = self._ended.append
+        self._start_afresh()
+        _handles.add(self)
+
+    def _start_afresh(self) -> None:
+        """Have no owner, no callers and no thread, as when it is made and in a forked child."""
+        # A finalizer may put a message in at any moment, which a SimpleQueue allows.
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._owner = threading.Lock()
+        self._owner_id: int | None = None  # of the thread that has the lock
+        self._lock = threading.RLock()  # of requests that come and of the thread; held for moments
+        self._waiting: dict[ThreadWaiter, None] = {}  # callers that would make steps
+        self._jobs: dict[Job, None] = {}  # of callers that wait for them
+        self._steps_wait = False  # the last of them that came found another owner
+        self._thread: _Thread | None = None
+
+    # ---- what it is
+
+    @property
+    def runner(self) -> Runner:
+        """Where the model lives. Its methods are called inside `call`."""
+        return self._engine.runner
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What waits, runs and holds blocks; read inside `call`, or while nothing runs."""
+        return self._engine.scheduler
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """What proposes draft tokens."""
+        return self._engine.drafting
+
+    @property
+    def sessions(self) -> Sessions:
+        """Room and blocks of sessions."""
+        return self._engine.sessions
+
+    @property
+    def live(self) -> bool:
+        """Whether the model's owner may change its weights at any time; can be set."""
+        return self._engine.live
+
+    @live.setter
+    def live(self, value: bool) -> None:
+        self._engine.live = value
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests run or wait."""
+        return self._engine.has_work or bool(self._entering)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens made since it was opened."""
+        return self._engine.num_tokens
+
+    @property
+    def closed(self) -> bool:
+        return self._why_closed is not None
+
+    def check_open(self) -> None:
+        """Raise EngineClosed if it is closed."""
+        if self._why_closed is not None:
+            raise EngineClosed(self._why_closed)
+
+    def check_awake(self) -> None:
+        """Raise VerbatimError if it sleeps, and EngineClosed if it is closed."""
+        self.check_open()
+        if self._asleep:
+            raise VerbatimError("the engine sleeps; call wake() first")
+
+    # ---- requests of callers that wait
+
+    def run(self, requests: list[Request]) -> list[Result]:
+        """Run requests to their end; return their results, or raise the first one's error."""
+        if self.collective is not None:
+            return self.collective.run(self, requests)
+        return self.run_here(requests)
+
+    def run_here(self, requests: list[Request]) -> list[Result]:
+        """`run` by this process alone."""
+        waiter = ThreadWaiter()
+        call = Call(requests, waiter, driven=False)
+        with self._submitted(call):
+            self._wait(waiter, lambda: not call.num_open)
+            return call.results()
+
+    def stream(self, request: Request) -> Iterator[Delta]:
+        """Yield what each step adds to a request. Leaving the loop aborts it."""
+        self._refuse_collective("stream")
+        waiter, unread = ThreadWaiter(), Unread([request], self._max_unread)
+        call = Call([request], waiter, deliver=unread.put, driven=False)
+        with self._submitted(call):
+            while call.num_open:
+                self._wait(waiter, lambda: bool(unread) or not call.num_open)
+                yield from unread
+            yield from unread
+            call.raise_error()
+
+    def steps(self, requests: list[Request]) -> Iterator[None]:
+        """Make steps, and yield after each that added to one of `requests`, until all have ended.
+
+        Leaving the loop aborts them. The error of a request is raised at the end.
+        """
+        self._refuse_collective("a loop over steps")
+        waiter, news = ThreadWaiter(), list[Delta]()
+        call = Call(requests, waiter, deliver=news.append, driven=False)
+        with self._submitted(call):
+            while call.num_open:
+                self._wait(waiter, lambda: bool(news) or not call.num_open)
+                news.clear()
+                yield
+            call.raise_error()
+
+    async def arun(self, requests: list[Request]) -> list[Result]:
+        """`run` for asyncio. Cancelling aborts the requests."""
+        self._refuse_async("agenerate")
+        waiter = TaskWaiter()
+        call = Call(requests, waiter)
+        with self._submitted(call):
+            while call.num_open:
+                await waiter.wait()
+            return call.results()
+
+    async def astream(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield what each step adds to requests, each delta with its request's index, for asyncio.
+
+        Leaving or cancelling aborts the requests. The error of one ends all.
+        """
+        self._refuse_async("astream")
+        waiter, unread = TaskWaiter(), Unread(requests, self._max_unread)
+        indices = {request.request_id: i for i, request in enumerate(requests)}
+        call = Call(requests, waiter, deliver=unread.put)
+        with self._submitted(call):
+            ended = False
+            while not ended:
+                await waiter.wait()
+                ended = not call.num_open  # before the deltas are read, as none come after that
+                for delta in unread:
+                    yield indices[delta.request_id], delta
+                call.raise_error()
+
+    # ---- requests of callers that do not wait
+
+    def submit(
+        self,
+        request: Request,
+        deliver: Callable[[Delta], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        *,
+        driven: bool = False,
+    ) -> None:
+        """Take a request in before the next step, and return at once.
+
+        Args:
+            deliver: gets its deltas in the thread that makes the step; an exception ends the request.
+            on_end: called there when it has ended: `request.result` or `request.error` is set.
+            driven: let the handle's thread make the steps; else call `step`.
+
+        Raises:
+            QueueFull: as many requests wait as may.
+        """
+        if driven:
+            self._refuse_async("a request that the handle's thread runs")
+        self._submit(Call([request], deliver=deliver, on_end=on_end, driven=driven))
+
+    def step(self) -> bool:
+        """Make a step for all requests; return False if there was nothing to do, or it is paused.
+
+        Errors of a step are those of the requests that it ended.
+        """
+        return self.call(self._step)
+
+    def abort(self, request: Request) -> None:
+        """End a request after the step under way, keeping what it has; from any thread."""
+        self._send(lambda: self._abort([request]))
+
+    def peek(self) -> list[tuple[Request, int, float]]:
+        """Return what the next step would draw: request, token id and log-prob of each sequence.
+
+        The next step computes it once more. Nothing is drawn while the engine is paused.
+        """
+        return self.call(self._peek)
+
+    def dummy_forward(self) -> None:
+        """Run the model on the scratch block, as a rank without requests has to."""
+
+        def forward() -> None:
+            self.check_awake()
+            self.runner.forward(dummy_batch())
+
+        self.call(forward)
+
+    # ---- everything else
+
+    def call(
+        self,
+        work: Callable[[], _T],
+        *,
+        when_closed: bool = False,
+    ) -> _T:
+        """Do some work between two steps, in the thread that owns the engine; return what it returns.
+
+        Ctrl-C while it waits for its turn means that it is not done.
+
+        Raises:
+            EngineClosed: the engine is closed, unless `when_closed`.
+            VerbatimError: called from inside a step of this engine; or from inside another engine's forward
+                while this engine is in use.
+        """
+        self._refuse_inside()
+
+        def checked() -> _T:
+            if not when_closed:
+                self.check_open()
+            return work()
+
+        job = Job(checked)
+        self._jobs[job] = None
+        try:
+            self._inbox.put(job.run)
+            # While a caller waits to make a step, that comes first, or other calls could go on for ever.
+            patience = _POLL_S if self._steps_wait else 0.0
+            while not job.wait(patience):
+                if self._take_over(_nothing) is None and holds_exclusive() and job.cancel():
+                    raise VerbatimError(_NESTED)
+                patience = _LOOK_S
+            return cast("_T", job.result())
+        finally:
+            del self._jobs[job]
+
+    def pause(self, mode: str = "keep") -> None:
+        """Make no more steps until `resume`; return when that is so. The latest call decides.
+
+        A request's `timeout_s` ends it nevertheless. Callers that wait go on waiting, so a program of a
+        single thread that pauses and then generates waits until Ctrl-C.
+
+        Args:
+            mode: "keep": running requests keep their KV and go on later. "drain": running and waiting
+                requests are finished first, and new ones wait. "abort": they end as "abort".
+
+        Raises:
+            InvalidRequest: another mode.
+            VerbatimError: draining while asleep.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(
+                f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
+            )
+        before = self._mode
+        try:
+            self.call(lambda: self._pause(mode))
+            self._wait(ThreadWaiter(), lambda: self._mode is not Mode.DRAINING or self.closed)
+        except KeyboardInterrupt:
+            self._send(lambda: self._set_mode(before))
+            raise
+
+    def _pause(self, mode: str) -> None:
+        if mode == "drain" and self._asleep:
+            raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
+        if mode == "abort":
+            self._engine.abort_all()
+        drain = mode == "drain" and self._engine.has_work
+        self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
+
+    def resume(self) -> None:
+        """Go on after `pause`; does nothing where nothing is paused.
+
+        Raises:
+            VerbatimError: the engine sleeps.
+        """
+
+        def resume() -> None:
+            if self._asleep:
+                raise VerbatimError("the engine sleeps; call wake(), which resumes as well")
+            self._set_mode(Mode.RUNNING)
+
+        self.call(resume)
+
+    def sleep(self, weights: bool = False) -> None:
+        """Pause, and free the KV memory. Running requests keep their tokens and are recomputed later.
+
+        Args:
+            weights: free the model's weights as well.
+
+        Raises:
+            NotSupported, ModelChanged: weights that can't be read again; nothing has happened then.
+        """
+
+        def sleep() -> None:
+            self._engine.sleep(weights)
+            self._engine.evict_all()
+            self._asleep = True
+            self._set_mode(Mode.PAUSED)
+
+        self.call(sleep)
+
+    def wake(self) -> None:
+        """Allocate memory, read weights that were freed, and resume; does nothing where nothing sleeps.
+
+        Raises:
+            ModelChanged: the checkpoint has changed; the engine sleeps on.
+        """
+
+        def wake() -> None:
+            if self._asleep:
+                self._engine.wake()
+                self._asleep = False
+                self._set_mode(Mode.RUNNING)
+
+        self.call(wake)
+
+    def update_weights(
+        self, prepare: Callable[[], Callable[[], None]], *, version: int | None, restart: bool
+    ) -> int:
+        """Change the model's weights between two steps, and return their version.
+
+        Args:
+            prepare: checks the new weights, and returns what writes them.
+        """
+
+        def update() -> int:
+            self._engine.update_weights(prepare(), version=version, restart=restart)
+            return self._engine.weight_version
+
+        return self.call(update)
+
+    def evict_all(self) -> None:
+        """Free all blocks; running requests are recomputed, and nothing is cached any more."""
+        self.call(self._engine.evict_all)
+
+    def release_sessions(self) -> None:
+        """Free the blocks of sessions that have ended, after the step under way."""
+        self._send(self._engine.sessions.settle)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts since it was opened and what is held now; also when it is closed."""
+
+        def stats() -> dict[str, Any]:
+            paused = self._mode is Mode.PAUSED
+            return {**self._engine.stats(), "paused": paused, "asleep": self._asleep}
+
+        return self._between_steps(stats)
+
+    def info(self) -> dict[str, Any]:
+        """Return what was opened and how it runs, as plain values."""
+        runner, admission, drafting = self.runner, self.admission, self.drafting
+        placed = self._between_steps(runner.info)
+        return {
+            **placed,
+            "vocab_size": runner.vocab_size,
+            "max_length": admission.max_length,
+            "max_length_from": admission.limit_source,
+            "eos_ids": sorted(admission.eos_ids),
+            "block_size": runner.block_size,
+            "num_blocks": runner.num_blocks,
+            "draft": None if drafting is None else drafting.info(),
+            "numerics_key": numerics_key(
+                placed["dtype"], placed["kv_dtype"], placed.get("quantization"), placed.get("gpu")
+            ),
+            "probe": _probe_findings(),
+        }
+
+    def _between_steps(self, read: Callable[[], _T]) -> _T:
+        """Return what `read` gives between two steps or, in a hook of the model, in the middle of one."""
+        if self._owner_id == threading.get_ident():
+            return read()
+        return self.call(read, when_closed=True)
+
+    def close(self) -> None:
+        """End running requests as "abort" and close the runner; a second call does nothing."""
+        self.call(self._close, when_closed=True)
+        self._stop_thread()
+
+    def _close(self) -> None:
+        if not self.closed:
+            try:
+                self._shut("this LLM has been closed")
+            finally:
+                self._engine.close()
+                if self.collective is not None:
+                    self.collective.close()
+
+    # ---- from callers to the owner
+
+    @contextmanager
+    def _submitted(self, call: Call) -> Iterator[None]:
+        """Run the block with the call's requests submitted, and abort those that are left at its end."""
+        self._refuse_inside()
+        try:
+            self._submit(call)
+            yield
+        finally:
+            if call.num_open:
+                self._send(lambda: self._abort(call.requests))
+
+    def _submit(self, call: Call) -> None:
+        requests = call.requests
+        with Shield().up(), self._lock:
+            self.check_open()
+            known = any(request.finished or request in self._calls for request in requests)
+            if known or len(set(requests)) < len(requests):
+                raise InvalidRequest("a request can't be submitted twice")
+            self._engine.check_room(len(self._entering) + len(requests))
+            for request in requests:
+                request.streamed = call.deliver is not None
+                self._calls[request] = self._entering[request] = call
+            if call.driven:
+                self._num_driven += len(requests)
+                self._run_thread()
+        if self._mode is Mode.PAUSED:  # or else whoever makes the next step takes them in
+            self._send(_nothing)
+
+    def _send(self, message: Callable[[], object]) -> None:
+        """Have the owner do something soon; from any thread, and from finalizers."""
+        self._inbox.put(message)
+        if self._owner_id != threading.get_ident():
+            self._take_over(_nothing)
+
+    def _take_over(self, work: Callable[[], _T], waiter: ThreadWaiter | None = None) -> _T | None:
+        """Own the engine for some work and for what is in the inbox; None if another thread does.
+
+        Args:
+            waiter: of a caller or thread that makes steps.
+        """
+        owned = True  # also where it ends with an exception
+        try:
+            found = self._own(work)
+            owned = found is not None
+            return found
+        finally:
+            if waiter is not None:
+                self._steps_wait = not owned
+            elif owned:
+                self._pass_on()
+            if self._num_driven and self._thread is not None and self._thread.waiter is not waiter:
+                self._thread.waiter.wake()
+
+    def _pass_on(self) -> None:
+        """Let others own the engine: callers that make steps, and those whose messages came too late."""
+        wake_all(list(self._waiting))
+        while not (self._inbox.empty() or self._steps_wait):
+            if job := next(iter(self._jobs), None):
+                job.wake()
+                return
+            if self._own(_nothing) is None:
+                return
+
+    def _own(self, work: Callable[[], _T]) -> _T | None:
+        shield = Shield()
+        with shield.up():  # but for the middle of a step, where Ctrl-C breaks nothing
+            if not self._owner.acquire(blocking=False):
+                return None
+            self._owner_id, self._engine.shield = threading.get_ident(), shield
+            woken: dict[Waiter, None] = {}
+            try:
+                self._take_in()
+                return work()
+            finally:
+                try:
+                    self._settle()
+                    woken, self._woken = self._woken, woken
+                finally:
+                    self._owner_id = None
+                    self._owner.release()
+                    wake_all(woken)
+
+    def _wait(self, waiter: ThreadWaiter, done: Callable[[], bool]) -> None:
+        """Make steps until `done`, or wait while another thread makes them."""
+        self._waiting[waiter] = None
+        try:
+            while not done():
+                patience: float | None = _LOOK_S
+                if not self._num_driven or holds_exclusive():
+                    patience = self._take_over(self._turn, waiter)
+                    if patience is None and holds_exclusive():
+                        raise VerbatimError(_NESTED)
+                if patience != 0 and (patience is None or self._inbox.empty()):
+                    waiter.wait(_LOOK_S if patience is None else min(patience, _LOOK_S))
+        finally:
+            self._waiting.pop(waiter, None)
+            self._steps_wait = False
+            self._take_over(_nothing)
+
+    def _refuse_inside(self) -> None:
+        if self._owner_id == threading.get_ident():
+            raise VerbatimError("an engine can't be called from inside its own forward")
+
+    def _refuse_collective(self, what: str) -> None:
+        if self.collective is not None:
+            raise NotSupported(
+                f"{what}: where each rank is a process of the user's, they make their calls together, and "
+                "generate, score and chat are what they can make"
+            )
+
+    def _refuse_async(self, what: str) -> None:
+        self._refuse_collective(what)
+        self._refuse_inside()
+        if holds_exclusive():
+            raise VerbatimError(_NESTED)
+
+    # ---- by the owner
+
+    def _turn(self) -> float:
+        """Make a step if one is due; return after how many seconds to look again."""
+        if self._step():
+            return 0.0
+        if self._mode is not Mode.PAUSED:
+            return _POLL_S if self._engine.has_work else _LOOK_S
+        deadline = self._engine.next_deadline()
+        return _LOOK_S if deadline is None else max(1e-3, deadline - time.monotonic())
+
+    def _take_in(self) -> None:
+        """Do what messages say, and give new requests to the engine."""
+        self._engine.sessions.settle()
+        if self._entering:
+            self._enter()
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get_nowait()()
+            if self._entering:
+                self._enter()
+
+    def _enter(self) -> None:
+        draining, now = self._mode is Mode.DRAINING, time.monotonic()
+        with self._lock:
+            entering = list(self._entering.items())
+        for request, call in entering:
+            if draining and now < _deadline(request):
+                continue
+            with self._lock:
+                self._entering.pop(request, None)
+            self._add(request, call)
+
+    def _add(self, request: Request, call: Call) -> None:
+        try:
+            self._engine.add(request, lambda delta: self._deliver(request, call, delta))
+        except Exception as error:
+            self._fail(request, error)
+
+    def _deliver(self, request: Request, call: Call, delta: Delta) -> None:
+        """Pass a delta on, in the middle of a step."""
+        if call.deliver is None:
+            return
+        try:
+            call.deliver(delta)
+        except Exception as error:
+            self._problems.append((request, error))
+        if call.waiter is not None:
+            self._woken[call.waiter] = None
+
+    def _step(self) -> bool:
+        """Make a step; return False if there was nothing to do."""
+        if self._mode is Mode.PAUSED:
+            self._engine.expire(time.monotonic())
+            return False
+        try:
+            made = self._engine.step()
+        except BaseException as error:
+            # Ctrl-C in a caller's own step is for that caller, and has left all requests as they were.
+            if self._thread is None or not self._thread.is_current():
+                if not isinstance(error, Exception):
+                    raise
+            self._step_failed(error)
+            return True
+        finally:
+            self._settle()
+        if self._mode is Mode.DRAINING and not self._engine.has_work:
+            self._set_mode(Mode.PAUSED)
+        return made
+
+    def _step_failed(self, error: BaseException) -> None:
+        """End all requests with the error of a step: nobody knows what it left half done."""
+        for request in list(self._calls):
+            if request not in self._entering:
+                self._fail(request, _as_exception(error))
+        if isinstance(error, TierFailed):
+            self._shut(f"this LLM was closed when this happened: {error}")
+            self._engine.close()
+
+    def _peek(self) -> list[tuple[Request, int, float]]:
+        seen = None if self._mode is Mode.PAUSED else self._engine.peek()
+        if seen is None:
+            return []
+        chunks, draws = seen
+        rows = [
+            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
+            for chunk in chunks
+            if chunk.draws and not chunk.sequence.request.finished
+        ]
+        return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            call = self._entering.pop(request, None)
+            if call is not None:
+                self._add(request, call)
+            if not request.finished:
+                try:
+                    self._engine.abort(request)
+                except Exception as error:
+                    self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if request.finished:
+            return
+        try:
+            self._engine.fail(request, error)
+        except Exception:  # of an engine that is broken; the caller must be told nevertheless
+            request.error = error
+            self._ended.append(request)
+
+    def _settle(self) -> None:
+        """End requests whose reader failed, and note for each caller which of its requests have ended."""
+        problems, self._problems = self._problems, []
+        for request, error in problems:
+            self._fail(request, error)
+        ended = self._ended.copy()
+        self._ended.clear()
+        for request in ended:
+            with self._lock:
+                call = self._calls.pop(request, None)
+                if call is None:
+                    continue
+                self._num_driven -= call.driven
+                if call.driven and not self._num_driven:  # then callers make the steps again
+                    self._woken.update(dict.fromkeys(self._waiting))
+            call.end(request)
+            if call.waiter is not None and (not call.num_open or call.deliver is not None):
+                self._woken[call.waiter] = None
+
+    def _set_mode(self, mode: Mode) -> None:
+        self._mode = mode
+        self._woken.update(dict.fromkeys(self._waiting))
+
+    def _shut(self, why: str) -> None:
+        """Refuse new requests, and end those that are here as "abort"."""
+        with self._lock:
+            self._why_closed = why
+        self._set_mode(Mode.RUNNING)
+        try:
+            self._enter()
+            self._engine.abort_all()
+        finally:
+            for request in list(self._calls):
+                self._fail(request, EngineClosed(why))
+
+    # ---- the thread
+
+    def _run_thread(self) -> None:
+        """Wake the thread, or start it."""
+        if _interpreter_ends:
+            raise EngineClosed("the interpreter is ending")
+        if self._thread is None:
+            self._thread = _Thread(self)
+        self._thread.waiter.wake()
+
+    def _retire(self) -> bool:
+        """Let the thread end, unless there is something to do for it."""
+        with self._lock:
+            if self._num_driven:
+                return False
+            self._thread = None
+            return True
+
+    def _stop_thread(self) -> None:
+        """End the thread after the step under way; return when it has ended."""
+        thread = self._thread
+        if thread is not None:
+            thread.stop()
+            self._thread = None
+
+    def _forked(self) -> None:
+        """Be usable in the child of a fork if nothing was under way, and closed otherwise."""
+        busy = bool(self._calls) or self._owner_id is not None
+        if busy or getattr(self.runner, "in_one_process", False):
+            self._why_closed = "this LLM has been closed: it can't be used in a forked child"
+            self._calls.clear()
+        self._start_afresh()
+        self._engine.sessions.forked()
+
+
+class _Thread:
+    """Makes the steps of a handle while it has driven requests."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        self.waiter = waiter = ThreadWaiter()
+        self._handle = weakref.ref(handle, lambda _: waiter.wake())
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="verbatim-engine", daemon=True)
+        self._thread.start()
+
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def stop(self) -> None:
+        """End it; return when it has ended."""
+        self._stopped = True
+        self.waiter.wake()
+        if not self.is_current():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped and (handle := self._handle()) is not None:
+            patience: float | None = IDLE_S
+            if handle._num_driven:
+                patience = handle._take_over(handle._turn, self.waiter)
+            del handle
+            if patience == 0 or self.waiter.wait(_LOOK_S if patience is None else patience):
+                continue
+            handle = self._handle()
+            if patience == IDLE_S and (handle is None or handle._retire()):
+                return
+
+
+def _nothing() -> bool:
+    return True
+
+
+def _probe_findings() -> list[str]:
+    """How matrix products are kept row-invariant: by the kernels, or by what the probe found for torch."""
+    return [
+        f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
+        + (", one thread" if tiles.one_thread else "")
+        for (rows, columns), dtype, tiles in probe_report()
+    ] or ["not needed: the kernels' products are row-invariant by construction"]
+
+
+def _deadline(request: Request) -> float:
+    timeout_s = request.params.timeout_s
+    return float("inf") if timeout_s is None else request.arrival + timeout_s
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what callers get for an error of a step: never another thread's exit."""
+    if isinstance(error, Exception):
+        return error
+    failed = RequestFailed(f"the step was broken off by {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+_handles: weakref.WeakSet[EngineHandle] = weakref.WeakSet()
+_interpreter_ends = False
+
+
+def _at_exit() -> None:
+    # A thread that returns from a forward into a finalized interpreter would crash the process.
+    global _interpreter_ends
+    _interpreter_ends = True
+    for handle in list(_handles):
+        handle._stop_thread()
+
+
+def _after_fork() -> None:
+    for handle in list(_handles):
+        handle._forked()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
