@@ -20,7 +20,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.params import SamplingParams
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 
 VOCAB = 24

@@ -9,7 +9,6 @@ from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, Earl
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.draft.mtp import MtpProposer
-from verbatim.draft.proposer import Proposer
 from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
@@ -28,7 +27,7 @@ from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident, open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Proposer, Runner
 from verbatim.source import open_model
 
 _KV_SHARE = 0.1  # of the memory that is available when a draft model is opened

@@ -30,8 +30,8 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions, engine_options
 from verbatim.placement.packing import open_packed, refuse_unpacked
 from verbatim.placement.parallel.choice import PipelineParallel, Ranked
-from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
+from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat

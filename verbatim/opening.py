@@ -34,7 +34,7 @@ from verbatim.placement.parallel.choice import ExpertParallel, Ranked
 from verbatim.placement.parallel.opening import open_parallel
 from verbatim.placement.parallel.together import MakeDriver
 from verbatim.placement.resident import move, open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take

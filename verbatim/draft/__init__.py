@@ -2,6 +2,6 @@
 
 from verbatim.draft.choice import DraftModel, EarlyExit, Mtp
 from verbatim.draft.ngram import Ngram
-from verbatim.draft.proposer import Proposer
+from verbatim.protocols import Proposer
 
 __all__ = ["DraftModel", "EarlyExit", "Mtp", "Ngram", "Proposer"]

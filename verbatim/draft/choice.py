@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from verbatim.draft.ngram import Ngram
-from verbatim.draft.proposer import Proposer
 from verbatim.errors import InvalidRequest
 from verbatim.options import memory_bytes, total_memory
+from verbatim.protocols import Proposer
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from verbatim.placement.parallel.together import (
     MakeDriver,
 )
 from verbatim.placement.resident import open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Runner
 
 _KV_SHARE = 0.4  # of the memory that is available, for K and V of all ranks together
 
