@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from verbatim.batch import dummy_batch
 from verbatim.draft.choice import Drafter, Mtp
 from verbatim.drafters import open_mtp
-from verbatim.engine.dummy import dummy_batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import bytes_per_token
