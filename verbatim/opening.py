@@ -8,8 +8,8 @@ from typing import Any
 
 from verbatim import kernels
 from verbatim.admission import Admission
-from verbatim.draft.choice import DraftOptions, EarlyExit, Mtp
-from verbatim.drafters import open_drafting, open_mtp
+from verbatim.draft.choice import DraftOptions, EarlyExit
+from verbatim.drafters import open_drafting
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.holdings import batches_of
@@ -20,6 +20,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp_source import Mtp, open_mtp
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
@@ -89,6 +90,7 @@ def open_engine(
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
+    mtp = drafts.draft if isinstance(drafts.draft, Mtp) else None
     module: Any = loaded.module
     make_driver: MakeDriver | None = None
     if speaks_kv_caches(module):
@@ -119,11 +121,10 @@ def open_engine(
         assert origin is not None
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        mtp_draft = drafts.draft if isinstance(drafts.draft, Mtp) else None
-        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp_draft)
+        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp)
     elif ranks is not None:
         if isinstance(drafts.draft, EarlyExit) or (
-            isinstance(drafts.draft, Mtp) and not isinstance(ranks, ExpertParallel)
+            mtp is not None and not isinstance(ranks, ExpertParallel)
         ):
             raise NotSupported(
                 f"draft={drafts.draft!r}: with placement={ranks!r}, the model's own layers don't draft; "
@@ -132,11 +133,11 @@ def open_engine(
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         placed = open_parallel(
-            loaded, ranks, options, limit, drafts.draft, trust_remote_code=trust_remote_code
+            loaded, ranks, options, limit, mtp, trust_remote_code=trust_remote_code
         )
         runner, make_driver = placed.runner, placed.driver
     else:
-        if loaded.packed is not None and isinstance(drafts.draft, Mtp):
+        if loaded.packed is not None and mtp is not None:
             raise NotSupported(
                 f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
                 "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
@@ -154,8 +155,8 @@ def open_engine(
             )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
-        runner = open_resident(decoder, loaded, options, limit, mtp)
+        layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
+        runner = open_resident(decoder, loaded, options, limit, layers)
     try:
         opened = open_runner(
             runner,

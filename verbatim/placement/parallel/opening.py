@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from verbatim.batch import dummy_batch
-from verbatim.draft.choice import Drafter, Mtp
-from verbatim.drafters import open_mtp
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import bytes_per_token
@@ -19,6 +17,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.experts import is_stacked
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, open_mtp
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.link import connect
@@ -69,7 +68,7 @@ def open_parallel(
     choice: Ranked,
     options: EngineOptions,
     limit: int | None,
-    draft: Drafter | None,
+    mtp: Mtp | None,
     *,
     trust_remote_code: bool,
 ) -> Placed:
@@ -78,6 +77,7 @@ def open_parallel(
     Args:
         loaded: without its weights.
         limit: tokens of one sequence at most.
+        mtp: draft with these layers; only with `ExpertParallel`.
 
     Raises:
         InvalidRequest, NotSupported: the ranks are others than `choice` says, or can't work together.
@@ -86,7 +86,7 @@ def open_parallel(
         OutOfBlocks: `kv_memory` is too small.
     """
     if isinstance(choice, ExpertParallel):
-        return _open_experts(loaded, choice, options, limit, draft)
+        return _open_experts(loaded, choice, options, limit, mtp)
     rank, world = launched()
     check_size(choice.size, world)
     if rank:
@@ -251,7 +251,7 @@ def _open_experts(
     choice: ExpertParallel,
     options: EngineOptions,
     limit: int | None,
-    draft: Drafter | None,
+    mtp: Mtp | None,
 ) -> Placed:
     """Everything but the experts of other ranks."""
     group = Group(choice.process_group)
@@ -267,10 +267,10 @@ def _open_experts(
     group.check_equal(numerics_key(dtype, kv_dtype))
     cut = take_share(module, recipes, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
-    mtp = open_mtp(draft, decoder, loaded) if isinstance(draft, Mtp) else None
+    layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
-    runner = open_resident(decoder, loaded, options, limit, mtp)
+    runner = open_resident(decoder, loaded, options, limit, layers)
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,
