@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention
 from verbatim.kv.quantized import PACKINGS, pack, packed_attention
 
 HEADS, SIZE, BLOCK = 16, 128, 16

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from verbatim import LLM, SamplingParams, kernels
-from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention
 from verbatim.kv.quantized import PACKINGS, pack, packed_attention, unpack
 from verbatim.kv.store import KVStore
 

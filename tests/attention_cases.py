@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
-from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.kv.attention import paged_attention, write_kv
 
 BACKENDS = [*kernels.available(), "reference"]
 F32, BF16 = torch.float32, torch.bfloat16

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch, block_tables
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.placement.offload.cut import cut

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.admission import Admission
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Request, Result
+from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.params import SamplingParams
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 
 VOCAB = 24

@@ -26,8 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim import kernels
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
-from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.kv.attention import paged_attention, write_kv
 
 # ---- Right ----
 

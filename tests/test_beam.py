@@ -28,7 +28,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from transformers.modeling_outputs import CausalLMOutput
 
 from verbatim.batch import Candidate
-from verbatim.sampling.beam import BeamSearch
+from verbatim.beam import BeamSearch
 
 WIDTHS = (2, 3, 4, 6)
 PENALTIES = (-1.0, 0.0, 0.7, 1.0, 2.0)

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from stages import ThreadHosts, serving
 
 from verbatim import LLM, Cluster, SamplingParams, VerbatimError
-from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow
-from verbatim.engine.dummy import dummy_batch
+from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow, dummy_batch
 from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.connection import Connection
 from verbatim.placement.cluster.crew import Crew

@@ -14,8 +14,8 @@ from requests_mixed import all_facts, facts
 from scripted_runner import EOS, VOCAB, check, result_of, scripted_engine, solo
 from test_engine_machine import EngineMachine, params, prompts
 
-from verbatim.admission import Admission
 from verbatim.core import Delta, FinishReason, Request, Result, Sequence
+from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
 from verbatim.params import SamplingParams
 

@@ -15,7 +15,7 @@ from toys import make_toy, random_ids
 from verbatim import LLM, SamplingParams
 from verbatim.placement.graphs import DecodeGraphs, rounded_rows
 from verbatim.placement.resident import Resident
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 
 class Counting:

@@ -31,8 +31,7 @@ from verbatim import (
     storyteller,
 )
 from verbatim.batch import Batch
-from verbatim.draft.choice import Mtp
-from verbatim.model.mtp_source import load_mtp
+from verbatim.model.mtp_source import Mtp, load_mtp
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 STORY = "Once upon a time, there was a"

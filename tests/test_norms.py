@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from toys import make_toy
 
 from verbatim import kernels
+from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise, invariant, norms
-from verbatim.model.elementwise import Activation, NormKind
 from verbatim.model.norms import formula, norm_forward, norm_parts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

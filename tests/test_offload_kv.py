@@ -21,7 +21,7 @@ from kv_life import GROUPS, HEADS, OPTIONS, SHAPES, Life
 from requests_mixed import facts, finish_despite_ctrl_c, mixed_requests
 
 from verbatim import LLM, Offload, SamplingParams, TierFailed
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
 from verbatim.placement.offload.activations import HiddenStates

@@ -22,7 +22,8 @@ from programs import TESTS, environment, run_without_kernels
 from requests_mixed import all_facts, mixed_requests
 
 from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
-from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention
 from verbatim.model import products
 from verbatim.model.shard import bounds_of
 from verbatim.placement.parallel.heads import split_heads

@@ -28,8 +28,9 @@ from torch import Tensor
 from toys import make_toy
 
 from verbatim import LLM, NotSupported, SamplingParams, kernels
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
-from verbatim.kv.attention import AttentionOptions, kernel_attention
+from verbatim.kv.attention import kernel_attention
 from verbatim.kv.quantized import (
     PACKINGS,
     Packing,

@@ -11,7 +11,7 @@ from toys import make_toy
 
 from verbatim import LLM, FinishReason, SamplingParams
 from verbatim.batch import Draws, SamplePlan
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])

@@ -11,11 +11,10 @@ from attention_cases import Shape, Story, story
 from triton_here import BF16, DEVICE, DTYPES, F16, F32, noise, same_bits, tl
 
 from verbatim.batch import SamplePlan, SampleRow
+from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
 from verbatim.kv import attention as kv
-from verbatim.kv.attention import AttentionOptions
 from verbatim.model import norms
-from verbatim.model.elementwise import NormKind
 from verbatim.params import SamplingParams
 from verbatim.sampling import gpu
 from verbatim.sampling.noise import gumbel_row

@@ -13,9 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
-from verbatim.kv.attention import AttentionOptions
-from verbatim.model.elementwise import NormKind
 
 
 class NoDevice:

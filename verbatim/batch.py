@@ -80,6 +80,18 @@ def block_tables(blocks: list[list[int]]) -> Tensor:
     return torch.tensor(padded, dtype=torch.int32)
 
 
+def dummy_batch() -> Batch:
+    """Return the smallest batch: one row of a sequence in the scratch block."""
+    return Batch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=torch.ones(1, dtype=torch.int32),
+        block_tables=torch.full((1, 1), SCRATCH_BLOCK, dtype=torch.int32),
+        logit_rows=torch.zeros(1, dtype=torch.int64),
+    )
+
+
 @dataclass(slots=True)
 class SampleRow:
     """How one row of logits becomes a token id.

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from verbatim.batch import Candidate
+from verbatim.beam import BeamSearch
 from verbatim.params import SamplingParams
-
-if TYPE_CHECKING:
-    from verbatim.sampling.beam import BeamSearch
 
 TopLogprobs = list[tuple[int, float]]  # (id, log-prob), likeliest first
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.draft.choice import DraftModel, EarlyExit, Mtp
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.quantized import Packing
 from verbatim.options import available_memory, total_memory
+from verbatim.protocols import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def refuse_on_gpu(
         raise NotSupported(
             f"device={device.torch}: kv_dtype={kv_dtype.name!r} is for the CPU so far"
         )
-    if isinstance(draft, DraftModel | EarlyExit | Mtp):
+    if draft is not None and not isinstance(draft, Proposer):  # a model, or layers of one
         raise NotSupported(
             f"device={device.torch}: draft={draft!r} drafts on the CPU so far; 'ngram' does everywhere"
         )

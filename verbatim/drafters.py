@@ -5,30 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit, Mtp
+from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.draft.mtp import MtpProposer
-from verbatim.draft.proposer import Proposer
+from verbatim.draft.staged_mtp import StagedMtp
 from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
-from verbatim.errors import InvalidRequest, ModelError, NotSupported, OutOfBlocks
+from verbatim.errors import ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
 from verbatim.model import early_exit as cut
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp import MtpLayers
-from verbatim.model.mtp_source import given_mtp, load_mtp
+from verbatim.model.mtp_source import Mtp
 from verbatim.options import available_memory, memory_bytes, total_memory
-from verbatim.placement.cluster.ahead import StagedMtp
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import Resident, open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Proposer, Runner
 from verbatim.source import open_model
 
 _KV_SHARE = 0.1  # of the memory that is available when a draft model is opened
@@ -119,22 +117,3 @@ def _open_draft_model(
         max_rows=options.max_batch_tokens,
         live=small.live,
     )
-
-
-def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
-    """The model's layers for multi-token prediction, without stores yet.
-
-    Raises:
-        InvalidRequest, NotSupported, ModelError: it has none, or none that can be run; the message tells.
-    """
-    inner, beside = inner_model(decoder.module), draft.beside
-    if draft.model is not None and beside is None:
-        return MtpLayers(given_mtp(draft.model, inner), decoder)
-    folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
-    folder = beside if folder is None else folder
-    if folder is None:
-        raise InvalidRequest(
-            "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
-            "draft=Mtp(model=...), transformers' MtpModel made of it, or name their folder"
-        )
-    return MtpLayers(load_mtp(inner, folder, beside), decoder)

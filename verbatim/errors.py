@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from verbatim.core import Result
+from typing import Any
 
 
 class VerbatimError(Exception):
@@ -62,11 +59,11 @@ class TierFailed(VerbatimError, OSError):
     given back, and every request that had not ended fails with this error.
 
     Attributes:
-        results: raised by `LLM.generate`, in the order of its prompts: the results of the requests that had
+        results: raised by `LLM.generate`, in the order of its prompts: the `Result` of each request that had
             ended before, None for the others. Empty elsewhere.
     """
 
-    def __init__(self, message: str, results: Sequence[Result | None] = ()) -> None:
+    def __init__(self, message: str, results: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.results = list(results)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.admission import Prompt
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, settle_device
 from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
+from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
@@ -31,8 +31,8 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions, engine_options
 from verbatim.placement.packing import open_packed, refuse_unpacked
 from verbatim.placement.parallel.choice import PipelineParallel, Ranked
-from verbatim.placement.runner import Runner
 from verbatim.prompts import as_params, as_prompts
+from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat
@@ -201,7 +201,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             max_unread=max_unread,
         )
-        self._start(loaded.name, handle)
+        self._start(handle)
 
     @classmethod
     def _over(
@@ -223,17 +223,18 @@ class LLM:
         handle = open_runner(
             runner,
             options,
+            name=name,
             tokenizer=tokenizer,
             limit=max_length,
             eos_ids=eos_ids,
             live=True,
         )
-        llm._start(name, handle)
+        llm._start(handle)
         return llm
 
-    def _start(self, name: str, engine: EngineHandle) -> None:
+    def _start(self, engine: EngineHandle) -> None:
         self.engine = engine
-        self.name = name
+        self.name = engine.name
         self.tokenizer = engine.admission.tokenizer
         self.max_length = engine.admission.max_length
 
@@ -357,7 +358,7 @@ class LLM:
                 "generate, score and chat are what they can make"
             )
         return Session(
-            self,
+            self.engine,
             max_length=max_length,
             seed=seed,
             params=params,

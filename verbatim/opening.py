@@ -6,9 +6,9 @@ import warnings
 from typing import Any
 
 from verbatim import kernels
-from verbatim.admission import Admission
-from verbatim.draft.choice import DraftOptions, EarlyExit, Mtp
-from verbatim.drafters import open_drafting, open_mtp
+from verbatim.draft.choice import DraftOptions, EarlyExit
+from verbatim.drafters import open_drafting
+from verbatim.engine.admission import Admission
 from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
@@ -21,6 +21,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.mtp_source import Mtp, open_mtp
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.runner import Clustered
@@ -31,7 +32,7 @@ from verbatim.placement.options import EngineOptions
 from verbatim.placement.parallel.choice import ExpertParallel, Ranked
 from verbatim.placement.parallel.opening import open_parallel
 from verbatim.placement.resident import move, open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
@@ -54,6 +55,7 @@ def open_engine(
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
+    mtp = drafts.draft if isinstance(drafts.draft, Mtp) else None
     module: Any = loaded.module
     together: Any = None
     if speaks_kv_caches(module):
@@ -84,11 +86,10 @@ def open_engine(
         assert origin is not None
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        mtp_draft = drafts.draft if isinstance(drafts.draft, Mtp) else None
-        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp_draft)
+        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp)
     elif ranks is not None:
         if isinstance(drafts.draft, EarlyExit) or (
-            isinstance(drafts.draft, Mtp) and not isinstance(ranks, ExpertParallel)
+            mtp is not None and not isinstance(ranks, ExpertParallel)
         ):
             raise NotSupported(
                 f"draft={drafts.draft!r}: with placement={ranks!r}, the model's own layers don't draft; "
@@ -97,11 +98,11 @@ def open_engine(
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
         placed = open_parallel(
-            loaded, ranks, options, limit, drafts.draft, trust_remote_code=trust_remote_code
+            loaded, ranks, options, limit, mtp, trust_remote_code=trust_remote_code
         )
         runner, together = placed.runner, placed.together
     else:
-        if loaded.packed is not None and isinstance(drafts.draft, Mtp):
+        if loaded.packed is not None and mtp is not None:
             raise NotSupported(
                 f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
                 "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
@@ -119,12 +120,13 @@ def open_engine(
             )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
-        mtp = open_mtp(drafts.draft, decoder, loaded) if isinstance(drafts.draft, Mtp) else None
-        runner = open_resident(decoder, loaded, options, limit, mtp)
+        layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
+        runner = open_resident(decoder, loaded, options, limit, layers)
     try:
         handle = open_runner(
             runner,
             options,
+            name=loaded.name,
             tokenizer=loaded.tokenizer,
             limit=(limit, source),
             eos_ids=eos_ids_of(loaded.generation_config, config),
@@ -165,6 +167,7 @@ def open_runner(
     runner: Runner,
     options: EngineOptions,
     *,
+    name: str,
     tokenizer: Any,
     limit: tuple[int | None, str],
     eos_ids: frozenset[int],
@@ -178,6 +181,7 @@ def open_runner(
     """Build the engine over a runner.
 
     Args:
+        name: what the model was opened by.
         tokenizer: a transformers tokenizer, or None where ids go in and out.
         limit: tokens of prompt and completion together, and where the number comes from.
         live: somebody else owns the model, and may change its weights.
@@ -207,6 +211,7 @@ def open_runner(
     return EngineHandle(
         engine,
         admission,
+        name=name,
         config=config,
         generation_config=generation_config,
         max_unread=max_unread,

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verbatim.errors import InvalidRequest
 
@@ -101,3 +102,22 @@ def available_memory() -> int:
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def rank_of(group: Any) -> int:
+    """Return this process's rank in `process_group`; 0 where it is None.
+
+    Raises:
+        InvalidRequest: it is not a group, or this process is not in it.
+    """
+    if group is None:
+        return 0
+    if not dist.is_initialized():
+        raise InvalidRequest("process_group: torch.distributed is not initialised")
+    try:
+        rank = dist.get_rank(group)
+    except Exception as error:
+        raise InvalidRequest(f"process_group={group!r} is no process group: {error}") from None
+    if rank < 0:
+        raise InvalidRequest("process_group: this process is not one of its ranks")
+    return rank

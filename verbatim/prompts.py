@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from verbatim.admission import Prompt
+from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 

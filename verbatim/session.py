@@ -11,18 +11,16 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from verbatim.admission import Prompt
 from verbatim.core import Delta, FinishReason, Holding, Request, Result
+from verbatim.engine.admission import Prompt
 from verbatim.engine.calls import TaskWaiter, ThreadWaiter
+from verbatim.engine.handle import EngineHandle
 from verbatim.errors import EngineClosed, InvalidRequest, SessionBusy
 from verbatim.params import SamplingParams
 from verbatim.session_file import SavedSession, read_session, write_session
 from verbatim.text.detokenizer import Detokenizer
-
-if TYPE_CHECKING:
-    from verbatim.llm import LLM
 
 
 class Session:
@@ -41,7 +39,7 @@ class Session:
 
     def __init__(
         self,
-        llm: LLM,
+        engine: EngineHandle,
         *,
         max_length: int | None = None,
         seed: int | None = None,
@@ -50,8 +48,8 @@ class Session:
         wait_s: float | None = 0.0,
         idle_timeout_s: float | None = None,
     ) -> None:
-        self._llm, self._handle = llm, llm.engine
-        saved = None if load is None else read_session(load, llm)
+        self._handle = engine
+        saved = None if load is None else read_session(load, engine)
         self._wait_s = _seconds("wait_s", wait_s)
         self._seed = _settle_seed(seed, saved)
         if not isinstance(params, SamplingParams | None):
@@ -67,18 +65,18 @@ class Session:
         self._busy = threading.Lock()
         self._request: Request | None = None
         if max_length is None and saved is not None:
-            max_length = min(saved.max_length, llm.max_length)
+            max_length = min(saved.max_length, engine.admission.max_length)
         self._holding = Holding(
-            _settle_length(max_length, len(self._ids), llm),
+            _settle_length(max_length, len(self._ids), engine),
             _seconds("idle_timeout_s", idle_timeout_s),
         )
-        sessions = llm.engine.sessions
+        sessions = engine.sessions
         self._let_go = weakref.finalize(self, sessions.leave, self._holding)
         self._let_go.atexit = False  # nothing outlives the process
         self._reserve()
         sessions.end(self._holding)
         if saved is not None and saved.kv is not None:
-            saved.put_kv(llm, self._holding)
+            saved.put_kv(engine, self._holding)
 
     @property
     def token_ids(self) -> list[int]:
@@ -231,7 +229,7 @@ class Session:
                 self.params,
                 self._skips_special_tokens,
             )
-            write_session(path, self._llm, saved, self._holding if kv else None)
+            write_session(path, self._handle, saved, self._holding if kv else None)
 
     def close(self) -> None:
         """Give back K, V and room; a turn that is under way ends as "abort". Again does nothing."""
@@ -372,15 +370,15 @@ class Session:
         return found
 
 
-def _settle_length(max_length: Any, num_tokens: int, llm: LLM) -> int:
+def _settle_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> int:
     if max_length is None:
-        return llm.max_length
+        return engine.admission.max_length
     try:
         length = 0 if isinstance(max_length, bool) else operator.index(max_length)
     except TypeError:
         length = 0
-    if not 1 <= length <= llm.max_length:
-        limit = f"{llm.max_length} ({llm.engine.admission.limit_source})"
+    if not 1 <= length <= engine.admission.max_length:
+        limit = f"{engine.admission.max_length} ({engine.admission.limit_source})"
         raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
     if length < num_tokens:
         raise InvalidRequest(

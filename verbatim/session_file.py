@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verbatim.core import Holding
+from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
@@ -25,7 +26,6 @@ from verbatim.placement.resident import Resident
 
 if TYPE_CHECKING:
     from verbatim.kv.store import KVStore
-    from verbatim.llm import LLM
 
 FORMAT, VERSION = "verbatim-session", 1
 _SHAPE = (
@@ -76,14 +76,18 @@ class SavedSession:
     skips_special_tokens: bool = True
     kv: SavedKV | None = None
 
-    def put_kv(self, llm: LLM, holding: Holding) -> None:
+    def put_kv(self, engine: EngineHandle, holding: Holding) -> None:
         """Put K and V in the store, for the session to hold, if they are what it would compute itself and
         there are free blocks for them; else they are left out, and computed in the next turn.
         """
         kv = self.kv
-        if kv is None or _why_no_kv(llm) is not None or _probe(llm, self.token_ids) != kv.probe:
+        if (
+            kv is None
+            or _why_no_kv(engine) is not None
+            or _probe(engine, self.token_ids) != kv.probe
+        ):
             return
-        runner, engine = llm.engine.runner, llm.engine
+        runner = engine.runner
         assert isinstance(runner, Resident)
 
         def put() -> None:
@@ -96,11 +100,11 @@ class SavedSession:
                 k[blocks], v[blocks] = saved_k, saved_v
             engine.sessions.put(holding, self.token_ids[: kv.num_tokens], blocks)
 
-        llm.engine.call(put)
+        engine.call(put)
 
 
 def write_session(
-    path: str | os.PathLike[str], llm: LLM, saved: SavedSession, holding: Holding | None
+    path: str | os.PathLike[str], engine: EngineHandle, saved: SavedSession, holding: Holding | None
 ) -> None:
     """Write a session, with K and V as far as `holding` has them.
 
@@ -119,10 +123,10 @@ def write_session(
         "max_length": saved.max_length,
         "params": _plain_params(saved.params),
         "skip_special_tokens": saved.skips_special_tokens,
-        "model": _identity(llm),
-        "numerics_key": _numerics_key(llm),
+        "model": _identity(engine),
+        "numerics_key": _numerics_key(engine),
     }
-    kv = None if holding is None else _taken_kv(llm, saved.token_ids, holding)
+    kv = None if holding is None else _taken_kv(engine, saved.token_ids, holding)
     if kv is not None:
         plain["kv"] = {
             "num_layers": len(kv.layers),
@@ -152,7 +156,7 @@ def write_session(
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 
 
-def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
+def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSession:
     """Read a session that this engine can go on with.
 
     Raises:
@@ -192,16 +196,18 @@ def read_session(path: str | os.PathLike[str], llm: LLM) -> SavedSession:
         Exception
     ) as error:  # a damaged file: safetensors, JSON and our own checks raise many kinds
         raise refuse(f"a damaged file, or not a session: {error}") from error
-    if (reason := _other_model(plain["model"], _identity(llm))) is not None:
+    if (reason := _other_model(plain["model"], _identity(engine))) is not None:
         raise refuse(reason)
-    outside = [i for i in saved.token_ids if not 0 <= i < llm.engine.admission.vocab_size]
+    outside = [i for i in saved.token_ids if not 0 <= i < engine.admission.vocab_size]
     if outside:
-        raise refuse(f"id {outside[0]} is outside 0 to {llm.engine.admission.vocab_size - 1}")
-    if len(saved.token_ids) > llm.max_length:
-        raise refuse(f"{len(saved.token_ids)} tokens; this engine's limit is {llm.max_length}")
+        raise refuse(f"id {outside[0]} is outside 0 to {engine.admission.vocab_size - 1}")
+    if len(saved.token_ids) > engine.admission.max_length:
+        raise refuse(
+            f"{len(saved.token_ids)} tokens; this engine's limit is {engine.admission.max_length}"
+        )
     if metadata.get("digest") != _digest(metadata["session"], tensors):
         raise refuse("a damaged file: what it holds is not what was written")
-    if their_key != (key := _numerics_key(llm)):
+    if their_key != (key := _numerics_key(engine)):
         saved.kv = None
         warnings.warn(
             f"the session was saved with numerics key {their_key}, and goes on with {key}: "
@@ -266,19 +272,20 @@ def _plain_params(params: SamplingParams) -> dict[str, Any]:
     return plain
 
 
-def _identity(llm: LLM) -> dict[str, Any]:
+def _identity(engine: EngineHandle) -> dict[str, Any]:
     """What tells models apart that have nothing to do with each other. Weights are not looked at."""
-    shape = {name: getattr(llm.engine.config, name, None) for name in _SHAPE}
+    shape = {name: getattr(engine.config, name, None) for name in _SHAPE}
     plain = {name: value for name, value in shape.items() if isinstance(value, int | str)}
     vocabulary = None
-    if llm.tokenizer is not None:
+    if engine.admission.tokenizer is not None:
         entries = sorted(
-            llm.tokenizer.hf.get_vocab().items(), key=lambda entry: (entry[1], entry[0])
+            engine.admission.tokenizer.hf.get_vocab().items(),
+            key=lambda entry: (entry[1], entry[0]),
         )
         vocabulary = hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
     return {
-        "name": llm.name,
-        "vocab_size": llm.engine.admission.vocab_size,
+        "name": engine.name,
+        "vocab_size": engine.admission.vocab_size,
         "config": plain,
         "tokenizer": vocabulary,
     }
@@ -298,13 +305,13 @@ def _other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return None
 
 
-def _numerics_key(llm: LLM) -> str:
-    return str(llm.engine.info()["numerics_key"])
+def _numerics_key(engine: EngineHandle) -> str:
+    return str(engine.info()["numerics_key"])
 
 
-def _why_no_kv(llm: LLM) -> str | None:
+def _why_no_kv(engine: EngineHandle) -> str | None:
     """Why K and V can't be taken out of the store or put in; None where they can."""
-    runner = llm.engine.runner
+    runner = engine.runner
     if type(runner) is not Resident:
         return f"placement {runner.info()['placement']!r} keeps them where no session can take them"
     if runner.mtp is not None:
@@ -314,21 +321,24 @@ def _why_no_kv(llm: LLM) -> str | None:
     return None
 
 
-def _probe(llm: LLM, token_ids: list[int]) -> str:
+def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
     """Equal where the weights are: the log-probs of the session's first tokens, bit for bit."""
-    first = token_ids[: min(_NUM_PROBED, llm.max_length) - 1]
+    first = token_ids[: min(_NUM_PROBED, engine.admission.max_length) - 1]
     # One more behind them: its log-prob is what the last one's K and V are known by.
-    scores = llm.score([[*first, token_ids[0]]])[0][1:]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    (result,) = engine.run([engine.admission.admit([*first, token_ids[0]], params)])
+    assert result.prompt_logprobs is not None
+    scores = result.prompt_logprobs[1:]
     packed = struct.pack(f"<{len(scores)}d", *scores)
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
-def _taken_kv(llm: LLM, token_ids: list[int], holding: Holding) -> SavedKV | None:
+def _taken_kv(engine: EngineHandle, token_ids: list[int], holding: Holding) -> SavedKV | None:
     """A copy of K and V that a session holds; None where it holds none."""
-    reason = _why_no_kv(llm)
+    reason = _why_no_kv(engine)
     if reason is not None:
         raise NotSupported(f"save(kv=True): {reason}; leave kv=False, they are computed again")
-    runner = llm.engine.runner
+    runner = engine.runner
     assert isinstance(runner, Resident)
 
     def take() -> tuple[list[tuple[Tensor, Tensor]], int]:
@@ -341,10 +351,10 @@ def _taken_kv(llm: LLM, token_ids: list[int], holding: Holding) -> SavedKV | Non
             tensor[-1, :, used:] = 0
         return layers, num_tokens
 
-    layers, num_tokens = llm.engine.call(take)
+    layers, num_tokens = engine.call(take)
     if not num_tokens:
         return None
-    return SavedKV(layers, num_tokens, runner.store.dtype_name, _probe(llm, token_ids))
+    return SavedKV(layers, num_tokens, runner.store.dtype_name, _probe(engine, token_ids))
 
 
 def _fits(kv: SavedKV, store: KVStore, count: int) -> bool:

@@ -14,7 +14,7 @@ from verbatim.core import Request
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 
 class Ours:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verbatim.batch import Batch, SamplePlan, SampleRow, block_tables
 from verbatim.core import GrammarState, Sequence
-from verbatim.placement.runner import Forwarder
+from verbatim.protocols import Forwarder
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.stopping import single_stop_ids
 

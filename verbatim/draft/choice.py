@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from verbatim.draft.ngram import Ngram
-from verbatim.draft.proposer import Proposer
 from verbatim.errors import InvalidRequest
+from verbatim.model.mtp_source import Mtp
 from verbatim.options import memory_bytes, total_memory
+from verbatim.protocols import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +68,6 @@ class EarlyExit:
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise InvalidRequest(f"layers={value!r}: must be an integer, 1 or more, or None")
-
-
-@dataclass(frozen=True, slots=True)
-class Mtp:
-    """Draft with the layers for multi-token prediction that came with the model.
-
-    What they keep of each token lies beside its K and V, and counts as KV memory. They stay when weights
-    sleep, and as they are when weights are updated: drafts get worse then, and no word changes.
-
-    Attributes:
-        model: where they are, if not in the model's own checkpoint: a folder in Hugging Face's format of the
-            same architecture, of which nothing else is read. Or, of a live module, transformers' `MtpModel`,
-            made of that very module. None reads them from the model's checkpoint.
-
-    Raises:
-        InvalidRequest: a name of nothing.
-    """
-
-    model: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.beside is not None and not self.beside.is_dir():
-            raise InvalidRequest(f"Mtp({str(self.model)!r}): must be a folder, and there is none")
-
-    @property
-    def beside(self) -> Path | None:
-        """The folder that holds the layers, where it is not the model's own."""
-        if not isinstance(self.model, str | os.PathLike):
-            return None
-        return Path(os.path.abspath(os.path.expanduser(self.model)))
 
 
 Drafter = Proposer | DraftModel | EarlyExit | Mtp

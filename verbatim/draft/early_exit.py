@@ -10,7 +10,7 @@ from verbatim.draft.chain import Chain, Line, Rows
 from verbatim.kv.store import KVStore
 from verbatim.model.borrow import threads
 from verbatim.model.early_exit import EarlyExit
-from verbatim.placement.runner import Forward, Forwarder
+from verbatim.protocols import Forward, Forwarder
 from verbatim.sampling.sampler import sample_rows
 
 

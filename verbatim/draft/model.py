@@ -8,7 +8,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Request, Sequence
 from verbatim.draft.chain import Chain, Line, Rows
 from verbatim.draft.holdings import Holdings
-from verbatim.placement.runner import Forward, Forwarder, Runner
+from verbatim.protocols import Forward, Forwarder, Runner
 
 
 class DraftModelProposer(Chain):

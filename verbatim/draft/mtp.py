@@ -10,7 +10,7 @@ from verbatim.core import Sequence
 from verbatim.draft.chain import Chain, Line, Rows
 from verbatim.model.borrow import threads
 from verbatim.model.mtp import MtpLayers
-from verbatim.placement.runner import Forward, Forwarder
+from verbatim.protocols import Forward, Forwarder
 from verbatim.sampling.sampler import sample_rows
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.core import DraftFigures, GrammarState, Sequence
-from verbatim.draft.proposer import Proposer
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.work import Chunk, Draft
+from verbatim.protocols import Proposer
 from verbatim.sampling.stopping import single_stop_ids
 
 _log = logging.getLogger("verbatim")

@@ -15,7 +15,7 @@ from verbatim.batch import Draws, SamplePlan, SampleRow
 from verbatim.core import Request, Sequence, Watch
 from verbatim.engine.work import Chunk
 from verbatim.errors import RequestFailed
-from verbatim.placement.runner import Forward, Runner
+from verbatim.protocols import Forward, Runner
 from verbatim.sampling.logprobs import Mass
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.sampler import merge, sample_rows

@@ -16,7 +16,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.sessions import Sessions
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
-from verbatim.placement.runner import Forward, Runner
+from verbatim.protocols import Forward, Runner
 from verbatim.shield import Shield
 
 

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
 
-from verbatim.admission import Admission
+from verbatim.batch import dummy_batch
 from verbatim.core import Delta, Request, Result
+from verbatim.engine.admission import Admission
 from verbatim.engine.calls import (
     Call,
     Job,
@@ -25,7 +26,6 @@ from verbatim.engine.calls import (
     wake_all,
 )
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.dummy import dummy_batch
 from verbatim.engine.engine import Engine
 from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.sessions import Sessions
@@ -41,7 +41,7 @@ from verbatim.model.borrow import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Runner
 from verbatim.shield import Shield
 
 _T = TypeVar("_T")
@@ -95,6 +95,7 @@ class EngineHandle:
 
     Attributes:
         admission: checks prompts and parameters, and makes requests of them.
+        name: what the model was opened by.
         config, generation_config: the model's own, of transformers; None where it has none.
     """
 
@@ -103,12 +104,14 @@ class EngineHandle:
         engine: Engine,
         admission: Admission,
         *,
+        name: str = "",
         config: Any = None,
         generation_config: Any = None,
         max_unread: int = 65_536,
         collective: Collective | None = None,
     ) -> None:
         self.admission = admission
+        self.name = name
         self.config = config
         self.generation_config = generation_config
         self.collective = collective

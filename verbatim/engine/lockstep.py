@@ -21,7 +21,8 @@ if dist.is_available():
 
 from verbatim.core import Request, Result
 from verbatim.engine.handle import EngineHandle
-from verbatim.errors import InvalidRequest, NotSupported, RequestFailed
+from verbatim.errors import NotSupported, RequestFailed
+from verbatim.options import rank_of
 from verbatim.shield import Shield
 
 
@@ -105,22 +106,3 @@ def _one_forward(handle: EngineHandle) -> None:
     handle.step()
     if handle.runner.num_forwards == before:
         handle.dummy_forward()
-
-
-def rank_of(group: Any) -> int:
-    """This process's rank in a process group; 0 where there is none.
-
-    Raises:
-        InvalidRequest: it is no group, or this process is not in it.
-    """
-    if group is None:
-        return 0
-    if not dist.is_initialized():
-        raise InvalidRequest("process_group: torch.distributed is not initialised")
-    try:
-        rank = dist.get_rank(group)
-    except Exception as error:
-        raise InvalidRequest(f"process_group={group!r} is no process group: {error}") from None
-    if rank < 0:
-        raise InvalidRequest("process_group: this process is not one of its ranks")
-    return rank

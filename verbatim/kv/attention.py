@@ -11,50 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.kernels.options import AttentionOptions
 
 _TILE = 64  # keys between two rescalings of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What one layer's attention does besides the softmax.
-
-    Attributes:
-        scale: factor of every dot product.
-        window: a query at position p sees the keys at positions above p - window; 0: all.
-        softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
-        sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
-        alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
-    """
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    alibi: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.window < 0 or self.softcap < 0:
-            raise ValueError(
-                f"window={self.window} and softcap={self.softcap} must be 0 (off) or above"
-            )
-        for name in ("sinks", "alibi"):
-            values = getattr(self, name)
-            if values is not None and (values.dtype != torch.float32 or values.dim() != 1):
-                raise ValueError(
-                    f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
-                    f"{list(values.shape)}"
-                )
 
 
 def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:

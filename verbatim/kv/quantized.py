@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import (
     KERNEL_DTYPES,
-    AttentionOptions,
     kernel_attention,
     library_for,
     paged_attention,

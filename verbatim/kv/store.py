@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.kv.attention import AttentionOptions, paged_attention, write_kv
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.model import products
 from verbatim.model.context import attend
 from verbatim.model.masks import LATER, NotedMask

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import TierFailed, UnsupportedModel
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.borrow import borrow, configs_of, replaced_forwards

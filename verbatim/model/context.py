@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 
 IMPLEMENTATION = "verbatim"  # our name in transformers' registries of attention and experts
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, inner_model, look_at

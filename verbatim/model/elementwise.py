@@ -4,7 +4,6 @@ as in a fused one (`layer.py`), because both are made of the same functions."""
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 from collections.abc import Callable
 
@@ -12,27 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.kernels.options import Activation, NormKind
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-
-
-class NormKind(enum.IntEnum):
-    """How an RMS norm rounds x / rms(x) * weight to its dtype; as in `kernels/elementwise.h`."""
-
-    NONE = 0  # no norm at all
-    BARE = 1  # no weight: round(x * inv)
-    ROUNDED = 2  # Llama, Qwen: round(weight * round(x * inv))
-    WIDE = 3  # Olmo 2, GPT-OSS: round(weight * (x * inv))
-    ONE_PLUS = 4  # Gemma: round((x * inv) * (1 + weight))
-
-
-class Activation(enum.IntEnum):
-    """Of a gated MLP; as in `kernels/elementwise.h`."""
-
-    SILU = 0
-    GELU_TANH = 1
-    SIGMOID = 2  # of gates: no MLP has it
 
 
 def activation_of(module: nn.Module) -> Activation | None:

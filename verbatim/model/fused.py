@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.errors import first_line
+from verbatim.kernels.options import Activation
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.borrow import Forwards, borrow
 from verbatim.model.context import activate
-from verbatim.model.elementwise import Activation, activation_of
+from verbatim.model.elementwise import activation_of
 from verbatim.model.gpu_layer import GpuTrial, fits
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust

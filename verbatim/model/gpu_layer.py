@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import first_line
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import activate, active_pass
 from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import Watch

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim.errors import UnsupportedModel
+from verbatim.kernels.options import Activation
 from verbatim.model import elementwise, products
-from verbatim.model.elementwise import Activation
 from verbatim.model.experts import experts_forward
 from verbatim.model.norms import norm_forward
 from verbatim.model.router import router_forward

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_pass
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixture import MixtureStruct

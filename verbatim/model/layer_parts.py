@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from verbatim.kv.attention import AttentionOptions
-from verbatim.model.elementwise import Activation
+from verbatim.kernels.options import Activation, AttentionOptions
 from verbatim.model.mixture import MixtureParts
 from verbatim.model.norms import Norm
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import first_line
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import LayerShape
 from verbatim.model.borrow import replaced_forwards
 from verbatim.model.context import activate

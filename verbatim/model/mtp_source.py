@@ -1,10 +1,12 @@
-"""Where a model's layers for multi-token prediction come from: its checkpoint, or its owner's hands."""
+"""Layers for multi-token prediction (MTP): where a model has them, and how they are read."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,11 +15,63 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
+from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import exclusive
 from verbatim.model.dcp.filling import names_in
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
+from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
-from verbatim.model.loader import building, quiet, read_config
+from verbatim.model.loader import LoadedModel, building, quiet, read_config
+from verbatim.model.mtp import MtpLayers
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """Draft with the layers for multi-token prediction that came with the model.
+
+    What they keep of each token lies beside its K and V, and counts as KV memory. They stay when weights
+    sleep, and as they are when weights are updated: drafts get worse then, and no word changes.
+
+    Attributes:
+        model: where they are, if not in the model's own checkpoint: a folder in Hugging Face's format of the
+            same architecture, of which nothing else is read. Or, of a live module, transformers' `MtpModel`,
+            made of that very module. None reads them from the model's checkpoint.
+
+    Raises:
+        InvalidRequest: a name of nothing.
+    """
+
+    model: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.beside is not None and not self.beside.is_dir():
+            raise InvalidRequest(f"Mtp({str(self.model)!r}): must be a folder, and there is none")
+
+    @property
+    def beside(self) -> Path | None:
+        """The folder that holds the layers, where it is not the model's own."""
+        if not isinstance(self.model, str | os.PathLike):
+            return None
+        return Path(os.path.abspath(os.path.expanduser(self.model)))
+
+
+def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
+    """Open the model's layers for multi-token prediction, without stores yet.
+
+    Raises:
+        InvalidRequest, NotSupported, ModelError: it has none, or none that can be run.
+    """
+    inner, beside = inner_model(decoder.module), draft.beside
+    if draft.model is not None and beside is None:
+        return MtpLayers(given_mtp(draft.model, inner), decoder)
+    folder = loaded.folder if loaded.checkpoint is None else loaded.checkpoint.folder
+    folder = beside if folder is None else folder
+    if folder is None:
+        raise InvalidRequest(
+            "draft='mtp': a live module has no files to read MTP layers from; hand them over as "
+            "draft=Mtp(model=...), transformers' MtpModel made of it, or name their folder"
+        )
+    return MtpLayers(load_mtp(inner, folder, beside), decoder)
 
 
 def given_mtp(mtp: Any, inner: Any) -> Any:

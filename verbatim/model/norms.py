@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
+from verbatim.kernels.options import NormKind
 from verbatim.model import elementwise
-from verbatim.model.elementwise import NormKind
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _WEIGHT_NAMES = ("weight", "scale", "gamma")

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kv.attention import AttentionOptions, paged_attention
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention
 from verbatim.model.invariant import replacement
 from verbatim.model.steps import Steps, Unseen
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.elementwise import NormKind
+from verbatim.kernels.options import NormKind
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
 from verbatim.model.products import Matrix, packing_format

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.model.borrow import Forwards, borrow, configs_of
 from verbatim.model.context import activate
 from verbatim.model.invariant import InvariantMode

@@ -21,7 +21,7 @@ from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
 from verbatim.model.weights import NewWeights, weight_info, writes_to
 from verbatim.options import dtype_name
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 
 

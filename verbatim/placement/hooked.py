@@ -25,8 +25,8 @@ from verbatim.placement.actor import (
     vocabulary_of,
 )
 from verbatim.placement.foreign import Foreign, Piece
-from verbatim.placement.runner import Forward
 from verbatim.placement.wrapped import modules_of
+from verbatim.protocols import Forward
 
 # Without a prepare_inputs_fn each forward is over all ids, and whatever was kept would be counted twice.
 _CACHES = frozenset({"past", "past_key_values", "mems", "cache_params", "cache_position"})

@@ -28,7 +28,7 @@ from verbatim.options import dtype_name
 from verbatim.placement import graphs
 from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from verbatim.core import Completion, FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
-from verbatim.engine.lockstep import rank_of, run_together
+from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
-from verbatim.options import switch
+from verbatim.options import rank_of, switch
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
 from verbatim.rl.layout import PADDING_SIDES, Layout

@@ -14,16 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_LANES = 32
-# 2**r = 1 + r * (c0 + r * (c1 + ...)) for |r| <= 1/2, to 3e-9 of its value.
-_COEFFICIENTS = (
-    0.6931472067028326,
-    0.24022650922288757,
-    0.05550327226670302,
-    0.009618056678524637,
-    0.0013400428177615838,
-    0.0001546144469856913,
-)
+from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 
 
 def exp_falling(x: Tensor) -> Tensor:
@@ -31,8 +22,8 @@ def exp_falling(x: Tensor) -> Tensor:
     t = (x * 1.4426950408889634).clamp(min=-1000.0)
     n = torch.round(t)
     r = t - n
-    p = torch.full_like(r, _COEFFICIENTS[-1])
-    for c in (*_COEFFICIENTS[-2::-1], 1.0):
+    p = torch.full_like(r, EXP_COEFFICIENTS[-1])
+    for c in (*EXP_COEFFICIENTS[-2::-1], 1.0):
         p = p * r + c
     return (p.view(torch.int64) + (n.long() << 52)).view(torch.float64)
 

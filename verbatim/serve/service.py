@@ -16,8 +16,8 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from verbatim.admission import Prompt
 from verbatim.core import Delta, Request, Result
+from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams

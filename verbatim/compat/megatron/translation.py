@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from verbatim.admission import Admission
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import (
     DynamicInferenceRequest,
@@ -31,6 +30,7 @@ from verbatim.compat.megatron.tokenizer import (
     wrap,
 )
 from verbatim.core import Completion, Request, TopLogprobs
+from verbatim.engine.admission import Admission
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.tensors import engine_of

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.petals.active import active_session, enter, leave
 from verbatim.compat.petals.following import following
 from verbatim.compat.petals.given import Columns, first_column, given_columns
-from verbatim.compat.petals.session import InferenceSession
+from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import Settings
 from verbatim.compat.petals.turn import Turn, Wish
 from verbatim.errors import InvalidRequest, NotSupported

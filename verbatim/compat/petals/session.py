@@ -6,13 +6,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from verbatim.compat.integers import integer
-from verbatim.compat.petals.active import enter, leave
 from verbatim.compat.petals.given import Columns
 from verbatim.compat.petals.turn import Turn, Wish
 from verbatim.core import Holding
@@ -26,6 +26,11 @@ from verbatim.errors import (
 )
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+
+Entry = tuple[LLM, "InferenceSession | None"]
+
+# The `with` blocks of this thread or task, for all models, outermost first.
+_entered: ContextVar[tuple[Entry, ...]] = ContextVar("entered", default=())
 
 
 class InferenceSession:
@@ -58,7 +63,7 @@ class InferenceSession:
         self._turn: Turn | None = None
         self._closed = False
         self._busy = threading.Lock()
-        self._end = weakref.finalize(self, _leave, llm.engine.sessions, self._holdings)
+        self._end = weakref.finalize(self, _release, llm.engine.sessions, self._holdings)
         self._end.atexit = False  # nothing outlives the process
 
     @property
@@ -164,7 +169,7 @@ class InferenceSession:
 
     def _begin_again(self) -> None:
         """As if there had been no call, but for the seed."""
-        _leave(self._llm.engine.sessions, self._holdings)
+        _release(self._llm.engine.sessions, self._holdings)
         self._holdings.clear()
         self._columns = None
 
@@ -222,6 +227,25 @@ class InferenceSession:
             raise EngineClosed("this session has been closed")
 
 
-def _leave(sessions: Sessions, holdings: list[Holding]) -> None:
+def _release(sessions: Sessions, holdings: list[Holding]) -> None:
     for holding in holdings:
         sessions.leave(holding)
+
+
+def active_session(llm: LLM) -> InferenceSession | None:
+    """Return the model's session of the innermost `with` block around the call; None outside of any."""
+    return next((session for own, session in reversed(_entered.get()) if own is llm), None)
+
+
+def enter(llm: LLM, session: InferenceSession | None) -> None:
+    """Make a session, or none, the model's innermost one."""
+    _entered.set((*_entered.get(), (llm, session)))
+
+
+def leave(llm: LLM, session: InferenceSession | None) -> None:
+    """Undo `enter`; harmless in a thread that has not entered it."""
+    entries = _entered.get()
+    for place in reversed(range(len(entries))):
+        if entries[place][0] is llm and entries[place][1] is session:
+            _entered.set(entries[:place] + entries[place + 1 :])
+            return

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
-from verbatim.kv.attention import AttentionOptions
 
 SPLIT = 512  # positions; a split's sums are made before they meet the other splits'
 KEYS = 64  # positions in a tile

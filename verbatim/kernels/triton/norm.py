@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.options import NormKind
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, rounded, widened
-from verbatim.model.elementwise import NormKind
 
 BARE, ROUNDED = tl.constexpr(int(NormKind.BARE)), tl.constexpr(int(NormKind.ROUNDED))
 ONE_PLUS = tl.constexpr(int(NormKind.ONE_PLUS))

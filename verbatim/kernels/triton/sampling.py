@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
-from verbatim.sampling import logprobs
 
 GROUPS = 256  # of four ids, in one program's tile
-LANES = tl.constexpr(logprobs.NUM_LANES)
+LANES = tl.constexpr(NUM_LANES)
 _UNROLLED = tl.constexpr(16)  # loads on their way at once
 _NO_ID = tl.constexpr(0x7FFFFFFF)
-_C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, logprobs._COEFFICIENTS)
+_C0, _C1, _C2, _C3, _C4, _C5 = map(tl.constexpr, EXP_COEFFICIENTS)
 _SLACK = tl.constexpr(2.0**-50)  # of a noise in float64, as `verbatim.sampling.noise` has it
 _ROUNDER = tl.constexpr(1.5 * 2**52)  # added and taken away, it leaves the nearest whole number
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from verbatim import __version__
+from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError, first_line
 from verbatim.placement.cluster.contact import NAMESPACE, NoHost, answers, begin_ray, import_ray
 from verbatim.placement.cluster.crew import Host

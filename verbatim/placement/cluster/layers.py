@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from verbatim import __version__
+from verbatim._version import __version__
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.hidden import HiddenStore

@@ -7,11 +7,10 @@ import secrets
 from collections import Counter
 from dataclasses import fields, replace
 
-from verbatim.draft.choice import Mtp
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.anatomy import inner_model
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import mtp_bytes
+from verbatim.model.mtp_source import Mtp, mtp_bytes
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.hosts import Hosts, RayHosts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.model.anatomy import Look, inner_model, look_forward, takes_positions
 from verbatim.model.borrow import configs_of
 from verbatim.model.hidden import head_of

@@ -22,7 +22,7 @@ from verbatim.placement.cluster.link import RELAY
 from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 _FEW_FRAMES = 16
 _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut

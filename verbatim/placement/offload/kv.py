@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import KVDtype, Packing
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.placement.offload.choice import Percents

@@ -14,7 +14,7 @@ import torch
 
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.errors import TierFailed
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.products import linear
 from verbatim.params import SamplingParams

@@ -31,7 +31,7 @@ from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident, give_back_freed
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 

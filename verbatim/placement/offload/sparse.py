@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verbatim.kv.attention import AttentionOptions, tree_sum
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import tree_sum
 from verbatim.kv.quantized import Packing, unpack
 from verbatim.kv.store import KVStore
 

@@ -84,9 +84,7 @@ class Crew:
 
     def start(self) -> None:
         """Start the processes, as new interpreters."""
-        import verbatim
-
-        home = str(Path(verbatim.__file__).parents[1])
+        home = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         for rank in range(1, self.size):
             process = subprocess.Popen(

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verbatim.engine.lockstep import rank_of
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.experts import ExpertShare, run_experts
+from verbatim.options import rank_of
 
 _KEY_BYTES = 256
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported
 from verbatim.placement.parallel.member import Member
-from verbatim.placement.runner import Forward, Runner
+from verbatim.protocols import Forward, Runner
 
 _ATTRIBUTES = (
     "vocab_size",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
-from verbatim.kv.attention import AttentionOptions
+from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
 from verbatim.model.shard import Ranks, bounds_of

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from verbatim.draft.choice import Drafter, Mtp
-from verbatim.drafters import open_mtp
-from verbatim.engine.dummy import dummy_batch
+from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import bytes_per_token
@@ -18,6 +16,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.experts import is_stacked
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, open_mtp
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.link import connect
@@ -40,7 +39,7 @@ from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Shared, open_share, take_share
 from verbatim.placement.parallel.stages import PipelineLead, Stage, open_part, stage_of
 from verbatim.placement.resident import open_resident
-from verbatim.placement.runner import Runner
+from verbatim.protocols import Runner
 
 _KV_SHARE = 0.4  # of the memory that is available, for K and V of all ranks together
 
@@ -62,7 +61,7 @@ def open_parallel(
     choice: Ranked,
     options: EngineOptions,
     limit: int | None,
-    draft: Drafter | None,
+    mtp: Mtp | None,
     *,
     trust_remote_code: bool,
 ) -> Placed:
@@ -71,6 +70,7 @@ def open_parallel(
     Args:
         loaded: without its weights.
         limit: tokens of one sequence at most.
+        mtp: draft with these layers; only with `ExpertParallel`.
 
     Raises:
         InvalidRequest, NotSupported: the ranks are others than `choice` says, or can't work together.
@@ -79,7 +79,7 @@ def open_parallel(
         OutOfBlocks: `kv_memory` is too small.
     """
     if isinstance(choice, ExpertParallel):
-        return _open_experts(loaded, choice, options, limit, draft)
+        return _open_experts(loaded, choice, options, limit, mtp)
     rank, world = launched()
     check_size(choice.size, world)
     if rank:
@@ -244,7 +244,7 @@ def _open_experts(
     choice: ExpertParallel,
     options: EngineOptions,
     limit: int | None,
-    draft: Drafter | None,
+    mtp: Mtp | None,
 ) -> Placed:
     """Everything but the experts of other ranks."""
     group = Group(choice.process_group)
@@ -260,10 +260,10 @@ def _open_experts(
     group.check_equal(numerics_key(dtype, kv_dtype))
     cut = take_share(module, recipes, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
-    mtp = open_mtp(draft, decoder, loaded) if isinstance(draft, Mtp) else None
+    layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
-    runner = open_resident(decoder, loaded, options, limit, mtp)
+    runner = open_resident(decoder, loaded, options, limit, layers)
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,

@@ -17,7 +17,7 @@ from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.share import Cut
 from verbatim.placement.resident import Resident, give_back_freed
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.shield import Shield
 
 

@@ -26,7 +26,7 @@ from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Cut
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 from verbatim.shield import Shield
 
 

@@ -11,7 +11,7 @@ from verbatim.core import Sequence
 from verbatim.draft.mtp import MtpChain
 from verbatim.placement.cluster.crew import StageGone
 from verbatim.placement.cluster.runner import Clustered
-from verbatim.placement.runner import Forward
+from verbatim.protocols import Forward
 
 
 @dataclass(slots=True)

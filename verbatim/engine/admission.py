@@ -10,11 +10,11 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from verbatim.beam import BeamSearch
 from verbatim.core import GrammarState, Holding, Request, Sequence
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
-from verbatim.placement.runner import Runner
-from verbatim.sampling.beam import BeamSearch
+from verbatim.protocols import Runner
 from verbatim.sampling.processors import check_vocabulary
 from verbatim.sampling.stopping import StopWatch, single_stop_ids
 from verbatim.text.detokenizer import Detokenizer

@@ -1,0 +1,70 @@
+"""Options and constants that the kernels share with their references."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_LANES = 32  # partial sums of a row of logits
+# 2**r = 1 + r * (c0 + r * (c1 + ...)) for |r| <= 1/2, to 3e-9 of its value.
+EXP_COEFFICIENTS = (
+    0.6931472067028326,
+    0.24022650922288757,
+    0.05550327226670302,
+    0.009618056678524637,
+    0.0013400428177615838,
+    0.0001546144469856913,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of one layer's attention, besides the softmax.
+
+    Attributes:
+        scale: factor of every dot product.
+        window: a query at position p sees the keys at positions above p - window; 0: all.
+        softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
+        sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
+        alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.softcap < 0:
+            raise ValueError(
+                f"window={self.window} and softcap={self.softcap} must be 0 (off) or above"
+            )
+        for name in ("sinks", "alibi"):
+            values = getattr(self, name)
+            if values is not None and (values.dtype != torch.float32 or values.dim() != 1):
+                raise ValueError(
+                    f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
+                    f"{list(values.shape)}"
+                )
+
+
+class NormKind(enum.IntEnum):
+    """How an RMS norm rounds x / rms(x) * weight to its dtype; as in `kernels/elementwise.h`."""
+
+    NONE = 0  # no norm at all
+    BARE = 1  # no weight: round(x * inv)
+    ROUNDED = 2  # Llama, Qwen: round(weight * round(x * inv))
+    WIDE = 3  # Olmo 2, GPT-OSS: round(weight * (x * inv))
+    ONE_PLUS = 4  # Gemma: round((x * inv) * (1 + weight))
+
+
+class Activation(enum.IntEnum):
+    """Activation of a gated MLP; as in `kernels/elementwise.h`."""
+
+    SILU = 0
+    GELU_TANH = 1
+    SIGMOID = 2  # of gates: no MLP has it

@@ -1,0 +1,156 @@
+"""Protocols between rooms: a `Runner` runs the model and samples, a `Proposer` drafts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.core import Sequence
+
+
+@dataclass(slots=True)
+class Forward:
+    """The output of a forward, on the device where it was computed."""
+
+    logits: Tensor  # [R, V], rows in the order of the batch's logit_rows
+    hidden: Tensor | None = None  # [R, H], what the head saw in them; where the batch wants it
+
+
+class Forwarder(Protocol):
+    """Runs a `Batch` and samples from its logits."""
+
+    def forward(self, batch: Batch) -> Forward:
+        """Run the model on `batch`, writing K and V to the blocks it names."""
+        ...
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        """Draw one id for each row of `forward`, on the device of its logits."""
+        ...
+
+
+class Runner(Forwarder, Protocol):
+    """A model in its placement: everything that the engine may ask of it."""
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int  # scratch included
+    num_forwards: int  # since it was opened
+    has_hidden: bool  # a batch may want hidden states
+    hidden_reason: str | None  # why not
+    routed_layers: int  # mixture-of-experts layers whose routing is recorded, in the order they run
+    experts_per_token: int  # in each of them; 0 where there are none
+    num_experts: int
+    routing_reason: str | None  # why no layer is recorded
+
+    def logits(self, forward: Forward, rows: list[int]) -> Tensor:
+        """Copy some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
+        ...
+
+    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+        """Return the experts chosen for the first `num_tokens` tokens of a sequence, from its blocks.
+
+        Returns:
+            `[num_tokens, routed_layers, experts_per_token]` int16, a copy; slots in the router's order.
+
+        Raises:
+            NotSupported: the model has no routed layers, or they can't be recorded.
+        """
+        ...
+
+    def check_replay(self) -> None:
+        """Find out once whether a batch may force experts; call it before the first one that does.
+
+        Raises:
+            NotSupported: the model's routers can't be made to choose; the message tells why.
+        """
+        ...
+
+    def look_again(self) -> None:
+        """Follow a live module that was edited since it was opened.
+
+        Raises:
+            ModelChanged: it can't be followed; it must be opened again.
+        """
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """Describe this placement in plain values.
+
+        `architecture`, `placement`, `parameters`, `weight_bytes`, `dtype`, `layers`, `kv_bytes`,
+        `kv_dtype` and `kv_bytes_per_token`, and keys of the placement's own.
+        """
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts since it was opened, in plain values; `LLM.stats` includes them."""
+        ...
+
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        """Check all new weights; return a function that writes them in place and can't fail.
+
+        Raises:
+            InvalidRequest, NotSupported: as `NewWeights`.
+            VerbatimError: the weights sleep.
+        """
+        ...
+
+    def stamp(self) -> object:
+        """Return a value that changes when the weights do, as far as that can be seen cheaply.
+
+        An in-place write to a parameter is seen, so an optimizer's step is; a write through `.data` is not.
+        """
+        ...
+
+    def sleep(self, weights: bool) -> None:
+        """Release the memory of K and V, and with `weights` that of the model; its contents are lost.
+
+        Raises:
+            NotSupported: the weights can't be read again; nothing is released then.
+            ModelChanged: the checkpoint they came from has changed; nothing is released then.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Allocate again what `sleep` released; the weights have the same bits.
+
+        Raises:
+            ModelChanged: the checkpoint has changed; the runner stays asleep.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release memory, processes and files."""
+        ...
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Proposes draft tokens for sequences.
+
+    Outputs do not depend on the drafts: the model draws every token itself, with its own logits and noise,
+    and keeps the drafts that equal its draws. A draft that is drawn as the engine draws
+    (`verbatim.sampling.rows.draw_row`: same seed, position and noise) is kept far more often than any other.
+    """
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> SequenceOf[SequenceOf[int]]:
+        """Return ids that may follow each sequence.
+
+        Called before a forward in which each of `sequences` computes its last token. Blocks for that token
+        and for the draft are allocated. A sequence must not be changed. Keep state of a sequence in a
+        `weakref.WeakKeyDictionary`, so that it ends with the sequence.
+
+        Args:
+            sequences: those to draft for in this step; `token_ids(0, num_tokens)` are the ids of one.
+            lengths: the most ids for each, 1 or more.
+
+        Returns:
+            One list for each sequence, in their order; a list may be shorter, or empty.
+        """
+        ...
