@@ -72,7 +72,7 @@ def run_verbatim(llm: LLM, prompts: list[list[int]], steps: int, times: Times) -
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
     requests = [llm.engine.admission.admit(prompt, params) for prompt in prompts]
     for request in requests:
-        llm.engine.submit(request, lambda delta: None)
+        llm.engine.submit(request)
     prefill = 0.0
     while not requests[-1].sequences[0].output_ids:
         prefill += _timed(llm.engine.step)

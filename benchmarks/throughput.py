@@ -451,7 +451,7 @@ def _measure_queue(
         for _ in range(count):
             prompt = _random_ids(8, noise, TINY["vocab_size"])
             requests.append(llm.engine.admission.admit(prompt, _greedy(num_tokens)))
-            driver.submit(requests[-1], lambda delta: None)
+            driver.submit(requests[-1])
         return requests
 
     running = submit(options.seats, options.steps + 16)

@@ -370,7 +370,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path):
 
 
 def test_the_engine_of_ranks_is_refused(llm, monkeypatch, tmp_path):
-    monkeypatch.setattr(llm.engine, "alone", False, raising=False)
+    monkeypatch.setattr(llm.engine, "collective", object())
     write(tmp_path / "in.jsonl", some(1))
     with Records(tmp_path / "out.jsonl") as records, pytest.raises(VerbatimError, match="rank"):
         BatchRun(llm, tmp_path / "in.jsonl", records)

@@ -70,7 +70,7 @@ def test_those_who_begin_again_with_new_weights_are_drafted_for_anew(length: int
         with open_toy(make_toy("llama"), drafter, length) as llm:
             requests = admitted(llm)
             for request in requests:
-                llm.engine.submit(request, lambda delta: None)
+                llm.engine.submit(request)
             for _ in range(4):
                 llm.engine.step()
             llm.update_weights(other_weights(), restart=True)
@@ -89,7 +89,7 @@ def test_those_who_go_on_with_new_weights_draw_the_rest_as_plain_decoding_does()
     for drafter in (Oracle(answers), None):
         with open_toy(make_toy("llama"), drafter, drafter and 4) as llm:
             (request,) = requests = admitted(llm, ASKED[:1])
-            llm.engine.submit(request, lambda delta: None)
+            llm.engine.submit(request)
             ids = request.sequences[0].output_ids
             while len(ids) < (split or 11):
                 llm.engine.step()
@@ -111,7 +111,7 @@ def test_pause_sleep_and_eviction_in_the_middle_of_a_drafted_answer_change_nothi
         with open_toy(module, Moody(answers_of(plain), 8), length) as llm:
             requests = admitted(llm, asked)
             for request in requests:
-                llm.engine.submit(request, lambda delta: None)
+                llm.engine.submit(request)
             for step in range(8):
                 llm.engine.step()
                 if step == 2:
@@ -134,7 +134,7 @@ def test_an_abort_and_a_timeout_keep_what_stands(monkeypatch: pytest.MonkeyPatch
     with open_toy(module, Moody(answers_of(plain), 1), 5) as llm:
         requests = admitted(llm, asked)
         for request in requests:
-            llm.engine.submit(request, lambda delta: None)
+            llm.engine.submit(request)
         for _ in range(4):
             llm.engine.step()
         llm.engine.abort(requests[1])
@@ -158,7 +158,7 @@ def test_a_live_modules_step_in_the_middle_is_seen_between_drafts() -> None:
         with open_toy(module, drafter, drafter and 3) as llm:
             requests = admitted(llm)
             for request in requests:
-                llm.engine.submit(request, lambda delta: None)
+                llm.engine.submit(request)
             for _ in range(6):  # no draft of these is ever right
                 llm.engine.step()
             with torch.no_grad():

@@ -72,7 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         request = self.admission.admit(prompt, asked)
         self.requests.append(request)
         self.deltas[request.request_id] = []
-        self.engine.submit(request, self.deltas[request.request_id].append)
+        self.engine.add(request, self.deltas[request.request_id].append)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:

@@ -859,7 +859,7 @@ def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
             served[3] += 1
         else:
             request = make_request(10**9)
-            handle.submit(request, lambda delta: None)
+            handle.submit(request)
             handle.step()
             handle.abort(request)
             until(lambda: request.finished)

@@ -44,11 +44,11 @@ class Company:
             llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)
         ]
         for request in self.requests:
-            self.engine.submit(request, lambda delta: None)
+            self.engine.submit(request)
 
     def join(self, prompt: Any, params: SamplingParams) -> Request:
         request = self.llm.engine.admission.admit(prompt, params)
-        self.engine.submit(request, lambda delta: None)
+        self.engine.submit(request)
         return request
 
     def held_by(self, request: Request) -> int:

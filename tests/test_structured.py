@@ -139,7 +139,7 @@ def test_a_structure_that_other_bans_make_impossible_fails_alone(storyteller: LL
     dead_end = SamplingParams(choice=["a"], allowed_token_ids=[5], max_tokens=9)
     requests = [admit(PROMPT, dead_end), admit(PROMPT, SamplingParams(max_tokens=5, seed=1))]
     for request in requests:
-        engine.add(request, lambda delta: None)
+        engine.submit(request)
     while engine.step():
         pass
     assert isinstance(requests[0].error, RequestFailed) and "structure" in str(requests[0].error)

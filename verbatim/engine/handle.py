@@ -230,16 +230,18 @@ class EngineHandle:
             call.raise_error()
 
     def steps(self, requests: list[Request]) -> Iterator[None]:
-        """Make steps, and yield after each that added to one of `requests`, until all have ended.
+        """Make steps, and yield after each that added to one of `requests` and when all have ended.
 
-        Leaving the loop aborts them. The error of a request is raised at the end.
+        Leaving the loop aborts them. The error of a request is raised after the last yield.
         """
         self._refuse_collective("a loop over steps")
         waiter, news = ThreadWaiter(), list[Delta]()
         call = Call(requests, waiter, deliver=news.append, driven=False)
         with self._submitted(call):
-            while call.num_open:
+            ended = False
+            while not ended:
                 self._wait(waiter, lambda: bool(news) or not call.num_open)
+                ended = not call.num_open
                 news.clear()
                 yield
             call.raise_error()
