@@ -444,26 +444,26 @@ def _measure_queue(
     let_all_finish: bool,
 ) -> None:
     noise = torch.Generator().manual_seed(waiting)
-    driver = llm.engine
+    engine = llm.engine
 
     def submit(count: int, num_tokens: int) -> list[Any]:
         requests = []
         for _ in range(count):
             prompt = _random_ids(8, noise, TINY["vocab_size"])
             requests.append(llm.engine.admission.admit(prompt, _greedy(num_tokens)))
-            driver.submit(requests[-1])
+            engine.submit(requests[-1])
         return requests
 
     running = submit(options.seats, options.steps + 16)
     for _ in range(4):  # all have a seat, and their prompts are done
-        driver.step()
+        engine.step()
     queued = submit(waiting, 1)
     for _ in range(4):
-        driver.step()
+        engine.step()
     with timed_steps(llm) as steps:
         for _ in range(options.steps):
             start = time.perf_counter()
-            driver.step()
+            engine.step()
             whole = time.perf_counter() - start
             step = steps[-1]
             assert step.rows == step.chunks == options.seats
@@ -476,9 +476,10 @@ def _measure_queue(
                 found.setdefault(part, []).append(taken)
     assert len(llm.engine.scheduler.waiting) == waiting
     if not let_all_finish:
-        driver._traffic.abort([*queued, *running])
+        for request in [*queued, *running]:
+            engine.abort(request)
     while llm.engine.has_work:
-        driver.step()
+        engine.step()
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def test_a_soak_loses_nothing() -> None:
         for i in range(NUM_REQUESTS):
             prompt, params = _draw(rng, kinds, i)
             request = llm.engine.admission.admit(prompt, params)
-            engine.add(request, lambda delta: None)
+            engine.submit(request)
             live.append(request)
             while len(live) > 60:
                 engine.step()

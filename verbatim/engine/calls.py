@@ -147,6 +147,7 @@ class Job:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
+        self._caller = threading.get_ident()
         self._waiter = ThreadWaiter()
         self._begun = self._cancelled = self._done = False
         self._result: Any = None
@@ -157,12 +158,16 @@ class Job:
         if self._cancelled:
             return
         self._begun = True
+        own = threading.get_ident() == self._caller
         try:
             self._result = self._work()
         except BaseException as error:
-            self._error = error
-        self._done = True
-        self._waiter.wake()
+            self._error = error if own else as_exception(error)
+            if not own and not isinstance(error, Exception):
+                raise  # Ctrl-C is for this thread
+        finally:
+            self._done = True
+            self._waiter.wake()
 
     def cancel(self) -> bool:
         """Don't do it any more; return False if it has begun."""
@@ -193,6 +198,15 @@ class Job:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return what other callers get for an error of a step: never another thread's exit."""
+    if isinstance(error, Exception):
+        return error
+    failed = RequestFailed(f"the step was broken off by {error!r}")
+    failed.__cause__ = error
+    return failed
 
 
 class Unread:

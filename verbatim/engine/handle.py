@@ -23,6 +23,7 @@ from verbatim.engine.calls import (
     ThreadWaiter,
     Unread,
     Waiter,
+    as_exception,
     wake_all,
 )
 from verbatim.engine.drafting import Drafting
@@ -33,7 +34,6 @@ from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
     NotSupported,
-    RequestFailed,
     TierFailed,
     VerbatimError,
 )
@@ -121,10 +121,8 @@ class EngineHandle:
         self._asleep = False
         self._why_closed: str | None = None
         self._calls: dict[Request, Call] = {}  # of requests that have not ended
-        self._entering: dict[
-            Request, Call
-        ] = {}  # of those, the ones that the engine does not have yet
-        self._num_driven = 0  # of those, the ones that the handle's thread makes steps for
+        self._entering: dict[Request, Call] = {}  # those that the engine does not have yet
+        self._num_driven = 0  # requests that the handle's thread makes steps for
         # Filled and emptied by the owner:
         self._ended: list[Request] = []
         self._problems: list[tuple[Request, Exception]] = []
@@ -507,13 +505,15 @@ class EngineHandle:
         self._stop_thread()
 
     def _close(self) -> None:
-        if not self.closed:
-            try:
-                self._shut("this LLM has been closed")
-            finally:
-                self._engine.close()
-                if self.collective is not None:
-                    self.collective.close()
+        try:
+            if not self.closed:
+                try:
+                    self._shut("this LLM has been closed")
+                finally:
+                    self._engine.close()
+        finally:
+            if self.collective is not None:
+                self.collective.close()
 
     # ---- from callers to the owner
 
@@ -567,18 +567,29 @@ class EngineHandle:
                 self._steps_wait = not owned
             elif owned:
                 self._pass_on()
-            if self._num_driven and self._thread is not None and self._thread.waiter is not waiter:
-                self._thread.waiter.wake()
+            if self._num_driven and (thread := self._thread) is not None:
+                if thread.waiter is not waiter:  # a caller has made a step meanwhile
+                    thread.waiter.wake()
 
     def _pass_on(self) -> None:
         """Let others own the engine: callers that make steps, and those whose messages came too late."""
-        wake_all(list(self._waiting))
-        while not (self._inbox.empty() or self._steps_wait):
+        self._wake_next()
+        while not self._inbox.empty():
+            if self._steps_wait and (self._waiting or self._num_driven):
+                return
             if job := next(iter(self._jobs), None):
                 job.wake()
                 return
             if self._own(_nothing) is None:
                 return
+
+    def _wake_next(self) -> None:
+        """Wake the thread, or else the first caller that waits to make a step."""
+        if self._num_driven:
+            if (thread := self._thread) is not None:
+                thread.waiter.wake()
+        elif waiter := next(iter(self._waiting.copy()), None):
+            waiter.wake()
 
     def _own(self, work: Callable[[], _T]) -> _T | None:
         shield = Shield()
@@ -588,7 +599,10 @@ class EngineHandle:
             self._owner_id, self._engine.shield = threading.get_ident(), shield
             woken: dict[Waiter, None] = {}
             try:
-                self._take_in()
+                try:
+                    self._take_in()
+                except Exception as error:  # a fault of ours: no caller may wait for ever
+                    self._step_failed(error)
                 return work()
             finally:
                 try:
@@ -604,17 +618,21 @@ class EngineHandle:
         self._waiting[waiter] = None
         try:
             while not done():
-                patience: float | None = _LOOK_S
+                patience: float | None = None
                 if not self._num_driven or holds_exclusive():
                     patience = self._take_over(self._turn, waiter)
                     if patience is None and holds_exclusive():
                         raise VerbatimError(_NESTED)
-                if patience != 0 and (patience is None or self._inbox.empty()):
-                    waiter.wait(_LOOK_S if patience is None else min(patience, _LOOK_S))
+                if patience is None:  # another thread makes the steps
+                    waiter.wait(_LOOK_S)
+                elif patience and self._inbox.empty():
+                    waiter.wait(min(patience, _LOOK_S))
         finally:
             self._waiting.pop(waiter, None)
             self._steps_wait = False
-            self._take_over(_nothing)
+            if not self._inbox.empty():
+                self._take_over(_nothing)
+            self._wake_next()
 
     def _refuse_inside(self) -> None:
         if self._owner_id == threading.get_ident():
@@ -706,7 +724,7 @@ class EngineHandle:
         """End all requests with the error of a step: nobody knows what it left half done."""
         for request in list(self._calls):
             if request not in self._entering:
-                self._fail(request, _as_exception(error))
+                self._fail(request, as_exception(error))
         if isinstance(error, TierFailed):
             self._shut(f"this LLM was closed when this happened: {error}")
             self._engine.close()
@@ -838,6 +856,8 @@ class _Thread:
             patience: float | None = IDLE_S
             if handle._num_driven:
                 patience = handle._take_over(handle._turn, self.waiter)
+            if patience is not None and not handle._inbox.empty():
+                handle._take_over(_nothing)
             del handle
             if patience == 0 or self.waiter.wait(_LOOK_S if patience is None else patience):
                 continue
@@ -862,15 +882,6 @@ def _probe_findings() -> list[str]:
 def _deadline(request: Request) -> float:
     timeout_s = request.params.timeout_s
     return float("inf") if timeout_s is None else request.arrival + timeout_s
-
-
-def _as_exception(error: BaseException) -> Exception:
-    """Return what callers get for an error of a step: never another thread's exit."""
-    if isinstance(error, Exception):
-        return error
-    failed = RequestFailed(f"the step was broken off by {error!r}")
-    failed.__cause__ = error
-    return failed
 
 
 _handles: weakref.WeakSet[EngineHandle] = weakref.WeakSet()
