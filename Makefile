@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install kernels test slow gpu lint format types bench peers ci clean
+.PHONY: help install kernels test slow gpu docs lint format types bench peers ci clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' Makefile
@@ -25,6 +25,9 @@ gpu:  ## what needs a GPU: its tests, and its figures into benchmarks/results
 	python -m pytest tests/gpu -m gpu -n 0
 	python -m pytest tests/test_triton_kernels.py tests/test_triton_llm.py -m "not gpu" -n 0
 	python benchmarks/gpu.py --json benchmarks/results/gpu.json
+
+docs:  ## the documentation as a site in build/site; needs .[docs]
+	mkdocs build --strict
 
 lint:  ## ruff, without changing anything
 	ruff check . && ruff format --check .

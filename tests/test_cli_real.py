@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -235,13 +234,6 @@ def test_info_tells_the_same_as_python(run, folder):
     text = run("info").stdout
     assert "kv bytes per token" in text
     assert str(expected["architecture"]) in text
-
-
-def test_the_python_of_the_readme_runs(capsys):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    exec(example, {})
-    assert len(capsys.readouterr().out.split()) > 10
 
 
 def _start(*args):

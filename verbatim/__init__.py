@@ -1,4 +1,4 @@
-"""Verbatim: text generation from any causal language model, the same words everywhere."""
+"""Verbatim: text generation from any causal language model, the same tokens everywhere."""
 
 from __future__ import annotations
 
