@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from pairwise import Case, covering, pairs_of
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -60,35 +61,18 @@ APART = {
     for one in some
     for other in others
 }
-Case = tuple[str, ...]
 # More than pairs of which a run must be.
 AMONG_THEM = ("kempnerforge", "cluster", "mtp", "none", "dcp", "together")
-
-
-def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
-    return {frozenset(pair) for pair in itertools.combinations(zip(CHOICES, case, strict=True), 2)}
-
-
-@cache
-def covering() -> list[Case]:
-    """Cases in which every pair stands that is not apart: the one that covers most new pairs comes next."""
-    possible = [c for c in itertools.product(*CHOICES.values()) if not pairs_of(c) & set(APART)]
-    left = set().union(*map(pairs_of, possible)) - pairs_of(AMONG_THEM)
-    chosen: list[Case] = [AMONG_THEM]
-    while left:
-        best = max(possible, key=lambda case: len(pairs_of(case) & left))
-        chosen.append(best)
-        left -= pairs_of(best)
-    return chosen
+CASES = covering(CHOICES, APART, [AMONG_THEM])
 
 
 def test_the_array_covers_every_pair_that_is_not_refused() -> None:
-    covered = set().union(*map(pairs_of, covering()))
+    covered = set().union(*(pairs_of(CHOICES, case) for case in CASES))
     for one, other in itertools.combinations(CHOICES, 2):
         for a, b in itertools.product(CHOICES[one], CHOICES[other]):
             pair = frozenset({(one, a), (other, b)})
             assert (pair in covered) != (pair in APART), pair
-    assert AMONG_THEM in covering() and len(covering()) < 45
+    assert AMONG_THEM in CASES and len(CASES) < 45
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +147,7 @@ def plainest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", covering(), ids="-".join)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_same_words(
     case: Case,
     doors: dict[str, Callable[..., Tensor]],

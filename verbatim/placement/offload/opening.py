@@ -162,9 +162,9 @@ def units_of(
     units, kind = find_units(loaded.module, loaded.recipes), options.quantization
     if kind is not None and kind.activation_bits is not None:
         raise NotSupported(
-            f"quantization={kind.name!r}: offloaded weights are unpacked before they multiply, and leave "
-            f"activations as they are; Quantization(activation_bits=None) does so, and without a "
-            "placement activations can be in 8 bits"
+            f"quantization={kind.name!r} with placement=Offload: offloaded weights are dequantized before "
+            "they are multiplied, so activations can't be rounded to 8 bits; use "
+            "Quantization(activation_bits=None), or no placement"
         )
     packings = {} if kind is None else choose_packings(loaded.module, kind)
     units.split_experts()

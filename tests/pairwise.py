@@ -1,0 +1,41 @@
+"""Covering arrays: few cases in which every pair of choices occurs that goes together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+Choice = tuple[str, str]  # (dimension, value)
+Pair = frozenset[Choice]
+Case = tuple[str, ...]  # a value of each dimension
+
+
+def pairs_of(dimensions: Mapping[str, Sequence[str]], case: Case) -> set[Pair]:
+    """Return the pairs of choices in a case."""
+    return {
+        frozenset(pair) for pair in itertools.combinations(zip(dimensions, case, strict=True), 2)
+    }
+
+
+def covering(
+    dimensions: Mapping[str, Sequence[str]], refused: Collection[Pair], first: Sequence[Case] = ()
+) -> list[Case]:
+    """Return cases without a refused pair in which every other pair occurs.
+
+    Args:
+        first: cases to begin with.
+    """
+    possible = [
+        (case, pairs)
+        for case in itertools.product(*dimensions.values())
+        if not (pairs := pairs_of(dimensions, case)) & set(refused)
+    ]
+    left = set().union(*(pairs for _, pairs in possible))
+    cases = list(first)
+    for case in cases:
+        left -= pairs_of(dimensions, case)
+    while left:
+        case, pairs = max(possible, key=lambda entry: len(entry[1] & left))
+        cases.append(case)
+        left -= pairs
+    return cases
