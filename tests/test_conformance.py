@@ -257,7 +257,7 @@ def check_update(
     """New weights give what an engine that was opened with them gives, or are refused by name."""
     other = checkpoint(choice["architecture"], 1)
     if choice["placement"] != "resident" or choice["quantization"] != "none":
-        with pytest.raises(NotSupported, match="placement=|quantization="):
+        with pytest.raises(NotSupported, match=r"placement=|update_weights: "):
             llm.update_weights(other)
     else:
         llm.update_weights(other)
