@@ -304,10 +304,10 @@ def _nothing_given():
         (["x", "--num-beams", "2", "--top-k", "5"], 1, "top_k=5 with num_beams=2: beams search"),
         (["x", "--length-penalty", "2"], 1, "length_penalty=2.0 is for num_beams above 1"),
         (["x", "--early-stopping", "maybe"], 2, "--early-stopping 'maybe': must be true, false or"),
-        (["x", "--record-routing"], 2, "--record-routing is only shown with --json"),
+        (["x", "--record-routing"], 2, "--record-routing requires --json"),
         (["--ids", "5 x"], 2, "--ids '5 x': must be integers"),
         (["x", "--ids", "5"], 2, "give one prompt, not PROMPT and --ids"),
-        (["x", "--logprobs", "2"], 2, "--logprobs is only shown with --json"),
+        (["x", "--logprobs", "2"], 2, "--logprobs requires --json"),
         (["x", "--logit-bias", "5:1"], 2, "--logit-bias '5:1': must be ID=VALUE"),
     ],
 )

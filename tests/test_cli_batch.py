@@ -209,7 +209,7 @@ def test_bad_lines_become_error_records_and_the_run_goes_on(command, tmp_path):
     # Once more: all of it is there, and the status is that of what is there.
     done = command()
     assert done.exit_code == 1
-    assert f"({number} from before)" in done.stderr
+    assert f"({number} from earlier runs)" in done.stderr
     assert len(read(tmp_path / "out.jsonl")) == number
 
 
@@ -223,7 +223,7 @@ def test_a_run_without_errors_says_what_it_did(command, tmp_path):
     assert body["model"] == "fox"
     write(tmp_path / "in.jsonl", some(3))
     done = command()
-    assert "was begun by fox with cpu/" in done.stderr
+    assert "was started by fox with cpu/" in done.stderr
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, monkeypatch, tmp_path):
@@ -241,7 +241,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, monkeypatch
     count = len(read(tmp_path / "out.jsonl"))
     assert 2 <= count <= 5
     assert f"verbatim: interrupted; {count} lines are in " in done.stderr
-    assert "the same command goes on from there" in done.stderr
+    assert "the same command resumes there" in done.stderr
     done = command()
     assert done.exit_code == 0
     assert Counter(r["custom_id"] for r in read(tmp_path / "out.jsonl")) == Counter(
@@ -353,7 +353,7 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
     assert "must be a plain file" in refused(tmp_path / "pipe", target)
     assert "must be a plain file" in refused(source, tmp_path / "pipe")
     assert "can't write to" in refused(source, tmp_path)
-    assert "can't go to the file of the requests" in refused(source, source)
+    assert "can't be written to the request file" in refused(source, source)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert "batch needs prometheus_client: pip install 'verbatim[serve]'" in refused(source, target)
 
