@@ -396,7 +396,7 @@ def test_what_cannot_be_is_refused_by_name(
 
     for options, error, match in (
         (dict(size=0), InvalidRequest, "size=0"),
-        (dict(size=2, exact=False), NotSupported, "exact=False is not built"),
+        (dict(size=2, exact=False), NotSupported, "exact=False: not supported"),
         (dict(size=2, timeout_s=-1), InvalidRequest, "timeout_s=-1"),
     ):
         with pytest.raises(error, match=match):

@@ -317,7 +317,7 @@ BAD = {
     "attention_mask goes with": dict(attention_mask=torch.ones(3, 9)),
     "no prompts": dict(prompts=[]),
     "id 128 is outside": dict(prompts=[[VOCAB]]),
-    "holds no token": dict(prompts=torch.ones(1, 3).long(), attention_mask=torch.zeros(1, 3)),
+    "has no tokens": dict(prompts=torch.ones(1, 3).long(), attention_mask=torch.zeros(1, 3)),
     "torch.distributed is not initialised": dict(process_group=object()),
 }
 
