@@ -294,7 +294,11 @@ def _nothing_given():
         (["x", "--json-schema", "@"], 1, "can't read @: Is a directory"),
         (["x", "--grammar", "@/nowhere/at/all"], 1, "can't read @/nowhere/at/all: No such file"),
         (["x", "--json-schema", "{a"], 1, "json_schema is not a JSON schema: Expecting property"),
-        (["x", "--json-schema", "[]"], 1, "json_schema is not a JSON schema: a schema is an object"),
+        (
+            ["x", "--json-schema", "[]"],
+            1,
+            "json_schema is not a JSON schema: a schema is an object",
+        ),
         (["x", "--regex", ""], 1, "regex='': must be a non-empty string"),
         (["x", "--choice", ""], 1, "choice=['']: must be a list of non-empty strings"),
         (["x", "--regex", "a", "--choice", "a"], 1, "regex and choice: at most one"),
