@@ -170,7 +170,7 @@ BAD = [
     (json.dumps(line("r0", {})) + "\n", "r0", "duplicate_custom_id", "line 5: an earlier line"),
     (json.dumps(line("u", {}, "/v1/x")) + "\n", "u", "invalid_url", "'/v1/x': must be one of"),
     (json.dumps(line("m", {}, method="GET")) + "\n", "m", "invalid_method", "must be 'POST'"),
-    (json.dumps(line("f", {}, more=1)) + "\n", "f", "invalid_request", "'more': no field"),
+    (json.dumps(line("f", {}, more=1)) + "\n", "f", "invalid_request", "'more': unsupported field"),
     (json.dumps(line("b", [])) + "\n", "b", "invalid_request", "body must be a JSON object"),
     ("[" * 100_000 + "\n", None, "invalid_line", "line 10: not JSON"),
 ]

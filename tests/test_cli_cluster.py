@@ -171,7 +171,7 @@ def test_nobody_at_the_address_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = refused(run("status", "--address", f"127.0.0.1:{port}"), 1)
-    assert f"no Ray cluster at 127.0.0.1:{port}: nobody answers there" in line
+    assert f"no Ray cluster at 127.0.0.1:{port}: no answer" in line
 
 
 def every_option(**values: Any) -> dict[str, Any]:

@@ -751,9 +751,9 @@ def test_files_that_are_no_sessions_are_refused(tmp_path: Path) -> None:
             (lambda: changed(tensors={"token_ids": torch.tensor([-5] * 15)}), "id -5 is outside"),
             (
                 lambda: changed(tensors={"token_ids": tensors["token_ids"].flip(0)}),
-                "what was written",
+                "do not match their digest",
             ),
-            (lambda: changed(tensors={"k.0": tensors["k.0"] + 1}), "what was written"),
+            (lambda: changed(tensors={"k.0": tensors["k.0"] + 1}), "do not match their digest"),
             (lambda: changed(session=metadata["session"].replace("numerics_", "")), "damaged"),
             (lambda: changed(session=metadata["session"].replace("num_tokens", "num_")), "damaged"),
         ]

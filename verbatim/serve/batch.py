@@ -221,7 +221,7 @@ class BatchRun:
     def _checked(self, fields: dict[str, Any], custom_id: str, nbytes: int) -> _Line:
         unknown = next((name for name in fields if name not in _FIELDS), None)
         if unknown is not None:
-            message = f"{unknown!r:.80}: no field of a batch; there are {', '.join(_FIELDS)}"
+            message = f"{unknown!r:.80}: unsupported field; allowed are {', '.join(_FIELDS)}"
             raise _Fault("invalid_request", message, custom_id)
         method, url, body = (fields.get(name) for name in _FIELDS[1:])
         if method != "POST":

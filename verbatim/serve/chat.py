@@ -95,7 +95,7 @@ class Talk:
 _NOT_FOR_CLIENTS = {
     "chat_template": "a template is a program, which this server does not accept from clients",
     "tools": "use the field tools",
-    "tokenizer": "is no variable of a chat template",
+    "tokenizer": "not a variable of a chat template",
     "messages": "is a field of its own",
     "sanitize_control_tokens": "is not for clients to change",
 }
