@@ -164,21 +164,21 @@ def test_whatever_is_left_of_the_answers_it_goes_on_to_the_same_ones(answer, tmp
 
 
 BAD = [
-    ("nonsense\n", None, "invalid_line", "line 2: no JSON"),
+    ("nonsense\n", None, "invalid_line", "line 2: not JSON"),
     ("[1]\n", None, "invalid_line", "line 3: must be a JSON object"),
     ('{"custom_id": 7}\n', None, "invalid_line", "line 4: custom_id=7"),
     (json.dumps(line("r0", {})) + "\n", "r0", "duplicate_custom_id", "line 5: an earlier line"),
     (json.dumps(line("u", {}, "/v1/x")) + "\n", "u", "invalid_url", "'/v1/x': must be one of"),
     (json.dumps(line("m", {}, method="GET")) + "\n", "m", "invalid_method", "must be 'POST'"),
-    (json.dumps(line("f", {}, more=1)) + "\n", "f", "invalid_request", "'more': no field"),
+    (json.dumps(line("f", {}, more=1)) + "\n", "f", "invalid_request", "'more': unsupported field"),
     (json.dumps(line("b", [])) + "\n", "b", "invalid_request", "body must be a JSON object"),
-    ("[" * 100_000 + "\n", None, "invalid_line", "line 10: no JSON"),
+    ("[" * 100_000 + "\n", None, "invalid_line", "line 10: not JSON"),
 ]
 REFUSED = [
-    ({"prompt": "a", "foo": 1}, 400, "foo: no field"),
+    ({"prompt": "a", "foo": 1}, 400, "foo: unsupported field"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
     ({"prompt": ""}, 400, "the prompt is empty"),
-    ({"prompt": "a", "stream": True}, 400, "stream: a batch has whole answers"),
+    ({"prompt": "a", "stream": True}, 400, "stream: not supported in a batch"),
     ({"prompt": "a", "model": "gpt"}, 404, "model='gpt'"),
 ]
 
@@ -209,7 +209,7 @@ def test_bad_lines_become_error_records_and_the_run_goes_on(command, tmp_path):
     # Once more: all of it is there, and the status is that of what is there.
     done = command()
     assert done.exit_code == 1
-    assert f"({number} from before)" in done.stderr
+    assert f"({number} from earlier runs)" in done.stderr
     assert len(read(tmp_path / "out.jsonl")) == number
 
 
@@ -223,7 +223,7 @@ def test_a_run_without_errors_says_what_it_did(command, tmp_path):
     assert body["model"] == "fox"
     write(tmp_path / "in.jsonl", some(3))
     done = command()
-    assert "was begun by fox with cpu/" in done.stderr
+    assert "was started by fox with cpu/" in done.stderr
 
 
 def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, monkeypatch, tmp_path):
@@ -241,7 +241,7 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_go_on(command, monkeypatch
     count = len(read(tmp_path / "out.jsonl"))
     assert 2 <= count <= 5
     assert f"verbatim: interrupted; {count} lines are in " in done.stderr
-    assert "the same command goes on from there" in done.stderr
+    assert "the same command resumes there" in done.stderr
     done = command()
     assert done.exit_code == 0
     assert Counter(r["custom_id"] for r in read(tmp_path / "out.jsonl")) == Counter(
@@ -315,7 +315,7 @@ def test_two_runs_can_not_write_one_file(command, tmp_path):
     with Records(tmp_path / "out.jsonl"):
         done = command()
     assert done.exit_code == 1
-    assert done.stderr == f"verbatim: another run writes to {tmp_path / 'out.jsonl'}\n"
+    assert done.stderr == f"verbatim: another run is writing to {tmp_path / 'out.jsonl'}\n"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_two_runs_can_not_write_one_file(command, tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "out.jsonl"
     path.write_bytes(text)
-    with pytest.raises(InvalidRequest, match=r"out\.jsonl, line 1: this is not an answer"):
+    with pytest.raises(InvalidRequest, match=r"out\.jsonl, line 1: not a batch answer"):
         Records(path)
     assert path.read_bytes() == text
 
@@ -350,10 +350,10 @@ def test_paths_that_can_not_be_are_refused_before_a_model_is_opened(tmp_path, mo
 
     assert "can't read" in refused(tmp_path / "none", target)
     assert not target.exists()
-    assert "must be a plain file" in refused(tmp_path / "pipe", target)
-    assert "must be a plain file" in refused(source, tmp_path / "pipe")
+    assert "must be a regular file" in refused(tmp_path / "pipe", target)
+    assert "must be a regular file" in refused(source, tmp_path / "pipe")
     assert "can't write to" in refused(source, tmp_path)
-    assert "can't go to the file of the requests" in refused(source, source)
+    assert "can't be written to the request file" in refused(source, source)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert "batch needs prometheus_client: pip install 'verbatim[serve]'" in refused(source, target)
 

@@ -76,7 +76,7 @@ def test_chat_commands():
     done = run("chat", "--max-tokens", "1", input=b"Hi\n/clear\n/help\n/bogus\nMore\n/exit\nno\n")
     assert done.exit_code == 0
     assert [len(messages) for messages in ScriptedLLM.last.asked] == [1, 1]
-    assert "no command /bogus" in done.stderr
+    assert "unknown command /bogus" in done.stderr
     assert "(cut after 1 tokens, seed " in done.stderr
 
 

@@ -161,7 +161,7 @@ def test_without_such_options_there_is_no_placement():
 def test_statistics_without_offloading_are_wrong_usage(command):
     done = run_scripted(command, *(["Hello"] if command == "generate" else []), "--stats")
     assert done.exit_code == 2
-    assert done.stderr.startswith("verbatim: --stats needs an option of an offloaded model")
+    assert done.stderr.startswith("verbatim: --stats needs an option of offloading")
 
 
 def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):

@@ -102,7 +102,7 @@ def test_json_carries_log_probs(run):
         (["x", "--regex", "(", *FEW], "regex: "),
         (["x", "--regex", r"a(?!b)", *FEW], "regex: "),
         (["x", "--grammar", "start: nothing_of_this_name", *FEW], "grammar: "),
-        (["x", "--json-schema", "false", *FEW], "nothing fits it"),
+        (["x", "--json-schema", "false", *FEW], "no document validates"),
         (
             ["x", "--json-schema", '{"type": "integer", "minimum": 2, "maximum": 1}', *FEW],
             "json_schema: ",

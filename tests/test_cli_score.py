@@ -67,16 +67,18 @@ def test_a_text_is_a_table_of_its_tokens_and_a_line(run, expected):
     done = run(TEXT, "--ids", "5", "--summary")
     assert done.stdout.splitlines() == [
         f"1: {last}",
-        "2: 1 token, of which none has one before it: no perplexity",
+        "2: 1 token; the first token has no log-prob, so there is no perplexity",
     ]
 
 
 @pytest.mark.parametrize(
     ("args", "status", "said"),
     [
-        pytest.param(["--json", "--summary", "a"], 2, "give one of them", id="two-forms"),
+        pytest.param(["--json", "--summary", "a"], 2, "use only one of them", id="two-forms"),
         pytest.param(["--ids", "5 x"], 2, "must be integers", id="no-ids"),
-        pytest.param(["--file", "-", "--file", "-"], 2, "stdin can be read once", id="stdin-twice"),
+        pytest.param(
+            ["--file", "-", "--file", "-"], 2, "stdin can only be read once", id="stdin-twice"
+        ),
         pytest.param(["--file", "/nowhere"], 1, "can't read /nowhere", id="no-file"),
         pytest.param([""], 1, "the prompt is empty", id="empty"),
         pytest.param(["--ids", "5 99999"], 1, "99999", id="no-such-id"),

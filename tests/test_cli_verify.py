@@ -131,7 +131,7 @@ def test_the_command_tells_which_rows_broke(monkeypatch):
     *_, where, verdict = done.stdout.splitlines()
     assert where.startswith("batched (")
     assert ", not " in where
-    assert verdict == "1 of 2 schedules gave the same bits; not so: batched"
+    assert verdict == "1 of 2 schedules gave the same bits; different or failed: batched"
     table = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[:2]] for row in table] == [
         ["alone", "reference"],
@@ -167,7 +167,7 @@ def test_a_batch_that_runs_one_by_one_proves_nothing(monkeypatch):
     )
     report = verify(only=["batched"])
     (row,) = report.of("not run")
-    assert row.note == "no forward had more than 3 sequences, as alone"
+    assert row.note == "no forward had more than 3 sequences, as in the reference"
     assert not report.ok
     assert report.verdict() == "nothing was compared; not run: batched"
 
@@ -201,7 +201,7 @@ def test_short_models_get_short_requests():
     ("settings", "said"),
     [
         pytest.param(dict(only=["foo"]), "only='foo': must be one of again, batched", id="row"),
-        pytest.param(dict(max_sequences=4), "max_sequences=4: the schedules settle it", id="option"),
+        pytest.param(dict(max_sequences=4), "max_sequences=4: the schedules set it", id="option"),
         pytest.param(dict(tokens=0), "tokens=0", id="tokens"),
         pytest.param(dict(seed=-1), "seed=-1", id="seed"),
         pytest.param(dict(num_threads=0), "num_threads=0", id="threads"),

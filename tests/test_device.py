@@ -50,7 +50,7 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_toy("llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InvalidRequest, match="the live module is on cpu, and is used where it is"):
+    with pytest.raises(InvalidRequest, match="the live module is on cpu, and is used in place"):
         settle_device("cuda:1", "auto", module)
     with pytest.raises(NotSupported, match="there are 2 GPUs"):
         settle_device("cuda:2", "auto")

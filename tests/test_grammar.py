@@ -279,7 +279,7 @@ REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "object", "minProperties": 2}, "minProperties=2"),
     ({"const": 2**53 + 1}, "9007199254740993"),
     ({"enum": ["a", ["\x01"]]}, "control characters"),
-    (False, "nothing fits"),
+    (False, "no document validates"),
     ({"enum": []}, "Unsatisfiable"),
     ({"type": "integer", "minimum": 5, "maximum": 2}, "minimum"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
@@ -537,7 +537,7 @@ OTHERS = toy_tokenizers.EXACT | {"in_python": toy_tokenizers.in_python}
         ("word_piece", "cleans up spaces"),
         ("word_piece_uncleaned", "joins them by WordPiece"),
         ("suffixed", "joins them by BPEDecoder"),
-        ("in_python", "ByT5Tokenizer is none"),
+        ("in_python", "ByT5Tokenizer is not one"),
     ],
 )
 def test_other_tokenizers_are_refused_by_name(kind, reason):

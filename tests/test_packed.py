@@ -257,7 +257,7 @@ def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path
     for placement in (Cluster(stages=2), TensorParallel(size=2)):
         with pytest.raises(NotSupported, match=r"int4-g64-head8.*placement=Offload"):
             LLM(folders("llama"), quantization="int4", placement=placement)
-    with pytest.raises(NotSupported, match=r"draft=.*not held in few bits"):
+    with pytest.raises(NotSupported, match=r"draft=.*MTP layers can't be quantized"):
         LLM(folders("llama"), quantization="int4", draft="mtp")
     with (
         LLM(folders("llama"), quantization="int4") as llm,
@@ -272,7 +272,7 @@ def test_numbers_that_no_group_can_hold_are_refused_by_name(wrong: float, tmp_pa
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[3, 4] = wrong
     module.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds NaN, an inf"):
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight has NaN, an inf"):
         LLM(tmp_path, quantization="int8")
 
 

@@ -257,7 +257,7 @@ class TestParts:
             assert part.finish_reasons == found.finish_reasons[1:]
             scores = rl.score(module, part.sequences, part.attention_mask)
             assert torch.equal(part.of_responses(scores), found.logprobs[1:])
-        with pytest.raises(InvalidRequest, match="a single group is"):
+        with pytest.raises(InvalidRequest, match="for a single group"):
             found[1]
         with pytest.raises(InvalidRequest, match="values has shape"):
             found.of_responses(found.logprobs)
@@ -302,9 +302,9 @@ class TestPrompts:
 
 
 BAD = {
-    "n=3: group_size": dict(params=SamplingParams(n=3)),
-    "seed=3: a rollout's seed": dict(params=SamplingParams(seed=3)),
-    "num_beams=2: beams are not drawn": dict(params=SamplingParams(num_beams=2)),
+    "n=3: use group_size": dict(params=SamplingParams(n=3)),
+    "seed=3: use the rollout's seed": dict(params=SamplingParams(seed=3)),
+    "num_beams=2: beams are not sampled": dict(params=SamplingParams(num_beams=2)),
     "group_size=0": dict(group_size=0),
     "group_size=True": dict(group_size=True),
     "padding_side='middle'": dict(padding_side="middle"),
@@ -314,10 +314,10 @@ BAD = {
     "params=5": dict(params=5),
     "record_routing='no'": dict(record_routing="no"),
     f"pad_token_id={2**63}": dict(pad_token_id=2**63),
-    "attention_mask goes with": dict(attention_mask=torch.ones(3, 9)),
+    "attention_mask requires": dict(attention_mask=torch.ones(3, 9)),
     "no prompts": dict(prompts=[]),
     "id 128 is outside": dict(prompts=[[VOCAB]]),
-    "holds no token": dict(prompts=torch.ones(1, 3).long(), attention_mask=torch.zeros(1, 3)),
+    "has no tokens": dict(prompts=torch.ones(1, 3).long(), attention_mask=torch.zeros(1, 3)),
     "torch.distributed is not initialised": dict(process_group=object()),
 }
 

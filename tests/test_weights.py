@@ -154,10 +154,10 @@ def test_an_iterator_that_breaks_off_changes_nothing() -> None:
 
 def test_folders_that_are_none(tmp_path: Path, folder: Path) -> None:
     with LLM(make("llama")) as llm:
-        with pytest.raises(ModelError, match="no folder of safetensors"):
+        with pytest.raises(ModelError, match="neither a folder of safetensors"):
             llm.update_weights(tmp_path / "nowhere")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ModelError, match="no folder of safetensors"):
+        with pytest.raises(ModelError, match="neither a folder of safetensors"):
             llm.update_weights(tmp_path / "empty")
         (tmp_path / "cut.safetensors").write_bytes(
             (folder / "model.safetensors").read_bytes()[:5000]

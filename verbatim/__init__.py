@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from verbatim.session import Session
     from verbatim.tensors import generate
 
-# Where each public name lives. It is imported when it is first asked for, so that `verbatim --help`
-# does not wait for torch.
+# The module of each public name. Names are imported on first use, so that `verbatim --help` does not wait
+# for torch.
 _HOMES = {
     "LLM": "verbatim.llm",
     "SamplingParams": "verbatim.params",

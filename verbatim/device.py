@@ -71,7 +71,9 @@ def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
     found = _settle(device, model)
     if found.type == "cpu":
         if deterministic is False:
-            raise NotSupported("deterministic=False: on the CPU it is always on; 'auto' or True")
+            raise NotSupported(
+                "deterministic=False: the CPU is always deterministic; must be 'auto' or True"
+            )
         return CPU
     if importlib.util.find_spec("triton") is None:
         raise NotSupported(
@@ -107,7 +109,7 @@ def _settle(device: Any, model: Any) -> torch.device:
         wanted = torch.device("cuda", index)
     if lies is not None and lies != wanted:
         raise InvalidRequest(
-            f"device={device!r}: the live module is on {lies}, and is used where it is; leave it at 'auto'"
+            f"device={device!r}: the live module is on {lies}, and is used in place; leave it at 'auto'"
         )
     return wanted
 
@@ -126,13 +128,13 @@ def refuse_on_gpu(
         raise NotSupported(f"device={device.torch}: placement={placement!r} computes on the CPU")
     if quantization is not None:
         raise NotSupported(
-            f"device={device.torch}: quantization={quantization!r} is for the CPU so far"
+            f"device={device.torch}: quantization={quantization!r} is only supported on the CPU"
         )
     if isinstance(kv_dtype, Packing):
         raise NotSupported(
-            f"device={device.torch}: kv_dtype={kv_dtype.name!r} is for the CPU so far"
+            f"device={device.torch}: kv_dtype={kv_dtype.name!r} is only supported on the CPU"
         )
     if draft is not None and not isinstance(draft, Proposer):  # a model, or layers of one
         raise NotSupported(
-            f"device={device.torch}: draft={draft!r} drafts on the CPU so far; 'ngram' does everywhere"
+            f"device={device.torch}: draft={draft!r} is only supported on the CPU; 'ngram' is everywhere"
         )

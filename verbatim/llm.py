@@ -1,4 +1,4 @@
-"""`LLM`, the front door: open a model, generate, stream, score, chat, close."""
+"""`LLM`: open a model, generate, stream, score, chat, update weights, close."""
 
 from __future__ import annotations
 
@@ -39,66 +39,63 @@ from verbatim.text.chat import render_chat
 
 
 class LLM:
-    """One model, opened for generation.
+    """A model opened for generation.
 
     Args:
-        model: None for the small model inside the package; a folder in Hugging Face's format or a hub
-            id; a DCP folder, or the one whose `latest` leads to it; or a live module, transformers'
-            or one with `kv_caches`, which is used in place: never copied, moved or repacked.
-        tokenizer: a transformers tokenizer, or a folder or hub id of one; None takes the model's own.
-            A live module has none of its own: without one, ids go in and out.
-        device: "cpu", or "cuda" (or "cuda:1" and so on) for a GPU, to which a model that we load is moved.
-            "auto" is where a live module is, and the CPU for everything else. docs/gpu.md says what is done
-            on a GPU and what is not.
-        dtype: "auto" (the checkpoint's), "float32" or "bfloat16". A live module keeps its own.
-        kv_dtype: of the KV store; "auto" (that of the model's keys), "float32", "bfloat16", or "int8"
-            and "int4": groups of 8 or 4 bits, about half and a third of bfloat16's bytes.
-        kv_memory: what the KV store may take: bytes, "512MB", or a share of RAM or of the GPU's memory
-            ("40%"). None takes up to 40% of what is available now, and no more than `max_sequences` full
-            sequences need.
-        block_size: token positions in a KV block.
-        max_batch_tokens: rows of one forward; longer prompts are prefilled in chunks. None: 2048, or with
-            `Offload` what its plan chooses.
-        max_sequences: sequences that run at once.
-        max_waiting: requests that may wait for a seat; more are refused with QueueFull. None: any number.
-        max_unread: pieces of a stream that may wait for a reader who does not read; one more, and the
-            request ends with RequestFailed.
-        max_length: prompt and completion together; None takes the model's limit.
-        deterministic: True gives every answer the same bits in every schedule. On the CPU it always does;
-            on a GPU "auto" and False leave products to torch, which is faster.
-        num_threads: of torch's pool while this engine computes; None leaves torch's setting.
+        model: None (the storyteller inside the package); a folder in Hugging Face's format, or a hub id; a
+            DCP folder, or its parent with a `latest` link; or a live module, either transformers' or one
+            with `kv_caches`, which is used in place: never copied, moved or repacked.
+        tokenizer: a transformers tokenizer, or the folder or hub id of one. None: the model's own. A live
+            module has none; without one, prompts and completions are token ids only.
+        device: "cpu", "cuda", "cuda:1" and so on. "auto": a live module's device, the CPU otherwise. See
+            docs/gpu.md for what is supported on a GPU.
+        dtype: weight dtype: "auto" (the checkpoint's), "float32" or "bfloat16". A live module keeps its own.
+        kv_dtype: KV cache dtype: "auto" (the dtype of the model's keys), "float32", "bfloat16", or "int8"
+            and "int4" (quantized in groups: about a half and a third of bfloat16's bytes).
+        kv_memory: size of the KV cache: bytes, "512MB", or a share of RAM or GPU memory ("40%"). None: up
+            to 40% of the available memory, and at most what `max_sequences` full sequences need.
+        block_size: token positions per KV block.
+        max_batch_tokens: maximum rows per forward; longer prompts are prefilled in chunks. None: 2048, or
+            the plan's value with `Offload`.
+        max_sequences: maximum sequences that run at once.
+        max_waiting: maximum queued requests; further ones raise QueueFull. None: unlimited.
+        max_unread: maximum unread deltas of a stream; above it the request ends with RequestFailed.
+        max_length: maximum tokens of prompt and completion together. None: the model's limit.
+        deterministic: True: outputs have the same bits in every schedule. Always so on the CPU. On a GPU,
+            "auto" and False leave matrix products to torch, which is faster.
+        num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: let a checkpoint's own Python code run.
-        prefix_cache: reuse the K and V of prompts that begin alike. Of a live module, whose weights may
-            change at any time, only while something runs.
-        config: what a folder of torch.distributed.checkpoint (DCP) is a checkpoint of, which needs one:
-            KempnerForge's TOML (a path that ends in .toml), a transformers config, or the folder,
-            config.json or hub id of one. None for everything else.
-        draft: who guesses tokens ahead, which the model then looks at in one forward; no word depends on
-            it. None, "ngram", "mtp", "early-exit", the folder or hub id of a smaller model with the same
-            tokenizer, or such a module; or one of `verbatim.draft`'s classes, with their own settings; or
-            anything with the method of `verbatim.draft.Proposer`.
-        num_draft_tokens: tokens of each draft, 0 to 64; None takes as many, up to 8, as pay.
-        placement: where the model lives. None: in this process's memory; or an `Offload`, a
-            `Cluster`, a `TensorParallel`, a `PipelineParallel` or an `ExpertParallel`.
-        quantization: of the weights of a folder or hub id, in memory or with `placement=Offload(...)`:
-            "int8", "int4", or a `Quantization` with another size of its groups. Packed once and kept in the
-            user's cache. "w8a8" and "w4a8" (`activation_bits=8`) round what linear layers multiply them with
-            to 8 bits, too: faster at many rows, a little further off, and not with a placement. None leaves
-            them as they are. Of what is packed and how far off it is, `info` tells.
-        fused: run layers of the common shape by a call of the compiled kernels each, which changes no bit of
-            what comes out; `info` tells which layers are. False runs them module by module; a `Cluster` and
-            a `PipelineParallel` don't take it, and an `Offload` never fuses.
+        trust_remote_code: run Python code of the checkpoint.
+        prefix_cache: reuse the K and V of shared prompt prefixes. For a live module, whose weights may
+            change at any time, only while requests are running.
+        config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
+            TOML (a path that ends in .toml), a transformers config, or the folder, config.json or hub id of
+            one. None for every other format.
+        draft: how draft tokens are proposed (speculative decoding). Outputs do not depend on it. None,
+            "ngram", "mtp", "early-exit"; the folder or hub id of a smaller model with the same tokenizer,
+            or a module of one; an instance of `verbatim.draft`'s classes; or an object with the method of
+            `verbatim.draft.Proposer`.
+        num_draft_tokens: tokens per draft, 0 to 64. None: adaptive, up to 8.
+        placement: None: this process's memory; or an `Offload`, a `Cluster`, a `TensorParallel`, a
+            `PipelineParallel` or an `ExpertParallel`.
+        quantization: weight quantization of a folder or hub id, in memory or with `placement=Offload(...)`:
+            "int8", "int4", or a `Quantization`, for other group sizes. Quantized weights are kept in the
+            user's cache. "w8a8" and "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers
+            to 8 bits: faster at many rows, slightly less accurate, and not available with a placement.
+            None: not quantized. `info` reports what is quantized, and the error.
+        fused: run layers of the common architecture with one call of a compiled kernel each, which does not
+            change any bit of the output; `info` lists these layers. False: run them module by module, which
+            a `Cluster` and a `PipelineParallel` do not support. An `Offload` never fuses.
 
     Attributes:
         engine: the `EngineHandle` that all calls go through.
-        name: what the model was opened by.
-        tokenizer: None where only ids go in and out.
-        max_length: tokens of prompt and completion together.
+        name: name of the model.
+        tokenizer: None if there is none.
+        max_length: maximum tokens of prompt and completion together.
 
     Raises:
-        ModelError, UnsupportedModel: the model can't be opened or can't be run on flat batches.
-        InvalidRequest, NotSupported: an option out of range or not built.
+        ModelError, UnsupportedModel: the model can't be opened, or its architecture is not supported.
+        InvalidRequest, NotSupported: an option is out of range or not supported.
         OutOfBlocks: `kv_memory` is too small for one block.
     """
 
@@ -154,7 +151,7 @@ class LLM:
         )
         if not options.fused and isinstance(placement, Cluster | PipelineParallel):
             raise NotSupported(
-                f"fused=False: with placement={placement!r} each stage decides itself"
+                f"fused=False: not supported with placement={placement!r}, where each stage decides itself"
             )
         in_few_bits = options.quantization if offload is None else None
         if in_few_bits is not None:
@@ -214,10 +211,10 @@ class LLM:
         max_length: tuple[int | None, str] = (None, ""),
         eos_ids: frozenset[int] = frozenset(),
     ) -> LLM:
-        """An LLM over a runner that a door has made, for a model that `LLM(...)` doesn't open.
+        """Return an LLM over an existing runner, for a model that `LLM(...)` does not open.
 
         Args:
-            max_length: in tokens, and where the number comes from; None is what the blocks hold.
+            max_length: tokens, and the source of the limit. None: the capacity of the KV cache.
         """
         llm = cls.__new__(cls)
         handle = open_runner(
@@ -243,16 +240,16 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[Result]:
-        """Completions of one prompt or many, in the order of the prompts.
+        """Complete one prompt or several, and return the results in the order of the prompts.
 
         Args:
-            prompts: a string, a list of ids, or a list of those.
-            params: one for all prompts, or one each.
+            prompts: a string, a list of ids, or a list of either.
+            params: one for all prompts, or one per prompt. None: the defaults.
 
         Raises:
-            InvalidRequest: before any forward runs, for whatever prompt or parameter is at fault.
-            RequestFailed: nothing can be drawn for a request. An exception thrown inside the model's
-                own forward is raised as it is. The other requests have ended then, too.
+            InvalidRequest: an invalid prompt or parameter; raised before any forward runs.
+            RequestFailed: no token can be drawn for a request. An exception in the model's own forward is
+                raised unchanged. Either way, the other requests of the call are aborted.
         """
         return self.engine.run(self._admit_all(prompts, params))
 
@@ -261,15 +258,15 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[Result]:
-        """`generate` for asyncio: a thread makes the steps, and cancelling aborts the requests."""
+        """Run `generate` in asyncio: a thread runs the steps, and cancelling aborts the requests."""
         return await self.engine.arun(self._admit_all(prompts, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """One prompt's completion as it grows. Leaving the loop early aborts the request."""
+        """Stream the completion of one prompt. Leaving the loop early aborts the request."""
         return self.engine.stream(self.engine.admission.admit(prompt, params or SamplingParams()))
 
     def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """`stream` for asyncio: a thread makes the steps, and cancelling aborts the request."""
+        """Run `stream` in asyncio: a thread runs the steps, and cancelling aborts the request."""
         return self._astream(self.engine.admission.admit(prompt, params or SamplingParams()))
 
     async def _astream(self, request: Request) -> AsyncIterator[Delta]:
@@ -278,13 +275,13 @@ class LLM:
                 yield delta
 
     def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
-        """The log-prob of each token given those before it, at temperature 1.
+        """Return the log-prob of each token given the tokens before it, at temperature 1.
 
-        Bit for bit the `logprobs` that generation reports for the same ids.
+        Equals the `logprobs` that `generate` reports for the same ids, bit for bit.
 
         Returns:
-            For one prompt of P tokens a list of P entries, the first None; for many prompts a list
-            of such lists.
+            A list of P entries for one prompt of P tokens, the first None; a list of such lists for
+            several prompts.
         """
         many, single = as_prompts(prompts)
         results = self.generate(many, SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -294,9 +291,9 @@ class LLM:
     def by_text(
         self, top_logprobs: SequenceOf[TopLogprobs | None]
     ) -> list[dict[str, float] | None]:
-        """A completion's `top_logprobs`, or a prompt's, with the text of each id in place of the id.
+        """Return `top_logprobs`, of a completion or a prompt, keyed by the text of each token.
 
-        Where two ids have the same text, the likelier one is kept.
+        If two ids have the same text, the likelier one is kept.
 
         Raises:
             NotSupported: the engine has no tokenizer.
@@ -314,13 +311,13 @@ class LLM:
     def chat(
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
     ) -> Result:
-        """The assistant's next turn after `messages`, each {"role": ..., "content": ...}."""
+        """Generate the assistant's turn after `messages`, each {"role": ..., "content": ...}."""
         return self.generate([self._chat_ids(messages)], params)[0]
 
     def chat_stream(
         self, messages: SequenceOf[dict[str, str]], params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """`chat`, as it grows."""
+        """Stream the result of `chat`."""
         return self.stream(self._chat_ids(messages), params)
 
     def session(
@@ -333,29 +330,29 @@ class LLM:
         wait_s: float | None = 0.0,
         idle_timeout_s: float | None = None,
     ) -> Session:
-        """Open a conversation whose K and V stay between its turns; close it, or use it in a `with` block.
+        """Open a conversation that keeps its K and V between turns. Close it, or use a `with` block.
 
         Args:
-            max_length: tokens that it may come to, given and made. Room for so many is reserved: open
-                sessions together never reserve more than the KV memory holds. None takes the LLM's.
-            seed: of all its draws; None takes a fresh one, which `session.seed` tells.
-            params: for turns that are given none.
-            load: a file that `session.save` wrote, to go on with; its `max_length`, seed and params stand
-                where none are given here.
-            wait_s: how long to wait for room until other sessions end, when it is opened and whenever it
-                needs room again; None waits as long as it takes.
-            idle_timeout_s: unused for so long, it gives its K, V and room back, and takes them again in its
-                next turn. None keeps them.
+            max_length: maximum tokens of the whole conversation. KV memory for that many is reserved: the
+                reservations of open sessions never exceed the KV cache. None: the LLM's `max_length`.
+            seed: seed of all draws. None: random; `session.seed` has it.
+            params: sampling parameters of turns that pass none.
+            load: a file written by `session.save`, to resume; its `max_length`, seed and params apply if
+                none are passed here.
+            wait_s: seconds to wait for other sessions to free KV memory, at opening and whenever memory is
+                needed again. None: no limit.
+            idle_timeout_s: seconds without use after which the session gives its K, V and reservation back;
+                its next turn takes them again. None: never.
 
         Raises:
-            OutOfBlocks: no room within `wait_s`.
-            InvalidRequest: a value out of range; a file that is no session, or one of another model's.
+            OutOfBlocks: no KV memory became free within `wait_s`.
+            InvalidRequest: a value out of range; a file that is not a session, or is of another model.
             EngineClosed: this LLM is closed.
         """
         if self.engine.collective is not None:
             raise NotSupported(
-                "a session: where each rank is a process of the user's, they make their calls together, and "
-                "generate, score and chat are what they can make"
+                "a session: not supported where each rank is a process of yours; ranks make all calls "
+                "together, and only generate, score and chat are available"
             )
         return Session(
             self.engine,
@@ -368,15 +365,15 @@ class LLM:
         )
 
     def rebalance(self) -> list[tuple[int, int]]:
-        """Divide the layers of a `Cluster` anew over its stages, by how fast each has shown to be; what runs
-        goes on, on the same bits.
+        """Reassign the layers of a `Cluster` to its stages by their measured speed. Running requests continue
+        with the same bits.
 
         Returns:
-            The layers of each stage from now on: the first, and the one behind the last.
+            The layers of each stage as (first, end), end excluded.
 
         Raises:
-            NotSupported: another placement.
-            StageFailed: a stage was lost meanwhile, and can't be replaced.
+            NotSupported: the placement is not a `Cluster`.
+            StageFailed: a stage was lost and can't be replaced.
         """
         runner = self.engine.runner
         if not isinstance(runner, Clustered):
@@ -386,40 +383,41 @@ class LLM:
         return self.engine.call(runner.rebalance)
 
     def pause(self, mode: str = "keep") -> None:
-        """Make no more steps until `resume()`; returns when that is so. Callers that wait go on waiting.
+        """Stop the engine's steps until `resume()`; return once they have stopped. Callers keep waiting.
 
         Args:
-            mode: "keep": what runs stops where it is and goes on later, on the same bits. "drain": what
-                runs or waits is finished first, and newcomers wait. "abort": all of it ends as "abort".
+            mode: "keep": freeze running requests, which continue later with the same bits. "drain": finish
+                running and queued requests first; new ones are queued. "abort": end all of them with finish
+                reason "abort".
 
         Raises:
-            InvalidRequest: another mode.
+            InvalidRequest: an unknown mode.
         """
         self.engine.pause(mode)
 
     def resume(self) -> None:
-        """Go on after `pause`; harmless where nothing is paused."""
+        """Resume after `pause`; no effect if the engine is not paused."""
         self.engine.resume()
 
     def sleep(self, weights: bool = False) -> None:
-        """Pause, and give the KV memory back until `wake()`; what runs goes on then, on the same bits.
+        """Pause, and free the KV memory until `wake()`. Running requests then continue with the same bits.
 
         Args:
-            weights: give back the memory of the weights as well, which `wake()` reads again from their
-                files. A live module keeps its own. Changes made through a parameter's `.data` can't be
-                seen, and are lost.
+            weights: also free the memory of the weights; `wake()` reads them again from their files. Changes
+                made through a parameter's `.data` can't be detected, and are lost.
 
         Raises:
-            NotSupported: the weights of a live module, or weights that were changed since they were read.
-            ModelChanged: their files were.
+            NotSupported: `weights` with a live module, or with weights that were changed since they were
+                read.
+            ModelChanged: `weights`, and the files have changed.
         """
         self.engine.sleep(weights)
 
     def wake(self) -> None:
-        """Take back what `sleep` gave away, and resume; harmless where nothing sleeps.
+        """Allocate what `sleep` freed, and resume; no effect if the engine is not asleep.
 
         Raises:
-            ModelChanged: the files of the weights are others by now. The engine sleeps on.
+            ModelChanged: the files of the weights have changed. The engine stays asleep.
         """
         self.engine.wake()
 
@@ -431,30 +429,30 @@ class LLM:
         restart: bool = False,
         check_finite: bool = False,
     ) -> int:
-        """New weights for the model, in place: all of them or, where one is wrong, none.
+        """Replace the model's weights in place: all of them or, on an error, none.
 
-        Names, shapes and dtypes are checked before the first byte is written. It happens between two
-        steps: K and V of whatever runs, and all cached prefixes, are of the old weights and are dropped.
+        Names, shapes and dtypes are checked before the first byte is written. The update happens between two
+        steps, and drops the K and V of running requests and all cached prefixes.
 
         Args:
-            weights: a state dict, pairs of a name and a tensor (an iterator is read to its end first, and
-                its tensors are copied, since senders use their buffers again), a folder of safetensors
-                files or one such file, or another module. What wrappers (DDP, torch.compile) add to names
-                makes no difference. Tensors of another float dtype are rounded to the model's.
-            version: what completions report the new weights as, such as the trainer's step, 0 or more; None
-                counts on from the version before, and from 0.
-            restart: what runs begins again with the new weights; only a stream goes on of which something
-                was read. By default everything goes on from the tokens it has, recomputing their K and V.
-            check_finite: refuse weights that are NaN or infinite.
+            weights: a state dict; pairs of name and tensor (an iterator is exhausted first, and its tensors
+                are copied, since senders reuse their buffers); a folder of safetensors files, or one such
+                file; or another module. Prefixes that wrappers (DDP, torch.compile) add to names are
+                ignored. Tensors of another float dtype are rounded to the model's.
+            version: version that completions report, such as the trainer's step, 0 or more. None: the
+                previous version plus 1; versions start at 0.
+            restart: restart running requests with the new weights, except streams that were already read
+                from. By default all continue from the tokens they have, and their K and V are recomputed.
+            check_finite: reject NaN and infinite weights.
 
         Returns:
-            The version: `Completion.weight_versions` tells which one made each token.
+            The version. `Completion.weight_versions` has the version that made each token.
 
         Raises:
-            InvalidRequest: a missing or unknown name, another shape, a dtype that doesn't fit, NaN;
-                nothing has changed then.
-            NotSupported: sharded, sparse or quantized tensors. ModelError: a folder that can't be read.
-            VerbatimError: the weights sleep.
+            InvalidRequest: a missing or unknown name, a wrong shape or dtype, NaN; nothing was changed.
+            NotSupported: sharded, sparse or quantized tensors.
+            ModelError: the folder can't be read.
+            VerbatimError: the weights are asleep.
         """
         version, runner = _as_version(version), self.engine.runner
         check_finite = switch("check_finite", check_finite)
@@ -466,10 +464,10 @@ class LLM:
         )
 
     def weights_changed(self, *, version: int | None = None, restart: bool = False) -> int:
-        """Tell that the weights of a live module have changed, as `update_weights` does of its own.
+        """Report that the weights of a live module have changed; `update_weights` does so itself.
 
-        Seldom needed: an optimizer's step is seen, and counted, at the next step of the engine; and when
-        nothing runs no K and V are kept. Only changes through a parameter's `.data` can't be seen.
+        Rarely needed: the engine detects and counts an optimizer's step at its own next step, and keeps no
+        K and V while nothing runs. Only changes through a parameter's `.data` can't be detected.
         """
         return self.engine.update_weights(
             lambda: lambda: None,
@@ -478,10 +476,10 @@ class LLM:
         )
 
     def default_params(self) -> SamplingParams:
-        """The sampling that the model's generation_config.json suggests; used by the chat command alone.
+        """Return the sampling defaults of the model's generation_config.json.
 
         Raises:
-            InvalidRequest: it suggests a value out of range.
+            InvalidRequest: one of its values is out of range.
         """
         config = self.engine.generation_config
         if config is None or not getattr(config, "do_sample", False):
@@ -491,11 +489,11 @@ class LLM:
         return SamplingParams(**{name: value for name, value in found.items() if value is not None})
 
     def stats(self) -> dict[str, Any]:
-        """Forwards, tokens and preemptions so far; sequences and blocks now, and whether it is paused."""
+        """Return counts of forwards, tokens and preemptions, and the current sequences, blocks and state."""
         return self.engine.stats()
 
     def info(self) -> dict[str, Any]:
-        """What was opened and how it is run, as plain values."""
+        """Return the model's properties and how it is run, as plain values."""
         return {
             "model": self.name,
             **self.engine.info(),
@@ -509,7 +507,7 @@ class LLM:
             return f"unusable: {error}"
 
     def close(self) -> None:
-        """Free the KV store and let go of the model; what is running ends as "abort". Again does nothing."""
+        """Free the KV cache and release the model; running requests end as "abort". May be called again."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -531,7 +529,7 @@ class LLM:
         return [self.engine.admission.admit(p, q) for p, q in zip(many, each, strict=True)]
 
     def _generate_rows(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-        """New ids for each prompt, all under one seed, row b drawing with sample index b."""
+        """Return the new ids of each prompt, all under one seed; row b draws with sample index b."""
         results = self.engine.run(self._admit_rows(prompts, params))
         return [result.outputs[0].token_ids for result in results]
 
@@ -543,17 +541,17 @@ class LLM:
 
     @property
     def can_record_routing(self) -> bool:
-        """Has the model experts, whose choice for each token can be recorded?"""
+        """Return whether the model has experts, so that routing can be recorded."""
         return self.engine.runner.routed_layers > 0
 
     @property
     def routing_shape(self) -> tuple[int, int]:
-        """Layers whose routing is recorded, and experts for each token in them."""
+        """Number of layers with recorded routing, and experts per token."""
         return self.engine.runner.routed_layers, self.engine.runner.experts_per_token
 
     @property
     def pad_token_id(self) -> int:
-        """What fills a row after its end: the model's pad id, else an end-of-sequence id, else 0."""
+        """Id that pads rows: the model's pad id, else an end-of-sequence id, else 0."""
         for config in (self.engine.generation_config, self.engine.config):
             pad = getattr(config, "pad_token_id", None)
             if isinstance(pad, int) and pad >= 0:

@@ -71,8 +71,8 @@ def open_engine(
     elif offload is not None:
         if isinstance(drafts.draft, EarlyExit | Mtp):
             raise NotSupported(
-                f"draft={drafts.draft!r}: with placement=Offload, the model's own layers don't draft; "
-                "'ngram' and a smaller model do"
+                f"draft={drafts.draft!r}: not supported with placement=Offload; use 'ngram' or a smaller "
+                "model"
             )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
@@ -80,8 +80,8 @@ def open_engine(
     elif cluster is not None:
         if isinstance(drafts.draft, EarlyExit):
             raise NotSupported(
-                f"draft={drafts.draft!r}: with placement=Cluster the first layers are not where drafts are "
-                "drawn; 'ngram', 'mtp' and a smaller model draft"
+                f"draft={drafts.draft!r}: not supported with placement=Cluster; use 'ngram', 'mtp' or a "
+                "smaller model"
             )
         assert origin is not None
         config = inner_model(module).config
@@ -92,8 +92,8 @@ def open_engine(
             mtp is not None and not isinstance(ranks, ExpertParallel)
         ):
             raise NotSupported(
-                f"draft={drafts.draft!r}: with placement={ranks!r}, the model's own layers don't draft; "
-                "'ngram' and a smaller model do"
+                f"draft={drafts.draft!r}: not supported with placement={ranks!r}; use 'ngram' or a smaller "
+                "model"
             )
         config = inner_model(module).config
         limit, source = settle_length(options, *max_length_of(config))
@@ -104,8 +104,8 @@ def open_engine(
     else:
         if loaded.packed is not None and mtp is not None:
             raise NotSupported(
-                f"draft={drafts.draft!r}: layers for multi-token prediction are not held in few bits, as "
-                "quantization asks of the model; 'ngram', 'early-exit' and a smaller model draft"
+                f"draft={drafts.draft!r}: MTP layers can't be quantized, so they are not supported with "
+                "quantization; use 'ngram', 'early-exit' or a smaller model"
             )
         device = options.device
         if device.is_gpu and not loaded.live:

@@ -1,4 +1,4 @@
-"""The options of `LLM`, checked: what is not built yet is refused by name."""
+"""Validation of the options of `LLM`: numbers, switches and amounts of memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def memory_bytes(value: int | str, total: int) -> int:
         amount = int(number * total / 100) if unit == "%" else int(number * _UNITS[unit])
     if not 0 < amount <= total:
         raise InvalidRequest(
-            f"kv_memory={value!r} is {amount} bytes; between 1 and {total}, this machine's memory"
+            f"kv_memory={value!r} is {amount} bytes; must be between 1 and {total}, this machine's memory"
         )
     return amount
 
@@ -117,7 +117,7 @@ def rank_of(group: Any) -> int:
     try:
         rank = dist.get_rank(group)
     except Exception as error:
-        raise InvalidRequest(f"process_group={group!r} is no process group: {error}") from None
+        raise InvalidRequest(f"process_group={group!r} is not a process group: {error}") from None
     if rank < 0:
         raise InvalidRequest("process_group: this process is not one of its ranks")
     return rank

@@ -1,4 +1,4 @@
-"""`SamplingParams`: everything that one request asks for, checked when it is made."""
+"""`SamplingParams`: the parameters of a request, validated at construction."""
 
 from __future__ import annotations
 
@@ -42,67 +42,67 @@ _SWITCHES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingParams:
-    """How the completions of one request are drawn, and when they end.
+    """Sampling parameters, stop conditions and requested outputs of one request.
 
     The order of processing is: `logits_processors`, penalties and `logit_bias`, bans (`bad_words`,
-    `allowed_token_ids`, `min_tokens`), the structure, temperature, top-k, top-p, min-p, typical.
-    Filters see float32 logits.
+    `allowed_token_ids`, `min_tokens`), structured output, temperature, top-k, top-p, min-p, typical.
+    Filters receive float32 logits.
 
     Attributes:
         n: completions per prompt, 1 to 4096; completion `i` draws with sample index `i`.
-        temperature: logits are divided by it; 0 takes the largest logit (ties: the lowest id).
-        top_k: keep the k largest logits (ties at the k-th survive); 0 keeps all.
+        temperature: divisor of the logits; 0 is greedy (ties: the lowest id).
+        top_k: keep the k largest logits (ties at the k-th are kept); 0 keeps all.
         top_p: keep the fewest tokens whose probabilities reach `top_p`, in (0, 1]; the token that
-            crosses the threshold stays.
+            crosses the threshold is kept.
         min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
         typical_p: keep the tokens whose surprise is nearest the entropy, up to this mass, in (0, 1]
             (Meister et al. 2022).
-        repetition_penalty: positive logits of ids seen in prompt or completion are divided by it,
+        repetition_penalty: positive logits of ids in the prompt or completion are divided by it,
             negative ones multiplied (Keskar et al. 2019); above 0.
         presence_penalty: subtracted once from the logit of every id in the completion, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the completion, in [-2, 2].
         logit_bias: token id to a number that is added to its logit.
-        bad_words: strings, or lists of ids, that must not be generated.
+        bad_words: strings, or lists of ids, that are never generated.
         allowed_token_ids: the only ids that may be drawn; None allows all.
-        min_tokens: end-of-sequence ids and stop ids can't be drawn before this many tokens.
-        max_tokens: at most this many new tokens; None means up to the length limit.
+        min_tokens: tokens before which end-of-sequence ids and stop ids are banned.
+        max_tokens: maximum number of new tokens; None: up to the length limit.
         stop: strings that end the completion; the text is cut before them.
         stop_token_ids: ids, or lists of ids, that end the completion; they stay in `token_ids`.
-        include_stop_str_in_output: leave the stop string in the text.
-        ignore_eos: go on past the model's end-of-sequence ids.
-        seed: 64-bit seed of the noise, in [0, 2**64); None takes a fresh one, which the result reports.
-        logprobs: None reports the drawn token's log-probs; N adds the top N of each step.
-        prompt_logprobs: None reports none; N reports each prompt token's, with the top N.
-        json_schema: a JSON schema, as a dictionary, a bool or its text; the completion is a document that
-            validates. True (or {}) means any JSON. It is compact: no whitespace but one space behind a colon
-            or comma.
-        any_whitespace: let the document of `json_schema` be indented; a model may then fill it with line
-            breaks.
-        regex: a regular expression that the whole completion matches.
-        grammar: a context-free grammar in Lark's syntax, as llguidance reads it.
+        include_stop_str_in_output: keep the stop string in the text.
+        ignore_eos: continue after the model's end-of-sequence ids.
+        seed: 64-bit seed of the noise, in [0, 2**64); None: random, reported in the result.
+        logprobs: None: log-probs of the drawn tokens; N: also those of the top N tokens of each step.
+        prompt_logprobs: None: none; N: log-probs of the prompt tokens and of the top N at each.
+        json_schema: a JSON schema as a dictionary, a bool or its text; the completion is a document that
+            validates. True (or {}) means any JSON. The document is compact: the only whitespace is one space
+            after a colon or comma.
+        any_whitespace: allow the document of `json_schema` to be indented; a model may then fill it with
+            line breaks.
+        regex: regular expression that the whole completion matches.
+        grammar: context-free grammar in Lark's syntax, as llguidance reads it.
         choice: strings, one of which is the completion.
-        num_beams: above 1, beam search as transformers does it; the `n` best of them are returned. Beams
-            search and do not sample: the filters must be off and the temperature 1 or 0.
-        length_penalty: a beam's score is the sum of its log-probs over its length to this power.
-        early_stopping: False, True or "never": when a beam search ends (as in transformers).
+        num_beams: above 1: beam search as in transformers; the `n` best beams are returned. Beam search
+            does not sample: the filters must be off and the temperature 1 or 0.
+        length_penalty: exponent of the length that divides a beam's summed log-probs, which gives its score.
+        early_stopping: False, True or "never": when beam search stops (as in transformers).
         skip_special_tokens: leave special tokens out of the text.
         logits_processors: callables `f(ids, logits) -> logits`, applied in order: ids `[L]` int64, prompt
             and completion; logits `[V]` float32, a copy. They must be pure: a row may be drawn again
-            after an eviction. An exception in one ends this request alone.
-        priority: lower runs earlier, as in vLLM; a step of 1 is worth a minute of waiting, so that
-            nobody waits for ever.
-        timeout_s: seconds from arrival after which the request ends as it is, with finish reason
-            "timeout"; None waits as long as it takes.
-        cache_salt: requests share cached prefixes only with those of the same salt.
-        draft: let drafts be used for this request where the engine has a proposer.
-        record_routing: report the experts that each token was sent to (mixture-of-experts models).
-        replay_routing: `[tokens, layers, k]` expert ids that the first positions of prompt and completion
-            are sent to, as recorded before; -1 throughout a layer's k leaves that token to the router.
-        hidden_states: report what the model's head saw for each token, `[tokens, H]`.
+            after an eviction. An exception in one ends only this request.
+        priority: lower runs earlier, as in vLLM; a step of 1 is worth a minute of waiting, so that no
+            request starves.
+        timeout_s: seconds from arrival after which the request ends with finish reason "timeout"; None: no
+            limit.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        draft: use drafts for this request, if the engine has a proposer. Outputs do not depend on it.
+        record_routing: report the experts of each token (mixture-of-experts models).
+        replay_routing: `[tokens, layers, k]` recorded expert ids, used for the first positions of prompt and
+            completion; -1 in all k of a layer leaves that token to the router.
+        hidden_states: report the input of the model's head for each token, `[tokens, H]`.
 
     Raises:
         InvalidRequest: a value out of its range; the message names the field, the value and the range.
-        NotSupported: a combination that is not done, by its names.
+        NotSupported: an unsupported combination; the message names both fields.
     """
 
     n: int = 1
@@ -156,12 +156,12 @@ class SamplingParams:
         return all(_same(getattr(self, f), getattr(other, f)) for f in self.__slots__)
 
     def __hash__(self) -> int:
-        # Of what is plain: tensors and mappings are compared, but not hashed.
+        # Tensors and mappings are compared, but not hashed.
         plain = (getattr(self, f) for f in self.__slots__ if f not in _NOT_HASHED)
         return hash(tuple(plain))
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, checked again."""
+        """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)
 
     def _check_numbers(self) -> None:
@@ -194,7 +194,7 @@ class SamplingParams:
             )
 
     def _settle_lists(self) -> None:
-        """Check the list fields and keep immutable copies, so that a caller's later edit changes nothing."""
+        """Validate the list fields and keep immutable copies, which a caller's later edit can't change."""
 
         def settle(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
@@ -219,21 +219,24 @@ class SamplingParams:
             settle("replay_routing", _routing(self.replay_routing))
 
     def _check_structure(self) -> None:
-        """At most one structure; what it can't be put together with is named."""
+        """Validate the fields of structured output: at most one of them, and supported combinations."""
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InvalidRequest(f"{' and '.join(given)}: a completion has one structure at most")
+            raise InvalidRequest(
+                f"{' and '.join(given)}: at most one kind of structured output per request"
+            )
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidRequest(f"{name}={value!r}: must be a string that is not empty")
+                raise InvalidRequest(f"{name}={value!r}: must be a non-empty string")
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema(self.json_schema))
         if given and self.min_tokens:
             raise NotSupported(
-                f"min_tokens={self.min_tokens} with {given[0]}: the structure says where the completion ends"
+                f"min_tokens={self.min_tokens} with {given[0]}: structured output decides where the "
+                "completion ends"
             )
         if self.cache_salt is not None and not _is_text(self.cache_salt):
             raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be Unicode text or None")
@@ -251,16 +254,18 @@ class SamplingParams:
         if self.num_beams == 1:
             for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) != off:
-                    raise NotSupported(f"{name}={getattr(self, name)!r} is for num_beams above 1")
+                    raise NotSupported(
+                        f"{name}={getattr(self, name)!r}: requires num_beams above 1"
+                    )
             return
         if self.n > self.num_beams:
-            raise InvalidRequest(f"n={self.n}: at most num_beams={self.num_beams} are found")
+            raise InvalidRequest(f"n={self.n}: must be at most num_beams={self.num_beams}")
         filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         for name, off in filters.items():
             if getattr(self, name) != off:
                 raise NotSupported(
-                    f"{name}={getattr(self, name)} with num_beams={self.num_beams}: beams search and "
-                    f"do not sample; leave it at {off}"
+                    f"{name}={getattr(self, name)} with num_beams={self.num_beams}: beam search does "
+                    f"not sample; leave it at {off}"
                 )
         if self.temperature not in (0.0, 1.0):
             raise NotSupported(
@@ -322,7 +327,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _entries(name: str, value: Any) -> list[Any]:
-    """The entries of a list, a tuple or an array; none for None."""
+    """Return the entries of a list, a tuple or an array; an empty list for None."""
     if value is None:
         return []
     if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
@@ -343,7 +348,7 @@ def _id(name: str, value: Any) -> int:
 
 
 def _id_sequences(name: str, values: Any) -> tuple[tuple[int, ...], ...]:
-    """Every entry as a tuple of ids: a bare id becomes a sequence of one."""
+    """Return every entry as a tuple of ids; a bare id becomes a tuple of one."""
     settled = []
     for value in _entries(name, values):
         several = isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
@@ -360,7 +365,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOP_STRINGS}")
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"stop={text!r}: each stop must be a string that is not empty")
+            raise InvalidRequest(f"stop={text!r}: each stop must be a non-empty string")
         if len(text) > MAX_STOP_STRING_CHARS:
             raise InvalidRequest(
                 f"a stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS}"
@@ -383,7 +388,7 @@ def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
     functions = (value,) if callable(value) else tuple(_entries("logits_processors", value))
     for function in functions:
         if not callable(function):
-            raise InvalidRequest(f"logits_processors: {function!r} can't be called")
+            raise InvalidRequest(f"logits_processors: {function!r} is not callable")
     if len(functions) > MAX_PROCESSORS:
         raise InvalidRequest(f"logits_processors has {len(functions)}; at most {MAX_PROCESSORS}")
     return functions
@@ -392,23 +397,23 @@ def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
 def _choices(value: Any) -> tuple[str, ...]:
     choices = tuple(_entries("choice", value))
     if not choices or not all(isinstance(text, str) and text for text in choices):
-        raise InvalidRequest(f"choice={value!r}: must be a list of strings that are not empty")
+        raise InvalidRequest(f"choice={value!r}: must be a list of non-empty strings")
     return choices
 
 
 def _schema(value: Any) -> str:
-    """The schema as JSON text, so that nobody can change it later."""
+    """Return the schema as JSON text, which a caller can't change later."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         if not isinstance(parsed, dict | bool):
             raise ValueError("a schema is an object, true or false")
         return json.dumps(parsed)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"json_schema is no JSON schema: {error}") from None
+        raise InvalidRequest(f"json_schema is not a JSON schema: {error}") from None
 
 
 def _routing(value: Any) -> Any:
-    """A copy as an int16 tensor `[tokens, layers, k]`."""
+    """Return a copy as an int16 tensor `[tokens, layers, k]`."""
     import torch
 
     try:
@@ -443,7 +448,7 @@ def _biases(value: Any) -> dict[int, float]:
         real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
         if not real or not abs(bias) <= _FLOAT32_MAX:
             raise InvalidRequest(
-                f"logit_bias[{token_id}]={bias!r}: must be a number that float32 can hold"
+                f"logit_bias[{token_id}]={bias!r}: must be a number in float32's range"
             )
         biases[token_id] = float(bias)
     return biases

@@ -1,4 +1,4 @@
-"""What callers hand over as prompts and params, one or many, as lists."""
+"""Normalization of the `prompts` and `params` arguments, one or many, to lists."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from verbatim.params import SamplingParams
 
 
 def _is_id(entry: Any) -> bool:
-    """Is this entry of a list a number, and not a prompt? Arrays count by their dimensions."""
+    """Return whether a list's entry is a number rather than a prompt; a 0-d array is a number."""
     return isinstance(entry, int | float) or getattr(entry, "ndim", None) == 0
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether it was a single one: a string, or numbers that are its ids."""
+    """Return the prompts as a list, and whether it was a single one: a string, or a list of ids."""
     if isinstance(prompts, str):
         return [prompts], True
     if getattr(prompts, "ndim", 1) > 1:
         return list(prompts), False
     if not isinstance(prompts, SequenceOf) and not hasattr(prompts, "ndim"):
         raise InvalidRequest(
-            f"prompts={prompts!r}: must be a string, a list of ids, or a list of those"
+            f"prompts={prompts!r}: must be a string, a list of ids, or a list of either"
         )
     entries = [] if getattr(prompts, "ndim", 1) == 0 else list(prompts)
     if not entries:
@@ -32,10 +32,12 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
-    """One for each of `count` prompts."""
+    """Return a list of parameters, one for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     each = list(params) if isinstance(params, SequenceOf) else [params]
     if len(each) != count:
-        raise InvalidRequest(f"{len(each)} params for {count} prompts: one for all, or one each")
+        raise InvalidRequest(
+            f"{len(each)} params for {count} prompts: must be one for all, or one per prompt"
+        )
     return each

@@ -1,4 +1,4 @@
-"""`Session`: a conversation whose K and V stay between its turns."""
+"""`Session`: a conversation that keeps its K and V between turns."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from verbatim.text.detokenizer import Detokenizer
 
 
 class Session:
-    """One conversation, turn by turn; `LLM.session` opens it.
+    """A conversation, turn by turn; opened by `LLM.session`.
 
-    It says what `LLM.generate` would say to all its ids in one prompt, under one seed. K and V of what was
-    said stay, so that a turn computes only what is new. They are there to save time: where others need the
-    memory, or new weights come, they go and are computed again, and no word depends on it.
+    Its outputs are those of `LLM.generate` with all its ids as one prompt, under one seed. The K and V of
+    earlier turns are kept, so that a turn computes only new tokens. They are evicted if other requests need
+    the memory or the weights change, and then recomputed; outputs do not depend on it.
 
-    A turn that is broken off (an error, Ctrl-C, a stream that is left, `pause("abort")`) leaves the session
-    as it was before. A session serves one call at a time.
+    A turn that is cut off (an error, Ctrl-C, an abandoned stream, `pause("abort")`) leaves the session
+    unchanged. A session serves one call at a time.
 
     Attributes:
-        params: for turns that are given none.
+        params: sampling parameters of turns that pass none.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """All ids so far, those given and those made; a copy."""
+        """A copy of all ids so far, of inputs and completions."""
         return list(self._ids)
 
     @property
     def position(self) -> int:
-        """Tokens so far. Setting it rolls back: what stands behind is forgotten."""
+        """Number of tokens so far. Set it to roll back: later tokens are dropped."""
         return len(self._ids)
 
     @position.setter
@@ -109,21 +109,21 @@ class Session:
 
     @property
     def text(self) -> str:
-        """The whole completion that `generate(None)` would go on with, as one call would have told it.
+        """Text of the completion that `generate(None)` would continue, as a single call would return it.
 
-        The texts of the calls join to it, but where a call ended in half a character or in what became a stop
-        string: what was told is not taken back.
+        Equals the joined texts of the calls, unless a call ended inside a character or inside what became
+        a stop string: text that was already returned is not withdrawn.
         """
         return self._text
 
     @property
     def max_length(self) -> int:
-        """Tokens that the session may come to."""
+        """Maximum tokens of the session."""
         return self._holding.max_length
 
     @property
     def seed(self) -> int:
-        """Of all its draws."""
+        """Seed of all draws."""
         return self._seed
 
     @property
@@ -133,22 +133,23 @@ class Session:
     def generate(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> Result:
-        """One turn: everything so far and `inputs` is the prompt.
+        """Run one turn. The prompt is everything so far, followed by `inputs`.
 
         Args:
-            inputs: a string or a list of ids. At the beginning a string gets the special tokens of its
-                tokenizer's rule, later none. None goes on with the completion that stands at the end,
-                whatever ended it: penalties, `min_tokens`, stops and structures count over all of it,
-                `max_tokens` over what is new. Where nothing was said yet, it begins with the model's BOS.
-            params: None takes the session's. Its seed must be None or the session's, `n` and `num_beams` 1.
+            inputs: a string or a list of ids. The first string gets the tokenizer's special tokens, later
+                ones none. None continues the last completion, whatever ended it: penalties, `min_tokens`,
+                stops and structured output apply to all of it, `max_tokens` to the new tokens. In an empty
+                session, None starts from the model's BOS.
+            params: None: the session's. The seed must be None or the session's, `n` and `num_beams` 1.
 
         Returns:
             As `LLM.generate`; `prompt_token_ids` is everything before the new tokens.
 
         Raises:
-            PromptTooLong, InvalidRequest, NotSupported: before any forward runs; the session is as before.
-            OutOfBlocks: it had lost its room to `idle_timeout_s`, and there is none within `wait_s`.
-            SessionBusy: another call is under way.
+            PromptTooLong, InvalidRequest, NotSupported: before any forward runs; the session is unchanged.
+            OutOfBlocks: its reservation was lost to `idle_timeout_s`, and no KV memory became free within
+                `wait_s`.
+            SessionBusy: another call is in progress.
             EngineClosed: the session or its LLM is closed.
             RequestFailed: as in `LLM.generate`.
         """
@@ -160,9 +161,9 @@ class Session:
     def stream(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> Iterator[Delta]:
-        """`generate`, as it grows. Leaving the loop early leaves the session as it was before the turn."""
+        """Stream the result of `generate`. Leaving the loop early leaves the session unchanged."""
         deltas = self._stream(inputs, params)
-        next(deltas)  # claims the session, and is inside of what gives it back
+        next(deltas)  # claims the session; the generator releases it
         return deltas  # type: ignore[return-value]  # only the first one is None
 
     def _stream(
@@ -178,7 +179,7 @@ class Session:
     async def agenerate(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> Result:
-        """`generate` for asyncio; cancelling leaves the session as it was before the turn."""
+        """Run `generate` in asyncio; cancelling leaves the session unchanged."""
         request = self._claim(inputs, params)
         try:
             await self._areserve()
@@ -191,7 +192,7 @@ class Session:
     async def astream(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
-        """`stream` for asyncio; what is refused is refused when the first delta is asked for."""
+        """Run `stream` in asyncio; invalid arguments are reported with the first delta."""
         request = self._claim(inputs, params)
         try:
             await self._areserve()
@@ -204,16 +205,16 @@ class Session:
             self._release()
 
     def save(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
-        """Write the session to a file, from which `LLM.session(load=path)` goes on with the same words.
+        """Write the session to a file, which `LLM.session(load=path)` resumes with the same tokens.
 
-        The file replaces one of that name at once, or not at all.
+        An existing file of that name is replaced atomically.
 
         Args:
-            kv: write K and V as well, as far as they are there, so that loading needs no forward for them.
+            kv: also write the K and V that are cached, so that loading does not recompute them.
 
         Raises:
-            NotSupported: `kv` where they are not in this process's memory, or not all that there is to a
-                position; params with Python callables or recorded routing.
+            NotSupported: `kv` if K and V are not in this process's memory, or are not the model's whole
+                state at a position; params with Python callables or recorded routing.
             SessionBusy, EngineClosed: as in `generate`.
         """
         if not isinstance(kv, bool):
@@ -232,7 +233,7 @@ class Session:
             write_session(path, self._handle, saved, self._holding if kv else None)
 
     def close(self) -> None:
-        """Give back K, V and room; a turn that is under way ends as "abort". Again does nothing."""
+        """Free K, V and the reservation; a turn in progress ends as "abort". May be called again."""
         self._let_go()
         if self._request is not None:
             self._handle.abort(self._request)
@@ -256,7 +257,7 @@ class Session:
             self._release()
 
     def _claim(self, inputs: Prompt | None, params: SamplingParams | None) -> Request:
-        """Begin a turn; `_release` ends it."""
+        """Start a turn; `_release` ends it."""
         self._check_open()
         self._lock()
         try:
@@ -292,7 +293,7 @@ class Session:
     def _lock(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise SessionBusy(
-                "this session is in use: another call is under way, or a stream is open"
+                "this session is in use: another call is in progress, or a stream is open"
             )
 
     def _check_open(self) -> None:
@@ -306,8 +307,8 @@ class Session:
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
         if params.seed not in (None, self._seed):
             raise InvalidRequest(
-                f"seed={params.seed}: this session's is {self._seed}; leave it None, or open the session "
-                "with another one"
+                f"seed={params.seed}: this session's seed is {self._seed}; leave it None, or open a session "
+                "with another seed"
             )
         params = params.replace(seed=self._seed)
         ids, resumed_ids, resumed_text = self._ids, list[int](), ""
@@ -328,7 +329,7 @@ class Session:
         )
 
     def _take(self, request: Request, result: Result) -> None:
-        """A turn has come to its end: what was said is said."""
+        """Append a finished turn to the session."""
         (completion,) = result.outputs
         if completion.finish_reason is FinishReason.ABORT:
             return
@@ -340,12 +341,12 @@ class Session:
         self._skips_special_tokens = request.params.skip_special_tokens
 
     def _begin_of_completion(self) -> int:
-        """Where the completion begins that stands at the end; there, if none does."""
+        """Return the start of the completion at the end; the end, if there is none."""
         begin, end = self._completions[-1] if self._completions else (0, -1)
         return begin if end == len(self._ids) else len(self._ids)
 
     def _decode(self, begin: int) -> str:
-        """The text of the completion that begins there, up to the end."""
+        """Return the text of the completion from `begin` to the end."""
         if self._handle.admission.tokenizer is None or begin == len(self._ids):
             return ""
         detokenizer = Detokenizer(
@@ -364,8 +365,8 @@ class Session:
         found = next((i for i in known if isinstance(i, int)), None)
         if found is None or not 0 <= found < self._handle.admission.vocab_size:
             raise InvalidRequest(
-                "inputs=None at the beginning of a session starts from the model's BOS, and this one has "
-                "none; give a string or ids"
+                "inputs=None in an empty session starts from the model's BOS, and this model has none; "
+                "pass a string or ids"
             )
         return found
 
@@ -382,7 +383,7 @@ def _settle_length(max_length: Any, num_tokens: int, engine: EngineHandle) -> in
         raise InvalidRequest(f"max_length={max_length!r}: must be an integer from 1 to {limit}")
     if length < num_tokens:
         raise InvalidRequest(
-            f"max_length={length}: the session that is loaded has {num_tokens} tokens already"
+            f"max_length={length}: the loaded session already has {num_tokens} tokens"
         )
     return length
 
@@ -392,7 +393,7 @@ def _settle_seed(seed: int | None, saved: SavedSession | None) -> int:
     if saved is None:
         return secrets.randbits(53) if seed is None else seed
     if seed not in (None, saved.seed):
-        raise InvalidRequest(f"seed={seed}: the session that is loaded has {saved.seed}")
+        raise InvalidRequest(f"seed={seed}: the loaded session has seed {saved.seed}")
     return saved.seed
 
 
@@ -401,5 +402,5 @@ def _seconds(name: str, value: Any) -> float | None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
-        raise InvalidRequest(f"{name}={value!r}: must be seconds, 0 or more, or None")
+        raise InvalidRequest(f"{name}={value!r}: must be a number of seconds, 0 or more, or None")
     return float(value)

@@ -168,7 +168,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
         return InvalidRequest(f"load={str(path)!r}: {why}")
 
     if not _path("load", path).is_file():
-        raise refuse("there is no such file")
+        raise refuse("no such file")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -206,12 +206,12 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
             f"{len(saved.token_ids)} tokens; this engine's limit is {engine.admission.max_length}"
         )
     if metadata.get("digest") != _digest(metadata["session"], tensors):
-        raise refuse("a damaged file: what it holds is not what was written")
+        raise refuse("a damaged file: its contents do not match their digest")
     if their_key != (key := _numerics_key(engine)):
         saved.kv = None
         warnings.warn(
-            f"the session was saved with numerics key {their_key}, and goes on with {key}: "
-            "from here on its words may be others than they would have been there",
+            f"the session was saved with numerics key {their_key} and continues with {key}: "
+            "its next tokens may differ from those with the original key",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -264,9 +264,7 @@ def _plain_params(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, name)
         if name in ("logits_processors", "replay_routing"):
             if value is not None and len(value):
-                raise NotSupported(
-                    f"save: the session's params hold {name}, which no file can keep"
-                )
+                raise NotSupported(f"save: the session's params have {name}, which can't be saved")
         elif value != getattr(default, name):
             plain[name] = dict(value) if name == "logit_bias" else value
     return plain
@@ -297,11 +295,11 @@ def _other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
         if theirs.get(name) != ours[name]:
             return (
                 f"a session of another model, {theirs.get('name')!r}: its {name} is {theirs.get(name)}, "
-                f"and that of {ours['name']!r} is {ours[name]}"
+                f"the {name} of {ours['name']!r} is {ours[name]}"
             )
     known = theirs.get("tokenizer") is not None and ours["tokenizer"] is not None
     if known and theirs["tokenizer"] != ours["tokenizer"]:
-        return f"a session of {theirs.get('name')!r}, whose tokenizer is another one"
+        return f"a session of {theirs.get('name')!r}, which has a different tokenizer"
     return None
 
 
@@ -313,7 +311,9 @@ def _why_no_kv(engine: EngineHandle) -> str | None:
     """Why K and V can't be taken out of the store or put in; None where they can."""
     runner = engine.runner
     if type(runner) is not Resident:
-        return f"placement {runner.info()['placement']!r} keeps them where no session can take them"
+        return (
+            f"placement {runner.info()['placement']!r} does not keep them in this process's memory"
+        )
     if runner.mtp is not None:
         return "draft='mtp' keeps more than K and V of each position"
     if runner.routed_layers:

@@ -35,8 +35,8 @@ def open_model(
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
-            f"config={config!r}: only a torch.distributed.checkpoint needs one, and model={model!r} is "
-            "none; leave it at None"
+            f"config={config!r}: only for a torch.distributed.checkpoint, and model={model!r} is not "
+            "one; leave it at None"
         )
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = Tokenizer.open(

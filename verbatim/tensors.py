@@ -13,18 +13,18 @@ from verbatim.errors import EngineClosed, InvalidRequest, ModelChanged
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
-# One engine for each live module that was ever given, gone when its module is.
+# One engine per live module, dropped with its module.
 _engines: weakref.WeakKeyDictionary[nn.Module, LLM] = weakref.WeakKeyDictionary()
-_engines_lock = threading.Lock()  # for moments: opening and looking wait for forwards of others
+_engines_lock = threading.Lock()  # held briefly: opening and refreshing wait for other forwards
 
 
 def engine_of(model: LLM | nn.Module) -> LLM:
-    """`model` itself if it is an open LLM, else the one engine kept for this module."""
+    """Return `model` itself if it is an LLM, else the engine kept for this module."""
     if isinstance(model, LLM):
         return model
     if not isinstance(model, nn.Module):
         raise InvalidRequest(
-            f"model={model!r}: must be an LLM, or a module of transformers or with kv_caches"
+            f"model={model!r}: must be an LLM, or a module, either transformers' or one with kv_caches"
         )
     while (kept := _kept(model)) is not None:
         try:
@@ -59,27 +59,27 @@ def generate(
     pad_token_id: int | None = None,
     **params: Any,
 ) -> Tensor:
-    """Continue each row of `input_ids`.
+    """Complete each row of `input_ids`.
 
     Args:
-        model: a live module, transformers' or one with `kv_caches`; or an open `LLM`.
+        model: a live module, either transformers' or one with `kv_caches`; or an open `LLM`.
         input_ids: `[B, P]` int64.
         attention_mask: `[B, P]` of 0 and 1, or bool; 0 marks padding, before or after a row's tokens.
-            None means there is none. Padding is no part of the prompt: a padded row gets the tokens
-            of the row alone.
-        max_new_tokens: at most this many new tokens a row; None means up to the length limit.
-        pad_token_id: fills a row after its end; None takes the model's pad id, else its
+            None: no padding. Padding is not part of the prompt: a padded row gets the same tokens as
+            without padding.
+        max_new_tokens: maximum new tokens per row; None: up to the length limit.
+        pad_token_id: id that fills a row after its end. None: the model's pad id, else its
             end-of-sequence id, else 0.
-        params: the fields of `SamplingParams`, but for `n`, `max_tokens` and those that ask for more than
+        params: fields of `SamplingParams`, except `n`, `max_tokens` and those that request more than
             ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`). Row b draws with
-            sample index b and `seed`; without a seed one number is drawn from torch's default generator.
+            sample index b and `seed`; without a seed, one is drawn from torch's default generator.
 
     Returns:
-        `[B, P + N]` int64, an ordinary tensor on `input_ids`' device: the input as given, then the new
-        tokens, N being the most that any row got.
+        `[B, P + N]` int64, an ordinary tensor on `input_ids`' device: the input, then the new tokens;
+        N is the length of the longest completion.
 
     Raises:
-        InvalidRequest: wrong shapes, a row that is all padding, a parameter out of range.
+        InvalidRequest: wrong shapes, a row with padding only, a parameter out of range.
     """
     check_padded(input_ids, attention_mask)
     _check_names(params)
@@ -111,19 +111,19 @@ def _check_names(params: dict[str, Any]) -> None:
     for name in params:
         if name in _NOT_TAKEN:
             raise InvalidRequest(
-                f"{name} is not taken here: one row each, max_new_tokens long, ids and nothing else"
+                f"{name} is not accepted here: one completion per row, max_new_tokens long, ids only"
             )
         if name not in known:
             raise InvalidRequest(
-                f"{name} is not known; SamplingParams has {', '.join(sorted(known))}"
+                f"{name} is unknown; SamplingParams has {', '.join(sorted(known))}"
             )
 
 
 def check_padded(input_ids: Any, attention_mask: Any, *, name: str = "input_ids") -> None:
-    """Raise InvalidRequest unless these are ids `[rows, length]`, padded at the ends of rows alone.
+    """Raise InvalidRequest unless these are ids `[rows, length]`, padded only at the ends of rows.
 
     Args:
-        name: what the caller knows the ids by.
+        name: name of the ids in messages.
     """
     plain = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not plain or input_ids.dtype not in _ID_DTYPES or input_ids.device.type == "meta":
@@ -133,12 +133,10 @@ def check_padded(input_ids: Any, attention_mask: Any, *, name: str = "input_ids"
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         shape = getattr(attention_mask, "shape", type(attention_mask).__name__)
         raise InvalidRequest(
-            f"attention_mask has shape {shape}; it must be a tensor of {name}' {input_ids.shape}"
+            f"attention_mask has shape {shape}; it must be a tensor of {name}' shape, {input_ids.shape}"
         )
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
-        raise InvalidRequest(
-            "attention_mask must hold 0 (padding) and 1 (a token) and nothing else"
-        )
+        raise InvalidRequest("attention_mask must hold only 0 (padding) and 1 (a token)")
     edges = attention_mask.long().diff(
         dim=1, prepend=torch.zeros_like(attention_mask[:, :1]).long()
     )
@@ -150,10 +148,10 @@ _ID_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch
 
 
 def rows_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The ids of each row, without padding.
+    """Return the ids of each row, without padding.
 
     Raises:
-        InvalidRequest: a row that is nothing but padding.
+        InvalidRequest: a row with padding only.
     """
     return [_row(input_ids, attention_mask, b) for b in range(input_ids.shape[0])]
 
@@ -161,5 +159,5 @@ def rows_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]
 def _row(input_ids: Tensor, attention_mask: Tensor | None, b: int) -> list[int]:
     row = input_ids[b] if attention_mask is None else input_ids[b][attention_mask[b].bool()]
     if not len(row):
-        raise InvalidRequest(f"row {b} of input_ids holds no token")
+        raise InvalidRequest(f"row {b} of input_ids has no tokens")
     return [int(i) for i in row.tolist()]

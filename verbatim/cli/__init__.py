@@ -1,7 +1,7 @@
-"""The `verbatim` command: one file a command.
+"""The `verbatim` command: one file per command.
 
-Nothing here imports torch before a command has checked what it was given: `verbatim --help` and a
-mistyped option answer at once.
+Nothing here imports torch before a command has checked its options, so `verbatim --help` and a mistyped
+option respond at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, scor
 
 app = typer.Typer(
     name="verbatim",
-    help="Generate text from any causal language model: the same words everywhere.",
+    help="Generate text from any causal language model: the same tokens everywhere.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -48,13 +48,13 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Generate text from any causal language model: the same words everywhere."""
+    """Generate text from any causal language model: the same tokens everywhere."""
 
 
 def main() -> None:
-    """Entry point of the console script.
+    """Run the console script.
 
-    Once everything is written the process ends at once: taking torch apart takes a second.
+    The process exits as soon as its output is flushed: tearing torch down takes a second.
     """
     status = 0
     try:

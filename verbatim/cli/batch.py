@@ -1,4 +1,4 @@
-"""`verbatim batch`: a file of requests in OpenAI's batch format, answered without a server."""
+"""`verbatim batch`: answer a file of requests in OpenAI's batch format, without a server."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ if TYPE_CHECKING:
     from verbatim.serve.batch import BatchRun
     from verbatim.serve.records import Records
 
-_TELL_S = 30.0  # between two lines where stderr is no terminal
+_TELL_S = 30.0  # between two progress lines, if stderr is not a terminal
 
 
 @command
 @takes(*MODEL, *OFFLOAD, *CLUSTER)
 def batch(
     source: Annotated[
-        str, typer.Argument(metavar="IN.jsonl", help="Requests: custom_id, method, url and body.")
+        str,
+        typer.Argument(
+            metavar="IN.jsonl", help="Request file: custom_id, method, url and body per line."
+        ),
     ],
     target: Annotated[
-        str, typer.Argument(metavar="OUT.jsonl", help="Gets the answers; a run goes on from them.")
+        str,
+        typer.Argument(metavar="OUT.jsonl", help="Answer file. An existing one is resumed."),
     ],
-    name: Annotated[str | None, typer.Option(help="What the requests call the model.")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name in the requests.")] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
-            help="Requests read ahead of their answers. Default: twice --max-sequences.", min=1
+            help="Maximum requests read and not yet answered. Default: twice --max-sequences.",
+            min=1,
         ),
     ] = None,
     **values: Any,
 ) -> None:
     """Answer a file of requests for /v1/completions, /v1/chat/completions or /v1/responses.
 
-    Answers are written as they end, line by line. Started again with the same files, it goes on where
-    it was ended, in whatever way. The exit status is 1 if an answer in OUT is an error.
+    Answers are written in order of completion, one per line. An interrupted run is resumed by the same
+    command. The exit status is 1 if an answer in OUT is an error.
     """
     try:
         import prometheus_client  # noqa: F401
@@ -64,15 +69,15 @@ def batch(
 
         run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
         _warn(run, records)
-        go_on = "the same command goes on from there"
+        resume = "the same command resumes there"
         try:
             with _shown(run) as on_record:
                 asyncio.run(run.run(on_record))
         except KeyboardInterrupt:
-            note(f"verbatim: interrupted; {_count(records)} in {target}; {go_on}")
+            note(f"verbatim: interrupted; {_count(records)} in {target}; {resume}")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except VerbatimError as error:
-            raise VerbatimError(f"{error}; {_count(records)} in {target}; {go_on}") from error
+            raise VerbatimError(f"{error}; {_count(records)} in {target}; {resume}") from error
         tell_stats(llm, values)
     note(_summary(run, records))
     if records.num_errors:
@@ -80,19 +85,19 @@ def batch(
 
 
 def _check_paths(source: str, target: str) -> None:
-    """Before OUT is made for nothing."""
+    """Check the request file before OUT is created."""
     from verbatim.serve.records import check_source
 
     path = check_source(source)
     if os.path.exists(target) and path.samefile(target):
-        raise WrongUsage(f"{source}: the answers can't go to the file of the requests")
+        raise WrongUsage(f"{source}: answers can't be written to the request file")
 
 
 def _warn(run: BatchRun, records: Records) -> None:
     now = run.service.name, run.service.fingerprint
     if records.begun_with not in (None, now):
         before = " with ".join(records.begun_with or ())
-        note(f"{records.path} was begun by {before}; it goes on with {' with '.join(now)}")
+        note(f"{records.path} was started by {before}; resuming with {' with '.join(now)}")
 
 
 def _count(records: Records) -> str:
@@ -102,7 +107,7 @@ def _count(records: Records) -> str:
 
 def _summary(run: BatchRun, records: Records) -> str:
     errors = f", {records.num_errors:,} of them errors" if records.num_errors else ""
-    before = f" ({run.num_skipped:,} from before)" if run.num_skipped else ""
+    before = f" ({run.num_skipped:,} from earlier runs)" if run.num_skipped else ""
     speed = f"{run.num_tokens:,} tokens in {run.seconds:.2f} s ({_speed(run)})"
     return f"{_count(records)} in {records.path}{errors}{before}; {speed}"
 
@@ -129,7 +134,7 @@ def _clock(seconds: float) -> str:
 
 @contextmanager
 def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal, a line now and then elsewhere; what is to be called after each record."""
+    """Show a progress bar on a terminal, or periodic lines elsewhere; yield the per-record callback."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield _Lines(run).tell
         return
@@ -150,7 +155,7 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
 
 
 class _Lines:
-    """Tells how far it is, not too often."""
+    """Print progress lines, at most one per `_TELL_S` seconds."""
 
     def __init__(self, run: BatchRun) -> None:
         self._run = run

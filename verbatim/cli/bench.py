@@ -1,4 +1,4 @@
-"""`verbatim bench`: how fast a model runs here, beside other systems and what the machine allows."""
+"""`verbatim bench`: measure a model's speed beside other systems and the machine's limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verbatim.bench.run import Plan, Report
     from verbatim.llm import LLM
 
-_WORK, _PEERS = "Workload", "Beside whom"
+_WORK, _PEERS = "Workload", "Other systems"
 
 
 @command
@@ -26,55 +26,62 @@ _WORK, _PEERS = "Workload", "Beside whom"
 def bench(
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder or a hub id; the small model in the package if left out."),
+        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
     ] = None,
     rows: Annotated[
         str,
         typer.Option(help="Sequences decoded at once.", metavar="N,N,...", rich_help_panel=_WORK),
     ] = "1,8,32",
     contexts: Annotated[
-        str, typer.Option(help="Tokens behind each.", metavar="N,N,...", rich_help_panel=_WORK)
+        str,
+        typer.Option(help="Context lengths in tokens.", metavar="N,N,...", rich_help_panel=_WORK),
     ] = "128,1024",
     prefills: Annotated[
-        str, typer.Option(help="Lengths of prompts.", metavar="N,N,...", rich_help_panel=_WORK)
+        str,
+        typer.Option(help="Prompt lengths in tokens.", metavar="N,N,...", rich_help_panel=_WORK),
     ] = "512",
     mixed: Annotated[
         int,
-        typer.Option(help="Requests of a mixed workload; 0: none.", min=0, rich_help_panel=_WORK),
+        typer.Option(
+            help="Requests in the mixed workload; 0 skips it.", min=0, rich_help_panel=_WORK
+        ),
     ] = 32,
     rounds: Annotated[
-        int, typer.Option(help="Turns of each system in each cell.", min=1, rich_help_panel=_WORK)
+        int, typer.Option(help="Turns per system and case.", min=1, rich_help_panel=_WORK)
     ] = 3,
     steps: Annotated[
-        int, typer.Option(help="Decode steps of a turn.", min=1, rich_help_panel=_WORK)
+        int, typer.Option(help="Decode steps per turn.", min=1, rich_help_panel=_WORK)
     ] = 8,
     peers: Annotated[
-        bool, typer.Option(help="Measure transformers on the same model.", rich_help_panel=_PEERS)
+        bool,
+        typer.Option(help="Measure transformers on the same model.", rich_help_panel=_PEERS),
     ] = True,
     gguf: Annotated[
         str | None,
         typer.Option(
-            help="The model as a GGUF file, for llama.cpp.", metavar="FILE", rich_help_panel=_PEERS
+            help="GGUF file of the same model, to measure llama.cpp.",
+            metavar="FILE",
+            rich_help_panel=_PEERS,
         ),
     ] = None,
     openvino: Annotated[
         str | None,
         typer.Option(
-            help="The model as optimum exports it, for OpenVINO.",
+            help="optimum export of the same model, to measure OpenVINO.",
             metavar="FOLDER",
             rich_help_panel=_PEERS,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
-        str | None, typer.Option(help="Draw it, too: a .png, .svg or .pdf.", metavar="FILE")
+        str | None, typer.Option(help="Also write a chart: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
     **values: Any,
 ) -> None:
     """Measure prefill, decode and a mixed workload, in turns with other systems.
 
-    Ratios say more than speeds: other work on the machine slows all systems alike. The limit is the time
-    to read weights and KV once, or to multiply, as measured in the same turns.
+    Compare ratios rather than speeds: other work on the machine slows all systems alike. The limit is the
+    time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
     from verbatim.bench.run import Plan
 
@@ -109,12 +116,12 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     except ValueError:
         numbers = (0,)
     if any(n < 1 for n in numbers):
-        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, as 1,8,32")
+        raise WrongUsage(f"--{name} {text!r}: must be integers of 1 or more, such as 1,8,32")
     return numbers
 
 
 def _check(plan: Plan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
-    """What would only fail after minutes."""
+    """Check up front what would otherwise fail after minutes."""
     from verbatim.bench.peers import installed, need
 
     if not (plan.prefills or (plan.rows and plan.contexts) or plan.mixed):
@@ -192,11 +199,11 @@ def _peers(
     if gguf is not None:
         found.append(LlamaCpp(gguf, threads))
     elif installed("llama_cpp"):
-        remarks.append("llama.cpp is installed: give it the model by --gguf FILE")
+        remarks.append("llama.cpp is installed: use --gguf FILE to measure it")
     if openvino is not None:
         found.append(OpenVINO(openvino, threads))
     elif installed("openvino"):
-        remarks.append("OpenVINO is installed: give it the model by --openvino FOLDER")
+        remarks.append("OpenVINO is installed: use --openvino FOLDER to measure it")
     return found, remarks
 
 

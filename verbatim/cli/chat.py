@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from verbatim.core import Result
     from verbatim.llm import LLM
 
-HELP = """/clear  forget the conversation
-/exit   leave, as Ctrl-D does
-/help   this list
-Ctrl-C ends an answer and keeps what there is of it; at the prompt it leaves."""
+HELP = """/clear  clear the conversation
+/exit   quit (also Ctrl-D)
+/help   list the commands
+Ctrl-C ends an answer and keeps the part already generated; at the prompt it quits."""
 
 
 @command
 @takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False)
 def chat(
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="Instructions for the model.")
+        str | None, typer.Option("--system", metavar="TEXT", help="System message.")
     ] = None,
     **values: Any,
 ) -> None:
-    """Talk with a model. What you leave out comes from the model's own generation config."""
+    """Chat with a model. Sampling defaults come from the model's generation_config.json."""
     fields = given(values, SAMPLING)
-    SamplingParams(**fields)  # refuse what is wrong before a model is opened
+    SamplingParams(**fields)  # reject invalid options before a model is opened
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
         tell_placement(llm, placement)
@@ -57,12 +57,12 @@ def chat(
 
 
 def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
-    """The model's own defaults with what the user gave."""
+    """Return the model's default sampling, overridden by the user's options."""
     return llm.default_params().replace(**({"max_tokens": DEFAULT_MAX_TOKENS} | fields))
 
 
 def _described(params: SamplingParams) -> str:
-    """What differs from the plain distribution, so that nobody has to guess."""
+    """Describe the sampling in effect: every field that is not at its default."""
     plain = SamplingParams()
     always = ("temperature", "max_tokens")
     shown = [
@@ -78,7 +78,7 @@ def _short(text: str) -> str:
 
 
 class Conversation:
-    """The turns so far. A turn that fails leaves them as they were."""
+    """The turns so far. A failed turn does not change them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
@@ -87,32 +87,32 @@ class Conversation:
         self.messages = list(self.system)
 
     def take(self, line: str) -> bool:
-        """Act on one line of the user; False ends the conversation."""
+        """Handle one line of input; return False to end the conversation."""
         text = line.strip()
         if text == "/exit":
             return False
         if text == "/clear":
             self.messages = list(self.system)
-            note("the conversation is forgotten")
+            note("conversation cleared")
         elif text == "/help":
             note(HELP)
         elif text.startswith("/") and text[1:].isalpha():
-            note(f"no command {text}\n{HELP}")
+            note(f"unknown command {text}\n{HELP}")
         elif text:
             self.turn(text)
         return True
 
     def turn(self, text: str) -> None:
-        """Ask, print the answer as it comes, and remember both."""
+        """Send one message, print the answer as it is generated, and append both."""
         asked = [*self.messages, {"role": "user", "content": text}]
         try:
             answer = self.answer(asked)
         except EngineClosed:
             raise
         except PromptTooLong as error:
-            note(f"{one_line(error)}\nthis turn was left out; /clear forgets the conversation")
+            note(f"{one_line(error)}\nthis turn was dropped; /clear clears the conversation")
         except VerbatimError as error:
-            note(f"{one_line(error)}\nthis turn was left out")
+            note(f"{one_line(error)}\nthis turn was dropped")
         else:
             self.messages = [*asked, {"role": "assistant", "content": answer}]
 
@@ -137,7 +137,7 @@ class Conversation:
 
 
 def _ended(result: Result | None) -> str:
-    """What there is to say if an answer did not end by itself; a stop needs no words."""
+    """Describe an answer that was interrupted, cut or timed out; "" for a stop."""
     if result is None:
         return "interrupted, "
     output = result.outputs[0]
@@ -146,9 +146,9 @@ def _ended(result: Result | None) -> str:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, or what is piped in, line by line."""
+    """Yield the lines typed on a terminal or piped in."""
     if sys.stdin is None:
-        raise WrongUsage("stdin is closed: there is nothing to talk with")
+        raise WrongUsage("stdin is closed: chat reads its turns from it")
     if not sys.stdin.isatty():
         for number, raw in enumerate(sys.stdin.buffer, start=1):
             try:

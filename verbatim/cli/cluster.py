@@ -1,4 +1,4 @@
-"""`verbatim cluster`: machines that run a model together, and what they are doing."""
+"""`verbatim cluster`: start, join, stop and inspect a cluster of machines."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from verbatim.placement.cluster.looking import Look
 
 PORT = 6379
-_LIMIT_S = 120.0  # for what Ray does on this machine
-_STORE_BYTES = 500_000_000  # of Ray's object store, through which `transport="actors"` alone sends
+_LIMIT_S = 120.0  # for one of Ray's own commands
+_STORE_BYTES = 500_000_000  # Ray's object store; used by `transport="actors"` only
 
 cluster = typer.Typer(
     name="cluster",
-    help="Machines that run a model together (Ray starts the processes).",
+    help="Run a model over several machines (Ray starts the processes).",
     no_args_is_help=True,
     add_completion=False,
 )
 _Extra = Annotated[
-    list[str] | None, typer.Argument(help="After --: options handed to `ray start` as they are.")
+    list[str] | None, typer.Argument(help="After --: options passed to `ray start`.")
 ]
 
 
@@ -39,17 +39,19 @@ _Extra = Annotated[
 @command
 def start(
     extra: _Extra = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where to listen.")] = PORT,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")
+    ] = PORT,
     node_ip_address: Annotated[
         str | None,
         typer.Option(
-            "--node-ip-address", metavar="IP", help="The address of this machine for the others."
+            "--node-ip-address", metavar="IP", help="Address that other machines use for this one."
         ),
     ] = None,
 ) -> None:
-    """Make this machine the first of a cluster; tells what to type on the others.
+    """Make this machine the head of a cluster, and print the commands for the others.
 
-    Whoever joins needs this machine's token. Where there is none, one is made.
+    Joining requires this machine's token, which is created if there is none.
     """
     _check_ray()
     if node_ip_address is not None:
@@ -80,22 +82,24 @@ Then, on any of them:
   LLM("MODEL", placement=Cluster(address="{address}"))
   verbatim cluster status --address {address}
 
-Whoever has the token and reaches these machines can run anything on them. It is sent in the clear.""")
+Anyone who has the token and can reach these machines can run code on them. It is sent unencrypted.""")
 
 
 @cluster.command()
 @command
 def join(
-    head: Annotated[str, typer.Argument(help="What `verbatim cluster start` printed: HOST:PORT.")],
+    head: Annotated[
+        str, typer.Argument(help="HOST:PORT of the head, as `verbatim cluster start` prints it.")
+    ],
     extra: _Extra = None,
     node_ip_address: Annotated[
         str | None,
         typer.Option(
-            "--node-ip-address", metavar="IP", help="The address of this machine for the others."
+            "--node-ip-address", metavar="IP", help="Address that other machines use for this one."
         ),
     ] = None,
 ) -> None:
-    """Let this machine take part in the cluster of another one."""
+    """Join this machine to a cluster."""
     _check_ray()
     from verbatim.placement.cluster.contact import answers, token_path
 
@@ -104,12 +108,12 @@ def join(
         _check_own(node_ip_address)
     if not os.environ.get("RAY_AUTH_TOKEN") and token_path() is None:
         raise VerbatimError(
-            f"this machine has no token: bring it over with `mkdir -p ~/.ray && "
+            f"this machine has no token: copy the head's with `mkdir -p ~/.ray && "
             f"scp {host}:.ray/auth_token ~/.ray/auth_token`"
         )
     if not answers((host, port)):
         raise VerbatimError(
-            f"nobody answers at {host}:{port}: is `verbatim cluster start` done there?"
+            f"no answer from {host}:{port}: is a cluster started there (`verbatim cluster start`)?"
         )
     where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
     _ray("start", f"--address={host}:{port}", *where, *_FRUGAL[1:], *(extra or []))
@@ -119,11 +123,11 @@ def join(
 @cluster.command()
 @command
 def stop() -> None:
-    """End all of Ray on this machine, and whatever runs on it."""
+    """Stop every Ray process on this machine, including those it did not start."""
     _check_ray()
     said = _ray("stop")
     found = "Did not find any active Ray processes" not in said
-    typer.echo("Ray has ended on this machine." if found else "No Ray ran on this machine.")
+    typer.echo("Ray stopped on this machine." if found else "Ray was not running on this machine.")
 
 
 @cluster.command()
@@ -134,12 +138,12 @@ def status(
         typer.Option(
             "--address",
             metavar="HOST:PORT",
-            help="Of the cluster; left out, the one that RAY_ADDRESS names or that this machine is in.",
+            help="Address of the cluster. Default: RAY_ADDRESS, or the cluster of this machine.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tell which machines there are, and what each stage holds and does."""
+    """Show the machines of a cluster, and the stages of each open model."""
     _check_ray()
     from verbatim.placement.cluster.looking import look
 
@@ -147,7 +151,7 @@ def status(
     typer.echo(json.dumps(found.as_dict()) if as_json else _text(found))
 
 
-# What is asked of Ray.
+# Ray's own commands.
 
 _FRUGAL = (
     "--include-dashboard=false",
@@ -161,18 +165,19 @@ def _check_ray() -> None:
         raise NotSupported("`verbatim cluster` needs Ray: pip install 'verbatim[cluster]'")
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
-        raise WrongUsage(f"RAY_AUTH_MODE={mode}: a cluster of Verbatim asks for a token; unset it")
+        raise WrongUsage(f"RAY_AUTH_MODE={mode}: a Verbatim cluster uses token mode; unset it")
 
 
 def _check_own(address: str) -> None:
-    """Ray would wait for ever for a machine that has another address."""
+    """Check that the address is this machine's; Ray would wait for ever otherwise."""
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
     except OSError as error:
         raise WrongUsage(
-            f"--node-ip-address {address!r} is no address of this machine: {error.strerror or error}"
+            f"--node-ip-address {address!r} is not an address of this machine: "
+            f"{error.strerror or error}"
         ) from None
 
 
@@ -181,15 +186,15 @@ def _host_port(text: str) -> tuple[str, int]:
     if not colon:
         return text, PORT
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise WrongUsage(f"{text!r}: must be HOST:PORT, as 10.0.0.1:{PORT}")
+        raise WrongUsage(f"{text!r}: must be HOST:PORT, such as 10.0.0.1:{PORT}")
     return host, int(port)
 
 
 def _ray(*arguments: str) -> str:
-    """What Ray's own command says.
+    """Run one of Ray's own commands and return its output.
 
     Raises:
-        VerbatimError: it failed; its last line tells why.
+        VerbatimError: the command failed; the message has its last line.
     """
     environment = {
         **os.environ,
@@ -206,7 +211,8 @@ def _ray(*arguments: str) -> str:
         except subprocess.TimeoutExpired:
             process.kill()
             raise VerbatimError(
-                f"`ray {arguments[0]}` has not ended in {_LIMIT_S:.0f} s: see /tmp/ray/session_latest/logs"
+                f"`ray {arguments[0]}` did not finish within {_LIMIT_S:.0f} s: see "
+                "/tmp/ray/session_latest/logs"
             ) from None
         finally:
             said.seek(0)
@@ -219,16 +225,16 @@ def _ray(*arguments: str) -> str:
 def _reason(what: str, text: str) -> str:
     if "InvalidAuthToken" in text or "AuthenticationError" in text:
         return (
-            "the token of this machine (~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN) is not "
-            "the cluster's: bring it over from the head"
+            "this machine's token (~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN) differs from "
+            "the cluster's: copy it from the head"
         )
     lines = [line.rpartition(" -- ")[2].strip() for line in text.splitlines()]
     said = [line for line in lines if line and set(line) - set("-=^~ ")]
-    return f"`ray {what}` failed: {said[-1] if said else 'it does not say why'}"
+    return f"`ray {what}` failed: {said[-1] if said else 'no reason given'}"
 
 
 def _said_address(text: str) -> str:
-    """The head's own address, of which Ray's command tells."""
+    """Return the head's address from the output of `ray start`."""
     for line in text.splitlines():
         _, found, address = line.partition("Local node IP: ")
         if found:
@@ -236,21 +242,21 @@ def _said_address(text: str) -> str:
     return socket.gethostname()
 
 
-# What is shown.
+# Output.
 
 
 def _text(found: Look) -> str:
     lines = [f"cluster at {found.address}"]
     lines += [
         f"  machine {m['machine']}: {m['cores']:.0f} cores, {_bytes(m['memory_bytes'])} of memory"
-        + ("" if m["reachable"] else ", can't be reached")
+        + ("" if m["reachable"] else ", unreachable")
         for m in found.machines
     ]
     for name, stages in found.clusters.items():
         lines += ["", f"model {name}"]
         lines += _table([_HEADER, *(_row(stage) for stage in stages)])
     if not found.clusters:
-        lines += ["", "no model is open on it"]
+        lines += ["", "no open models"]
     return "\n".join(lines)
 
 

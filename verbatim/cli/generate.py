@@ -1,4 +1,4 @@
-"""`verbatim generate`: one prompt, its completions."""
+"""`verbatim generate`: complete one prompt."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
 @command
 @takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to complete.")] = None,
     file: Annotated[
         str | None,
         typer.Option("--file", metavar="PATH", help="Read the prompt from a file; - is stdin."),
     ] = None,
     ids: Annotated[
         str | None,
-        typer.Option("--ids", metavar="IDS", help='Token ids as the prompt, as "5 17 9".'),
+        typer.Option("--ids", metavar="IDS", help='Token ids of the prompt, such as "5 17 9".'),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the whole result as one JSON object.")
     ] = False,
     **values: Any,
 ) -> None:
-    """Continue a prompt: given here, in a file, as token ids, or piped in.
+    """Complete one prompt: an argument, a file, token ids, or stdin.
 
-    Text goes to stdout as it is generated; the last line, with counts and speed, to stderr.
+    Text is written to stdout as it is generated. The last line, with counts and speed, goes to stderr.
     """
     source = _prompt(prompt, file, ids)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
     for name in ("logprobs", "prompt_logprobs", "record_routing"):
         if name in fields and not as_json:
-            raise WrongUsage(f"--{name.replace('_', '-')} is only shown with --json")
+            raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     params = seeded(SamplingParams(**fields))
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
@@ -77,13 +77,13 @@ def generate(
 
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:
-    """Generate, write to stdout as it comes where that is possible, and report on stderr."""
+    """Generate, write to stdout (streaming a single completion), and report on stderr."""
     texts = [""] * params.n
     counts = [0] * params.n
     result: Result | None = None
     live = params.n == 1 and not as_json
     start = time.perf_counter()
-    # Of a beam search nothing comes before its end: Ctrl-C must not wait for the next delta.
+    # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
     watching = interruptible() if params.num_beams == 1 else nullcontext(Interrupt())
     with watching as interrupt, ending(llm.stream(source, params)) as deltas:
         for delta in deltas:
@@ -124,7 +124,7 @@ def _summary(result: Result | None, params: SamplingParams, num_new: int, second
     prompt = _count(len(result.prompt_token_ids), "prompt token")
     drafts = result.metrics.draft
     if drafts.num_drafted:
-        speed += f", {drafts.tokens_per_forward:.1f} tokens a forward"
+        speed += f", {drafts.tokens_per_forward:.1f} tokens per forward"
     return f"{prompt}, {speed}, seed {params.seed}, finish: {finish}"
 
 
@@ -133,7 +133,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list[int]:
-    """The one prompt that was given."""
+    """Return the prompt from the one source that was given."""
     sources = [
         name
         for name, value in (("PROMPT", prompt), ("--file", file), ("--ids", ids))
@@ -148,15 +148,17 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     if file is not None and file != "-":
         return read_text(file, Path(file).read_bytes)
     if sys.stdin is None:
-        raise WrongUsage("no prompt: stdin is closed; give it as an argument, by --file or --ids")
+        raise WrongUsage(
+            "no prompt: stdin is closed; pass it as an argument, with --file or with --ids"
+        )
     if file is None and sys.stdin.isatty():
-        raise WrongUsage("no prompt: give it as an argument, by --file or --ids, or pipe it in")
+        raise WrongUsage("no prompt: pass it as an argument, with --file or --ids, or pipe it in")
     return read_text("stdin", sys.stdin.buffer.read)
 
 
 def parse_ids(text: str) -> list[int]:
-    """Ids as they are given on a command line."""
+    """Parse the token ids of a command line."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
-        raise WrongUsage(f'--ids {text!r}: must be integers, as "5 17 9"') from None
+        raise WrongUsage(f'--ids {text!r}: must be integers, such as "5 17 9"') from None

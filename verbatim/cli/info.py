@@ -1,4 +1,4 @@
-"""`verbatim info`: what a model is, how it will be run, and what makes its bits comparable."""
+"""`verbatim info`: show a model's size, numerics key and default sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,
 ) -> None:
-    """Tell a model's sizes, its numerics key, and its default sampling parameters."""
+    """Show a model's size, numerics key and default sampling parameters."""
     with open_llm(values) as llm:
         facts = llm.info()
     if as_json:
@@ -31,7 +31,7 @@ def info(
 
 
 def _rows(facts: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values, nested ones indented under their heading."""
+    """Yield names and values; nested ones are indented under their heading."""
     for key, value in facts.items():
         name = indent + str(key).replace("_", " ")
         if isinstance(value, Mapping):

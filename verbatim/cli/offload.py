@@ -1,4 +1,4 @@
-"""The options that spread a model over device, RAM and disk, and what is said about it."""
+"""The options of offloading to device, RAM and disk, and the lines that commands print about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _percents(name: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise WrongUsage(f"--{name} {text!r}: must be percents, as 20,50,30") from None
+        raise WrongUsage(f"--{name} {text!r}: must be percents, such as 20,50,30") from None
 
 
 def _workload(text: str) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def _workload(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise WrongUsage(
-            f"--workload {text!r}: must be prompt tokens and new tokens, as 512,128"
+            f"--workload {text!r}: must be prompt tokens and new tokens, such as 512,128"
         ) from None
 
 
@@ -39,17 +39,17 @@ def _policy(text: str) -> str | None:
     return None if text.lower() == "none" else text
 
 
-# Of those that describe the machine and the work; `verbatim plan` has no others.
+# The options that describe the machine and the workload: all that `verbatim plan` accepts.
 PLACING = (
-    Option("gpu", str, _PANEL, 'What the device may hold: "16GB" or bytes.', "AMOUNT", _budget),
-    Option("cpu", str, _PANEL, "What RAM may hold, beside that.", "AMOUNT", _budget),
-    Option("disk", str, _PANEL, "A folder for what leaves memory.", "PATH"),
-    Option("disk_limit", str, _PANEL, "What may be written there.", "AMOUNT"),
+    Option("gpu", str, _PANEL, 'Budget of the device: "16GB" or bytes.', "AMOUNT", _budget),
+    Option("cpu", str, _PANEL, "Budget of RAM, beside that.", "AMOUNT", _budget),
+    Option("disk", str, _PANEL, "Folder for KV cache and activations that leave memory.", "PATH"),
+    Option("disk_limit", str, _PANEL, "Budget of that folder.", "AMOUNT"),
     Option(
         "weights",
         str,
         _PANEL,
-        "Percents in gpu, cpu and disk; chosen if left out.",
+        "Percents of the weights in gpu, cpu and disk. Default: planned.",
         "G,C,D",
         lambda text: _percents("weights", text),
     ),
@@ -57,7 +57,7 @@ PLACING = (
         "kv",
         str,
         _PANEL,
-        "The same of keys and values.",
+        "Percents of the KV cache in gpu, cpu and disk. Default: planned.",
         "G,C,D",
         lambda text: _percents("kv", text),
     ),
@@ -65,18 +65,18 @@ PLACING = (
         "activations",
         str,
         _PANEL,
-        "The same of hidden states that wait.",
+        "Percents of waiting activations in gpu, cpu and disk. Default: planned.",
         "G,C,D",
         lambda text: _percents("activations", text),
     ),
-    Option("batch_size", int, _PANEL, "Sequences that compute at once; chosen if left out."),
-    Option("micro_batches", int, _PANEL, "Of them that share each reading of a layer."),
+    Option("batch_size", int, _PANEL, "Sequences per micro-batch. Default: planned."),
+    Option("micro_batches", int, _PANEL, "Micro-batches per read of a layer. Default: planned."),
     Option("no_overlap", bool, _PANEL, "Read and compute one after the other."),
     Option(
         "policy",
         str,
         _PANEL,
-        "auto measures this machine; none measures nothing.",
+        "auto: measure this machine; none: use round numbers.",
         "auto|none",
         _policy,
     ),
@@ -84,7 +84,7 @@ PLACING = (
         "workload",
         str,
         _PANEL,
-        "Prompt and new tokens of a typical request; 512,128 if left out.",
+        "Prompt and new tokens of a typical request. Default: 512,128.",
         "N,N",
         _workload,
     ),
@@ -92,18 +92,20 @@ PLACING = (
 
 OFFLOAD = (
     *PLACING,
-    Option("trace", str, _PANEL, "Write a trace in Chrome's format.", "PATH"),
-    Option("stats", bool, _PANEL, "Print what was predicted beside what happened."),
+    Option(
+        "trace", str, _PANEL, "Write a trace of reads and computation, in Chrome's format.", "PATH"
+    ),
+    Option("stats", bool, _PANEL, "Print predicted beside actual figures at the end."),
 )
 
 
 def offload_of(values: Mapping[str, Any]) -> Offload | None:
-    """The placement that the options describe; None where none of them was given."""
+    """Return the placement that the options describe; None if none of them was given."""
     settings = given(values, [option for option in OFFLOAD if option.name in values])
     stats = settings.pop("stats", False)
     if not settings:
         if stats:
-            raise WrongUsage("--stats needs an option of an offloaded model, such as --gpu")
+            raise WrongUsage("--stats needs an option of offloading, such as --gpu")
         return None
     if settings.pop("no_overlap", False):
         settings["overlap"] = False
@@ -113,13 +115,13 @@ def offload_of(values: Mapping[str, Any]) -> Offload | None:
 
 
 def tell_plan(llm: LLM, placement: Offload | None) -> None:
-    """One line on stderr."""
+    """Print the plan's summary on stderr."""
     if placement is not None:
         note(llm.info()["plan_summary"])
 
 
 def tell_stats(llm: LLM, values: Mapping[str, Any]) -> None:
-    """Predicted beside actual on stderr, where `--stats` asks for it."""
+    """Print predicted beside actual figures on stderr, with `--stats`."""
     if values.get("stats"):
         from verbatim.placement.offload.report import compared
 

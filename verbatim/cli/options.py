@@ -1,7 +1,7 @@
-"""The options that several commands share: one table from which their help, types and checks follow.
+"""The options that several commands share: one table for their help, types and checks.
 
-An option has its Python name with dashes. None, or an empty list, means that it wasn't given; the
-defaults stay where they are defined, in `SamplingParams` and `LLM`.
+An option has its Python name with dashes. None, or an empty list, means that it was not given; the
+defaults are those of `SamplingParams` and `LLM`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One option: its Python name, the type typer parses, the panel of the help it stands in.
+    """One option: its Python name, the type that typer parses, and its panel in the help.
 
-    `read` makes the Python value of what typer parsed, where that is not the value itself. A switch that
-    is `on` unless it is turned off has a flag for that.
+    `read` converts the parsed value to the Python value, if they differ. A switch that is `on` by default
+    has a flag to turn it off.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Option:
         return f"{dashed}/--no-{dashed[2:]}" if default_true else dashed
 
     def parameter(self, defaults: SamplingParams | None) -> inspect.Parameter:
-        """The keyword parameter that typer reads; `defaults` are shown in the help."""
+        """Return the keyword parameter that typer reads; `defaults` are shown in the help."""
         shown = getattr(defaults, self.name, None)
         plain = isinstance(shown, int | float | str) and not isinstance(shown, bool)
         info = typer.Option(
@@ -76,7 +76,7 @@ def _defaults() -> SamplingParams:
 
 
 def read_text(name: str, read: Callable[[], bytes]) -> str:
-    """The text of a file. The line end that closes a text file is not part of it."""
+    """Return the text of a file, without its final newline."""
     try:
         text = read().decode()
     except OSError as error:
@@ -104,7 +104,7 @@ def _bias(entry: str) -> tuple[int, float]:
             raise ValueError
         return int(token_id), float(value)
     except ValueError:
-        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, as 42=-1.5") from None
+        raise WrongUsage(f"--logit-bias {entry!r}: must be ID=VALUE, such as 42=-1.5") from None
 
 
 def _early_stopping(text: str) -> bool | str:
@@ -114,118 +114,148 @@ def _early_stopping(text: str) -> bool | str:
     return meanings[text.lower()]
 
 
-_DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Ending", "Reports"
-_STRUCTURE, _BEAMS = "Structure of the completion (one of these)", "Beam search"
+_DRAWING, _PENALTIES, _STOPPING, _REPORT = "Sampling", "Penalties and bans", "Stopping", "Output"
+_STRUCTURE, _BEAMS = "Structured output (one of these)", "Beam search"
 
 SAMPLING = (
-    Option("temperature", float, _DRAWING, "Divide the logits by this; 0 takes the largest."),
+    Option("temperature", float, _DRAWING, "Divide the logits by this; 0 is greedy."),
     Option("top_k", int, _DRAWING, "Keep the k likeliest tokens; 0 keeps all."),
-    Option("top_p", float, _DRAWING, "Keep the fewest tokens with this much probability."),
-    Option("min_p", float, _DRAWING, "Drop tokens below this share of the likeliest one."),
+    Option("top_p", float, _DRAWING, "Keep the fewest tokens with this total probability."),
+    Option("min_p", float, _DRAWING, "Drop tokens below this fraction of the top probability."),
     Option(
-        "typical_p", float, _DRAWING, "Keep the most typical tokens with this much probability."
+        "typical_p", float, _DRAWING, "Keep the most typical tokens with this total probability."
     ),
-    Option("seed", int, _DRAWING, "Seed of the noise; a fresh one otherwise, which is reported."),
-    Option("repetition_penalty", float, _PENALTIES, "Weaken ids seen in prompt or completion."),
-    Option("presence_penalty", float, _PENALTIES, "Subtract once from ids in the completion."),
-    Option("frequency_penalty", float, _PENALTIES, "Subtract per occurrence in the completion."),
-    Option("logit_bias", list[str], _PENALTIES, "Add VALUE to an id's logit.", "ID=VALUE", _biases),
-    Option("bad_words", list[str], _PENALTIES, "A string never to generate.", "TEXT"),
-    Option("allowed_token_ids", list[int], _PENALTIES, "The only ids that may be drawn.", "ID"),
-    Option("max_tokens", int, _STOPPING, "At most this many new tokens."),
-    Option("min_tokens", int, _STOPPING, "No end before this many tokens."),
-    Option("stop", list[str], _STOPPING, "A string that ends the completion.", "TEXT"),
-    Option("stop_token_ids", list[int], _STOPPING, "An id that ends the completion.", "ID"),
-    Option("include_stop_str_in_output", bool, _STOPPING, "Leave the stop string in the text."),
-    Option("ignore_eos", bool, _STOPPING, "Go on past the end of sequence."),
-    Option("timeout_s", float, _STOPPING, "End it as it is after this many seconds.", "SECONDS"),
+    Option("seed", int, _DRAWING, "Seed of the noise. Default: random; it is reported."),
+    Option("repetition_penalty", float, _PENALTIES, "Penalize tokens in the prompt or completion."),
+    Option(
+        "presence_penalty",
+        float,
+        _PENALTIES,
+        "Subtract this once from the logits of tokens in the completion.",
+    ),
+    Option(
+        "frequency_penalty",
+        float,
+        _PENALTIES,
+        "Subtract this per occurrence of a token in the completion.",
+    ),
+    Option(
+        "logit_bias",
+        list[str],
+        _PENALTIES,
+        "Add VALUE to the logit of a token id.",
+        "ID=VALUE",
+        _biases,
+    ),
+    Option("bad_words", list[str], _PENALTIES, "String that is never generated.", "TEXT"),
+    Option(
+        "allowed_token_ids",
+        list[int],
+        _PENALTIES,
+        "Token id to allow; all others are banned.",
+        "ID",
+    ),
+    Option("max_tokens", int, _STOPPING, "Maximum number of new tokens."),
+    Option(
+        "min_tokens", int, _STOPPING, "Ban end-of-sequence and stop ids before this many tokens."
+    ),
+    Option("stop", list[str], _STOPPING, "String that ends the completion.", "TEXT"),
+    Option("stop_token_ids", list[int], _STOPPING, "Token id that ends the completion.", "ID"),
+    Option("include_stop_str_in_output", bool, _STOPPING, "Keep the stop string in the text."),
+    Option("ignore_eos", bool, _STOPPING, "Continue after the end-of-sequence token."),
+    Option("timeout_s", float, _STOPPING, "End the completion after this many seconds.", "SECONDS"),
     Option(
         "json_schema",
         str,
         _STRUCTURE,
-        "A JSON document of this schema.",
+        "Generate a JSON document that validates.",
         "JSON|@FILE",
         _text_or_file,
     ),
-    Option("any_whitespace", bool, _STRUCTURE, "Let the JSON document be indented."),
-    Option("regex", str, _STRUCTURE, "A text that matches as a whole.", "PATTERN"),
+    Option("any_whitespace", bool, _STRUCTURE, "Allow the JSON document to be indented."),
+    Option("regex", str, _STRUCTURE, "Generate text that matches as a whole.", "PATTERN"),
     Option(
-        "grammar", str, _STRUCTURE, "A text of this Lark grammar.", "GRAMMAR|@FILE", _text_or_file
+        "grammar",
+        str,
+        _STRUCTURE,
+        "Generate text of this Lark grammar.",
+        "GRAMMAR|@FILE",
+        _text_or_file,
     ),
-    Option("choice", list[str], _STRUCTURE, "One of these texts.", "TEXT"),
+    Option("choice", list[str], _STRUCTURE, "Generate one of these texts.", "TEXT"),
     Option("skip_special_tokens", bool, _REPORT, "Leave special tokens out of the text."),
 )
 
-# Those of `verbatim generate` alone: a chat shows one answer as it grows.
+# The options of `verbatim generate` only; a chat streams one answer.
 GENERATE_ONLY = (
-    Option("n", int, _DRAWING, "Completions of the prompt."),
+    Option("n", int, _DRAWING, "Number of completions."),
     Option(
         "num_beams",
         int,
         _BEAMS,
         "Search with this many beams instead of sampling; print the n best.",
     ),
-    Option("length_penalty", float, _BEAMS, "Scores are divided by the length to this power."),
+    Option("length_penalty", float, _BEAMS, "Divide a beam's score by its length to this power."),
     Option(
         "early_stopping",
         str,
         _BEAMS,
-        "When it ends: true (enough are found), false (a better one is unlikely), never (none can be).",
+        "When to stop: true (enough beams finished), false (a better one is unlikely), never (a better "
+        "one is impossible).",
         "true|false|never",
         _early_stopping,
     ),
-    Option("logprobs", int, _REPORT, "With --json: the log-probs of the top N of each step."),
-    Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt, and the top N."),
-    Option("record_routing", bool, _REPORT, "With --json: the experts each token was sent to."),
+    Option("logprobs", int, _REPORT, "With --json: log-probs of the top N tokens of each step."),
+    Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt and its top N."),
+    Option("record_routing", bool, _REPORT, "With --json: the experts of each token."),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"
 
 MODEL = (
-    Option(
-        "model", str, _MODEL, "A folder or a hub id; the small model in the package if left out."
-    ),
+    Option("model", str, _MODEL, "Folder or hub id. Default: the storyteller inside the package."),
     Option(
         "config",
         str,
         _MODEL,
-        "Of a torch.distributed.checkpoint folder: a KempnerForge .toml, or where a config.json is.",
+        "For a torch.distributed.checkpoint folder: KempnerForge's .toml, or a transformers config.",
     ),
-    Option("revision", str, _MODEL, "Branch, tag or commit on the hub."),
-    Option("trust_remote_code", bool, _MODEL, "Run Python code that comes with the model."),
-    Option("dtype", str, _MODEL, "auto (the checkpoint's), float32 or bfloat16."),
+    Option("revision", str, _MODEL, "Branch, tag or commit of a hub id."),
+    Option("trust_remote_code", bool, _MODEL, "Run Python code of the checkpoint."),
+    Option("dtype", str, _MODEL, "Weight dtype: auto (the checkpoint's), float32 or bfloat16."),
     Option("device", str, _ENGINE, "auto or cpu."),
-    Option("num_threads", int, _ENGINE, "Threads; the results don't depend on them."),
-    Option("max_length", int, _ENGINE, "Longest sequence, prompt and completion together."),
-    Option("kv_memory", str, _ENGINE, 'Memory for keys and values: "512MB", "40%" or bytes.'),
-    Option(
-        "kv_dtype", str, _ENGINE, "Of stored keys and values: auto, float32, bfloat16, int8, int4."
-    ),
+    Option("num_threads", int, _ENGINE, "Number of threads. Outputs do not depend on it."),
+    Option("max_length", int, _ENGINE, "Maximum tokens of prompt and completion together."),
+    Option("kv_memory", str, _ENGINE, 'Memory of the KV cache: "512MB", "40%" or bytes.'),
+    Option("kv_dtype", str, _ENGINE, "KV cache dtype: auto, float32, bfloat16, int8 or int4."),
     Option(
         "quantization",
         str,
         _ENGINE,
-        "Of weights, in memory or offloaded: int8, int4; w8a8, w4a8: of activations, too, in memory.",
+        "Weight quantization: int8 or int4, in memory or offloaded; w8a8 or w4a8 (activations too), in "
+        "memory only.",
     ),
-    Option("fused", bool, _ENGINE, "Run layers by fused kernels; no word depends on it.", on=True),
-    Option("block_size", int, _ENGINE, "Token positions per block of keys and values."),
-    Option("max_batch_tokens", int, _ENGINE, "Token rows per forward."),
-    Option("max_sequences", int, _ENGINE, "Sequences per forward."),
+    Option(
+        "fused", bool, _ENGINE, "Use fused layer kernels. Outputs do not depend on it.", on=True
+    ),
+    Option("block_size", int, _ENGINE, "Token positions per KV block."),
+    Option("max_batch_tokens", int, _ENGINE, "Maximum token rows per forward."),
+    Option("max_sequences", int, _ENGINE, "Maximum sequences per forward."),
     Option(
         "draft",
         str,
         _ENGINE,
-        "Who guesses tokens ahead, for speed alone: ngram, mtp, early-exit, or a smaller model's folder or "
-        "hub id.",
+        "How draft tokens are proposed (speculative decoding): ngram, mtp, early-exit, or the folder or hub "
+        "id of a smaller model. Outputs do not depend on it.",
     ),
-    Option("num_draft_tokens", int, _ENGINE, "Tokens of each draft; as many as pay if left out."),
+    Option("num_draft_tokens", int, _ENGINE, "Tokens per draft. Default: adaptive."),
 )
 
 
 def takes(
     *options: Option, show_defaults: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command, which ends in `**given`, these options."""
+    """Add these options to a command whose signature ends in `**values`."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
@@ -246,7 +276,7 @@ def takes(
 
 
 def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """What was really given of `options`, as Python values."""
+    """Return the options that were given, as Python values."""
     found = {}
     for option in options:
         value = values[option.name]
@@ -256,15 +286,15 @@ def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """The same with a seed, so that it is known even of a request that does not end.
+    """Return the parameters with a seed, so that it can be reported for an interrupted request too.
 
-    A fresh one has 53 bits, as those of the engine: they survive every JSON reader unrounded.
+    A random seed has 53 bits, as the engine's do: JSON readers do not round it.
     """
     return params if params.seed is not None else params.replace(seed=secrets.randbits(53))
 
 
 def prepare() -> None:
-    """What every command does before it opens a model: silence others, tell what is missing."""
+    """Silence other libraries and report missing kernels, before a command opens a model."""
     from verbatim import kernels
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -274,7 +304,7 @@ def prepare() -> None:
 
 
 def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = None) -> LLM:
-    """The engine on the model that the options name."""
+    """Open the model that the options name."""
     prepare()
     settings = given(values, MODEL)
     if placement is not None:

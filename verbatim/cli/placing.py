@@ -1,4 +1,4 @@
-"""Where a command's model lives: in memory, spread over tiers, or in stages. Any of their options says so."""
+"""The placement of a command's model: in memory, offloaded, or in stages of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise WrongUsage(
-            f"--layers {text!r}: must be the layers of each stage, as 8,8,12"
+            f"--layers {text!r}: must be the number of layers of each stage, such as 8,8,12"
         ) from None
 
 
@@ -31,41 +31,46 @@ def _amount(text: str) -> int | str:
 
 
 CLUSTER = (
-    Option("stages", int, _PANEL, "Processes that each run some of the layers."),
+    Option("stages", int, _PANEL, "Number of stages: processes with some of the layers each."),
     Option(
         "cluster",
         str,
         _PANEL,
-        "Run them on this cluster, as `verbatim cluster start` prints it; here if left out.",
+        "Address of the cluster, as `verbatim cluster start` prints it. Default: this machine alone.",
         "HOST:PORT",
     ),
-    Option("layers", str, _PANEL, "Layers of each stage; chosen if left out.", "N,N,...", _layers),
+    Option("layers", str, _PANEL, "Layers per stage. Default: assigned.", "N,N,...", _layers),
     Option(
-        "keep", str, _PANEL, "What a stage may keep to help a lost one again.", "AMOUNT", _amount
+        "keep",
+        str,
+        _PANEL,
+        "Budget per stage for activations kept for recovery.",
+        "AMOUNT",
+        _amount,
     ),
-    Option("spares", int, _PANEL, "Processes that wait to take a lost one's place."),
+    Option("spares", int, _PANEL, "Idle processes that replace lost stages."),
 )
 
 
 def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
-    """The placement that the options describe; None where none of them was given."""
+    """Return the placement that the options describe; None if none of them was given."""
     settings = given(values, CLUSTER)
     if not settings:
         return offload_of(values)
     if offload_of({**values, "stats": None}) is not None:
         named = "--" + next(iter(settings)).replace("_", "-")
-        raise WrongUsage(f"{named} puts the model in stages, which can't be offloaded besides")
-    if values.get("stats"):
         raise WrongUsage(
-            "--stats is of an offloaded model; `verbatim cluster status` tells of stages"
+            f"{named} runs the model in stages, which can't be combined with offloading"
         )
+    if values.get("stats"):
+        raise WrongUsage("--stats is for offloading; `verbatim cluster status` shows stages")
     from verbatim.placement.cluster.choice import Cluster
 
     return Cluster(address=settings.pop("cluster", None), **settings)
 
 
 def tell_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
-    """One line on stderr, where the model isn't simply in memory."""
+    """Print one line on stderr about an offloaded model or one in stages."""
     from verbatim.placement.cluster.choice import Cluster
 
     if isinstance(placement, Cluster):

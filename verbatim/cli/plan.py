@@ -1,4 +1,4 @@
-"""`verbatim plan`: where a model would lie, how fast it would be, and why."""
+"""`verbatim plan`: show where an offloaded model would be placed, its expected speed, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from verbatim.placement.offload.choice import Offload
     from verbatim.placement.offload.forecast import Forecast
 
-# What shapes a plan; the others of `LLM` are about drafts and the device.
+# The options of `LLM` that affect a plan; the others are about drafts and the device.
 _SHAPING = (
     "config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
     "block_size max_batch_tokens max_sequences"
@@ -29,14 +29,15 @@ _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 @takes(*PLACING, *_OPTIONS)
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id; the small model if left out.")
+        str | None,
+        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,
 ) -> None:
-    """Tell how a model larger than its memory would be run, without loading it.
+    """Show how a model larger than memory would run, without loading it.
 
-    The machine is measured for a second or two, of which some is spent reading the model's files.
+    Measures the machine for a second or two, which includes reading the model's files.
     """
     offload, settings = offload_of(values), given(values, _OPTIONS)
     found = _forecast(model, offload, settings)

@@ -1,4 +1,4 @@
-"""`verbatim score`: how likely texts are, token by token."""
+"""`verbatim score`: print the log-probs of texts, token by token."""
 
 from __future__ import annotations
 
@@ -31,32 +31,34 @@ def score(
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option("--file", metavar="PATH", help="A file is one text, too; - is stdin."),
+        typer.Option("--file", metavar="PATH", help="File with one text; - is stdin. Repeatable."),
     ] = None,
     ids: Annotated[
         list[str] | None,
-        typer.Option("--ids", metavar="IDS", help='Token ids in place of a text, as "5 17 9".'),
+        typer.Option(
+            "--ids", metavar="IDS", help='Token ids of a text, such as "5 17 9". Repeatable.'
+        ),
     ] = None,
     summary: Annotated[
-        bool, typer.Option("--summary", help="One line a text, without its tokens.")
+        bool, typer.Option("--summary", help="Print one line per text, without its tokens.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a text, a line each.")
+        bool, typer.Option("--json", help="Print one JSON object per text, one per line.")
     ] = False,
     **values: Any,
 ) -> None:
-    """Tell the log-prob of each token given those before it, at temperature 1, and the perplexity.
+    """Print the log-prob of each token given the tokens before it, at temperature 1, and the perplexity.
 
-    Texts are given here, in files, as token ids, or piped in. The numbers are the bits that generation
-    reports for the same ids.
+    Texts are arguments, files, token ids, or stdin. The numbers equal those that `generate` reports for
+    the same ids, bit for bit.
     """
     if summary and as_json:
-        raise WrongUsage("--summary and --json: give one of them")
+        raise WrongUsage("--summary and --json: use only one of them")
     sources = _sources(prompts or [], file or [], ids or [])
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
         tell_placement(llm, placement)
-        # What LLM.score asks for, with the ids that the log-probs are of.
+        # The request of LLM.score, whose results have the token ids as well.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [_score(llm, result) for result in results]
         tell_stats(llm, values)
@@ -73,16 +75,16 @@ def score(
 
 
 def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str | list[int]]:
-    """Everything that was given, texts before files before ids."""
+    """Return all inputs: texts, then files, then ids."""
     if files.count("-") > 1:
-        raise WrongUsage("--file -: stdin can be read once")
+        raise WrongUsage("--file -: stdin can only be read once")
     found: list[str | list[int]] = list(prompts)
     found += [_read(path) for path in files]
     found += [parse_ids(text) for text in ids]
     if found:
         return found
     if sys.stdin is None or sys.stdin.isatty():
-        raise WrongUsage("no text: give it as an argument, by --file or --ids, or pipe it in")
+        raise WrongUsage("no text: pass it as an argument, with --file or --ids, or pipe it in")
     return [_read("-")]
 
 
@@ -95,7 +97,7 @@ def _read(path: str) -> str:
 
 
 def _score(llm: LLM, result: Result) -> dict[str, Any]:
-    """One text's scores; the first token has none, since nothing stands before it."""
+    """Return the scores of one text; the first token has none."""
     from verbatim.serve.tokens import TokenTexts
 
     logprobs = result.prompt_logprobs or []
@@ -121,7 +123,7 @@ def _exp(value: float) -> float:
 
 
 def _table(found: dict[str, Any]) -> str:
-    """A line a token: its position, id, log-prob, probability and text."""
+    """Format one line per token: position, id, log-prob, probability and text."""
     ids: Sequence[int] = found["ids"]
     tokens = found["tokens"] or [""] * len(ids)
     wide = max(2, len(str(len(ids) - 1))), max(2, *(len(str(i)) for i in ids))
@@ -137,5 +139,5 @@ def _sentence(found: dict[str, Any]) -> str:
     count = len(found["ids"])
     tokens = f"{count} token{'' if count == 1 else 's'}"
     if not found["num_scored"]:
-        return f"{tokens}, of which none has one before it: no perplexity"
+        return f"{tokens}; the first token has no log-prob, so there is no perplexity"
     return f"{tokens}, log-prob {found['logprob']:.4f}, perplexity {found['perplexity']:.4f}"

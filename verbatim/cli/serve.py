@@ -1,4 +1,4 @@
-"""`verbatim serve`: an engine behind OpenAI's endpoints."""
+"""`verbatim serve`: serve a model with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,23 +25,28 @@ _SERVER, _LIMITS = "Server", "Limits"
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder or a hub id; the small model in the package if left out."),
+        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(help="Port; 0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER),
+        typer.Option(
+            help="Port to listen on; 0 picks a free one.",
+            min=0,
+            max=65535,
+            rich_help_panel=_SERVER,
+        ),
     ] = 8000,
     name: Annotated[
         str | None,
-        typer.Option(help="What clients call the model.", rich_help_panel=_SERVER),
+        typer.Option(help="Model name in the API.", rich_help_panel=_SERVER),
     ] = None,
     api_key_file: Annotated[
         str | None,
         typer.Option(
-            help=f"A file of API keys, one a line; ${KEYS} has one, too.",
+            help=f"File of API keys, one per line, in addition to those in ${KEYS}.",
             metavar="PATH",
             rich_help_panel=_SERVER,
         ),
@@ -49,17 +54,21 @@ def serve(
     no_api_key: Annotated[
         bool,
         typer.Option(
-            "--no-api-key", help="Let anybody in who can reach it.", rich_help_panel=_SERVER
+            "--no-api-key",
+            help="Accept requests without an API key.",
+            rich_help_panel=_SERVER,
         ),
     ] = False,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Web pages of this origin may call it.", metavar="URL", rich_help_panel=_SERVER
+            help="Origin of web pages that may call the API (CORS). Repeatable.",
+            metavar="URL",
+            rich_help_panel=_SERVER,
         ),
     ] = None,
     playground: Annotated[
-        bool, typer.Option(help="Serve the page at /.", rich_help_panel=_SERVER)
+        bool, typer.Option(help="Serve the playground at /.", rich_help_panel=_SERVER)
     ] = True,
     docs: Annotated[
         bool, typer.Option(help="Serve /docs and /openapi.json.", rich_help_panel=_SERVER)
@@ -67,46 +76,55 @@ def serve(
     chat_defaults: Annotated[
         bool,
         typer.Option(
-            help="Let the model's generation_config.json settle what a chat leaves open.",
+            help="Sample chats with the defaults of the model's generation_config.json.",
             rich_help_panel=_SERVER,
         ),
     ] = True,
     log_level: Annotated[
         str,
-        typer.Option(help="critical, error, warning, info or debug.", rich_help_panel=_SERVER),
+        typer.Option(
+            help="Log level: critical, error, warning, info or debug.", rich_help_panel=_SERVER
+        ),
     ] = "info",
     max_requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests under way or waiting; more are 429. Default: 512.",
+            help="Maximum requests in progress or queued; more get status 429. Default: 512.",
             rich_help_panel=_LIMITS,
         ),
     ] = None,
     max_choices: Annotated[
         int | None,
-        typer.Option(help="Completions of one request. Default: 128.", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="Maximum completions per request. Default: 128.", rich_help_panel=_LIMITS
+        ),
     ] = None,
     max_body_bytes: Annotated[
         int | None,
-        typer.Option(help="Of a request. Default: 4194304.", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="Maximum size of a request body. Default: 4194304.", rich_help_panel=_LIMITS
+        ),
     ] = None,
     request_timeout_s: Annotated[
         float | None,
-        typer.Option(help="A generation ends after so many seconds.", rich_help_panel=_LIMITS),
+        typer.Option(
+            help="End a generation after this many seconds. Default: no limit.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     drain_timeout_s: Annotated[
         int,
         typer.Option(
-            help="How long a stopped server lets what runs come to its end.",
+            help="Seconds to let requests finish at shutdown.",
             min=0,
             rich_help_panel=_LIMITS,
         ),
     ] = 60,
     **values: Any,
 ) -> None:
-    """Serve a model: OpenAI's endpoints, Verbatim's own, a page to try it at /.
+    """Serve a model: OpenAI's API, Verbatim's own endpoints, and a playground at /.
 
-    SIGTERM or Ctrl-C lets what runs come to its end; a second one ends it.
+    SIGTERM or Ctrl-C lets requests in progress finish; a second one ends them.
     """
     try:
         import fastapi  # noqa: F401
@@ -151,13 +169,13 @@ def _settings(
 
     keys = _keys(api_key_file)
     if no_api_key and keys:
-        raise WrongUsage(f"--no-api-key, and yet a key is given by --api-key-file or ${KEYS}")
+        raise WrongUsage(f"--no-api-key can't be combined with a key in --api-key-file or ${KEYS}")
     if not keys and not no_api_key and not is_local(host):
         raise WrongUsage(
-            f"--host {host} lets other machines in: give a key (${KEYS} or --api-key-file), or say "
-            "--no-api-key"
+            f"--host {host} accepts requests from other machines: set a key (${KEYS} or --api-key-file), or "
+            "pass --no-api-key"
         )
-    if is_local(host) and not keys:  # whoever has a key is no page that came along
+    if is_local(host) and not keys:  # guards against DNS rebinding; a web page has no key
         fields["hosts"] = tuple(dict.fromkeys((*LOCAL_HOSTS, host.lower().strip("[]"))))
     return ServeSettings(api_keys=keys, **fields)
 
@@ -166,13 +184,13 @@ def _keys(path: str | None) -> tuple[str, ...]:
     keys = _lines(os.environ.get(KEYS, ""))
     if path is not None:
         found = _lines(read_text(path, Path(path).read_bytes))
-        if not found:  # or whoever thinks that a key is needed would let everybody in
-            raise WrongUsage(f"--api-key-file {path}: there is no key in it")
+        if not found:  # the server would otherwise accept everything
+            raise WrongUsage(f"--api-key-file {path}: the file has no key")
         keys += found
     return tuple(dict.fromkeys(keys))
 
 
 def _lines(text: str) -> list[str]:
-    """Keys, one a line; comments are none."""
+    """Return the keys of a text, one per line, without comments."""
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""How a command ends: errors as one line, a closed pipe quietly, Ctrl-C with what there is."""
+"""Exit statuses, one-line errors, closed pipes and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ T = TypeVar("T")
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as other programs of a pipe report it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 
 class WrongUsage(VerbatimError):
-    """A command line that makes no sense, whatever the model; exit status 2."""
+    """An invalid command line; exit status 2."""
 
 
 def note(message: str) -> None:
-    """One line on stderr, apart from the text on stdout."""
+    """Print one line on stderr, apart from the text on stdout."""
     typer.echo(message, err=True)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
+    """Return an error's message without line breaks."""
     return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors are one readable line and an exit status."""
+    """Make a command report its errors as one line and an exit status."""
 
     @wraps(function)
     def run(*args: object, **kwargs: object) -> None:
         if sys.stdout is None:
-            note("verbatim: stdout is closed: there is nowhere to write to")
+            note("verbatim: stdout is closed: can't write the output")
             raise typer.Exit(EXIT_ERROR)
         for stream in (sys.stdout, sys.stderr):
             reconfigure = getattr(stream, "reconfigure", None)
@@ -69,7 +69,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _leave(status: int) -> NoReturn:
-    """Leave without the complaint that Python makes when it flushes a broken stdout at its end."""
+    """Exit without the error that Python prints when it flushes a broken stdout."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def _leave(status: int) -> NoReturn:
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed since the answer began."""
+    """A flag: Ctrl-C was pressed since the answer began."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -91,9 +91,9 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Turn the first Ctrl-C into a flag, so that it ends an answer between two steps of the engine.
+    """Turn the first Ctrl-C into a flag, so that an answer ends between two steps of the engine.
 
-    An exception in the middle of a step could leave the engine half changed. A second Ctrl-C is one.
+    A second Ctrl-C raises KeyboardInterrupt, also in the middle of a step.
     """
     interrupt = Interrupt()
     before = signal.signal(signal.SIGINT, interrupt.press)
@@ -105,7 +105,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 @contextmanager
 def ending(stream: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Close a stream of deltas on the way out, which ends its request in the engine."""
+    """Close a stream of deltas on exit, which aborts its request in the engine."""
     try:
         yield stream
     finally:

@@ -1,4 +1,4 @@
-"""`verbatim verify`: the promise, tried on a model and this machine."""
+"""`verbatim verify`: test the guarantee on a model and this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from verbatim.plain import to_json
 if TYPE_CHECKING:
     from verbatim.verify import Report, Row
 
-# The schedules settle the others.
+# The schedules set the other options themselves.
 _SHAPING = (
     "config revision trust_remote_code dtype device num_threads max_length kv_dtype quantization fused"
 ).split()
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
-_WIDTH = 150  # where no terminal says
+_WIDTH = 150  # of the table, if stdout is not a terminal
 
 
 @command
@@ -29,21 +29,23 @@ _WIDTH = 150  # where no terminal says
 def verify(
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder or a hub id; the small model in the package if left out."),
+        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Of the longest completions. Default: 16.", min=1)
+        int | None,
+        typer.Option(help="Length of the longest completions. Default: 16.", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and draws.", min=0)] = 0,
     only: Annotated[
-        list[str] | None, typer.Option(help="Run this schedule alone.", metavar="ROW")
+        list[str] | None,
+        typer.Option(help="Run only this schedule. Repeatable.", metavar="ROW"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,
 ) -> None:
     """Run the same requests alone, batched, chunked, evicted and so on, and compare them bit for bit.
 
-    The schedules: again, batched, reordered, prefix-hit, streamed, threads, chunked, evicted, drafted,
+    Schedules: again, batched, reordered, prefix-hit, streamed, threads, chunked, evicted, drafted,
     unfused, int8-kv, offloaded, two-stages. The exit status is 1 if one differs or fails.
     """
     settings = given(values, _OPTIONS)
@@ -54,7 +56,7 @@ def verify(
 
     from verbatim import verify as room
 
-    logging.disable_progress_bar()  # of weights, which are read many times
+    logging.disable_progress_bar()  # of loading weights, which happens many times
 
     with _shown(room.NAMES if not only else [name for name in room.NAMES if name in only]) as tell:
         report = room.verify(model, seed=seed, only=only or None, on_row=tell, **settings)
@@ -68,7 +70,7 @@ def verify(
 
 @contextmanager
 def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
-    """What runs now, on a terminal's last line; the rows that are no good stay above it."""
+    """Show the running schedule on a terminal's last line, and keep failed rows above it."""
     from rich.console import Console
 
     console, left = Console(stderr=True), ["alone", *names]
@@ -87,7 +89,7 @@ def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
 
 
 def _print(report: Report) -> None:
-    """The table, what differs, and the verdict."""
+    """Print the table, the differences and the verdict."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -97,7 +99,7 @@ def _print(report: Report) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("largest", "compared", "forwards", "rows each", "at once"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what it was", ratio=1)
+    table.add_column("description", ratio=1)
     for row in report.rows:
         table.add_row(*(Text(cell, style=style) for cell, style in _cells(row)))
     console = Console(file=sys.stdout, highlight=False)
@@ -110,7 +112,7 @@ def _print(report: Report) -> None:
     sys.stdout.write(report.verdict() + "\n")
     sys.stdout.flush()
     if not report.ok and report.of("differs"):
-        note("seed and schedule make it happen again: --seed, --only")
+        note("to reproduce a difference, use the same --seed and --only")
 
 
 def _cells(row: Row) -> list[tuple[str, str]]:

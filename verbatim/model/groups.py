@@ -19,8 +19,8 @@ _HIGH_BITS = -0x10000  # of a float32: those that a bf16 keeps
 def unfit(name: str) -> ModelError:
     """What is raised for a weight that can't be held, by its name."""
     return ModelError(
-        f"quantization: {name} holds NaN, an infinity or a number beyond {LARGEST:.3g}, which no group of "
-        "few bits can hold"
+        f"quantization: {name} has NaN, an infinity or a number beyond {LARGEST:.3g}, which can't be "
+        "quantized"
     )
 
 

@@ -165,7 +165,7 @@ def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[
     number: Any = getattr(told, "num_mtp_layers", None)
     if not _is_number(number):
         raise NotSupported(
-            f"draft='mtp': {name} has no layers for multi-token prediction; num_mtp_layers is {number!r} "
+            f"draft='mtp': {name} has no MTP layers; num_mtp_layers is {number!r} "
             f"in the config of {folder}, and must be 1 or more; where they lie in another folder, name it: "
             "draft=Mtp(folder)"
         )

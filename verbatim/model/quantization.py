@@ -1,4 +1,4 @@
-"""What weights in few bits may be: `Quantization`, and the names of the usual ones."""
+"""`Quantization`: the options of weight quantization, and the names of common ones."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ GROUP_SIZES = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What `LLM(quantization=...)` may be, beside "int8" and "int4".
+    """A quantization format, for `LLM(quantization=...)`.
 
     Args:
-        bits: of a code, 8 or 4.
-        group_size: weights that share a scale and a lower end: 32, 64 or 128.
-        head_bits: of a code of the embedding of tokens and of the head, 8 or 4; None leaves both as they
-            are.
-        activation_bits: 8 rounds what linear layers and the head multiply their weights with to codes of
-            8 bits, group by group of each row (`integers.py`): faster at many rows, and another
-            model. None leaves activations as they are.
+        bits: bits per weight, 8 or 4.
+        group_size: weights that share a scale and a minimum: 32, 64 or 128.
+        head_bits: bits per weight of the token embedding and the head, 8 or 4. None: not quantized.
+        activation_bits: 8: also quantize the inputs of linear layers and of the head to 8 bits, per group of
+            each row (`integers.py`); faster at many rows, and other outputs. None: not quantized.
 
     Raises:
-        InvalidRequest: another number.
+        InvalidRequest: a value that is not allowed.
     """
 
     bits: int = 4
@@ -45,23 +43,23 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """ "int4-g64-head8-a8": part of the numerics key. Without the parts that say nothing new."""
+        """Part of the numerics key, such as "int4-g64-head8-a8"; default parts are left out."""
         head = {self.bits: "", None: "-head-exact"}.get(self.head_bits, f"-head{self.head_bits}")
         activations = "" if self.activation_bits is None else f"-a{self.activation_bits}"
         return f"int{self.bits}-g{self.group_size}{head}{activations}"
 
     @property
     def of_weights(self) -> Quantization:
-        """How weights are packed, whatever becomes of activations."""
+        """The format of the weights alone, without activations."""
         return replace(self, activation_bits=None)
 
     @property
     def of_head(self) -> Quantization | None:
-        """How the embedding and the head are packed; None: they are not."""
+        """The format of the embedding and the head; None if they are not quantized."""
         return None if self.head_bits is None else replace(self, bits=self.head_bits)
 
 
-# w8a8: weights and activations in 8 bits, as others call it.
+# w8a8: 8-bit weights and activations, in common notation.
 _NAMES = {
     "int8": Quantization(8),
     "int4": Quantization(4),
@@ -71,10 +69,10 @@ _NAMES = {
 
 
 def settle_quantization(value: Any) -> Quantization | None:
-    """What `quantization` names.
+    """Return the format that `quantization` names.
 
     Raises:
-        NotSupported: weights are not held in that.
+        NotSupported: an unknown format.
     """
     if value is None or isinstance(value, Quantization):
         return value

@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         return dict(load(path, with_tokenizer=False).module.state_dict())
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
-        raise ModelError(f"{path} is no folder of safetensors files, nor one such file")
+        raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -178,7 +178,7 @@ class Foreign:
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
         if not isinstance(self.module, nn.Module):
-            raise NotSupported(f"{self._name} is no module, so it has no weights to update")
+            raise NotSupported(f"{self._name} is not a module, so it has no weights to update")
         return NewWeights(self.module, tensors, check_finite=check_finite).write
 
     def stamp(self) -> object:
@@ -188,8 +188,8 @@ class Foreign:
     def sleep(self, weights: bool) -> None:
         if weights:
             raise NotSupported(
-                "sleep(weights=True): the weights of a live module are their owner's; sleep() "
-                "gives back the KV memory alone"
+                "sleep(weights=True): not supported for a live module; sleep() "
+                "frees only the KV memory"
             )
         self._ids = torch.empty(0, dtype=torch.int64)
 

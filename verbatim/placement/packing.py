@@ -186,11 +186,11 @@ def refuse_unpacked(model: Any, placement: Any, quantization: Quantization) -> N
     asked = f"quantization={quantization.name!r}"
     if placement is not None:
         raise NotSupported(
-            f"{asked}: with placement={placement!r}, weights are not held in few bits so far; without a "
-            "placement they are, and with placement=Offload(...)"
+            f"{asked}: not supported with placement={placement!r}; only without a placement or with "
+            "placement=Offload(...)"
         )
     if isinstance(model, nn.Module):
         raise NotSupported(
-            f"{asked}: the weights of a live module are its owner's, and stay as they are; save it with "
+            f"{asked}: not supported for a live module, which is used in place; save it with "
             "save_pretrained and open the folder"
         )

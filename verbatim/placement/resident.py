@@ -182,8 +182,8 @@ class Resident:
         if weights:
             if self.checkpoint is None:
                 raise NotSupported(
-                    "sleep(weights=True): the weights of a live module are their owner's; sleep() "
-                    "gives back the KV memory alone"
+                    "sleep(weights=True): not supported for a live module; sleep() "
+                    "frees only the KV memory"
                 )
             self.checkpoint.drop(self.decoder.held)
             self.decoder.weights_moved()

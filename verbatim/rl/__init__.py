@@ -1,4 +1,4 @@
-"""Rollouts for reinforcement learning, whose log-probs are the trainer's."""
+"""Rollouts for reinforcement learning, with log-probs that `score` reproduces bit for bit."""
 
 from verbatim.rl.rollout import Rollout, rollout
 from verbatim.rl.scoring import logprobs, score

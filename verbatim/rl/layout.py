@@ -1,4 +1,4 @@
-"""Where prompts and completions of different lengths lie in tensors of one shape."""
+"""The layout of prompts and completions of different lengths in tensors of one shape."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PADDING_SIDES = ("left", "right")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """G rows for each of B prompts.
+    """The layout of G rows for each of B prompts.
 
     Attributes:
         prompt_lengths: `[B]` int64.
         response_lengths: `[B, G]` int64.
-        left: padding stands before the prompts, which then end at the same column; else after each row.
+        left: True: padding before the prompts, which end at the same column. False: padding after each row.
     """
 
     prompt_lengths: Tensor
@@ -29,7 +29,7 @@ class Layout:
     def of(
         cls, prompts: list[int], responses: list[list[int]], group: int, *, left: bool
     ) -> Layout:
-        """The layout for these lengths; there may be no prompt at all."""
+        """Return the layout of these lengths; there may be no prompts."""
         lengths = torch.tensor(responses, dtype=torch.int64).reshape(len(prompts), group)
         return cls(torch.tensor(prompts, dtype=torch.int64), lengths, left)
 
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """P + N: of sequences."""
+        """P + N: the length of padded sequences."""
         return _longest(self.prompt_lengths) + self.longest_response
 
     @property
@@ -49,29 +49,29 @@ class Layout:
 
     @property
     def starts(self) -> Tensor:
-        """`[B, 1]`: the column in which a row's prompt begins."""
+        """`[B, 1]`: the column at which a row's prompt begins."""
         at = _longest(self.prompt_lengths) - self.prompt_lengths
         return (at if self.left else torch.zeros_like(at))[:, None]
 
     def columns(self) -> Tensor:
-        """`[B, G, N]`: where each token of a completion stands; inside of the row for padding as well."""
+        """Return `[B, G, N]`: the column of each completion token; a valid column for padding too."""
         first = (self.starts + self.prompt_lengths[:, None])[..., None]
         at = (first + torch.arange(self.longest_response)).clamp(max=max(self.width - 1, 0))
         return at.expand(*self.shape, -1).contiguous()
 
     def action_mask(self) -> Tensor:
-        """`[B, G, N]` bool."""
+        """Return `[B, G, N]` bool: True on completion tokens."""
         return torch.arange(self.longest_response) < self.response_lengths[..., None]
 
     def attention_mask(self) -> Tensor:
-        """`[B, G, P + N]` int64."""
+        """Return `[B, G, P + N]` int64: 1 on prompt and completion, 0 on padding."""
         starts = self.starts[..., None]
         ends = starts + self.prompt_lengths[:, None, None] + self.response_lengths[..., None]
         at = torch.arange(self.width)
         return ((at >= starts) & (at < ends)).long()
 
     def sequences(self, rows: list[list[list[Any]]], pad: Any, dtype: torch.dtype) -> Tensor:
-        """`[B, G, P + N]` of rows that hold prompt and completion."""
+        """Return `[B, G, P + N]` with rows of prompt and completion values."""
         found = torch.full((*self.shape, self.width), pad, dtype=dtype)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
@@ -80,7 +80,7 @@ class Layout:
         return found
 
     def responses(self, rows: list[list[list[Any]]], pad: Any, dtype: torch.dtype) -> Tensor:
-        """`[B, G, N]` of rows that hold something of each of a completion's tokens."""
+        """Return `[B, G, N]` with rows of one value per completion token."""
         found = torch.full((*self.shape, self.longest_response), pad, dtype=dtype)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
@@ -88,7 +88,7 @@ class Layout:
         return found
 
     def records(self, rows: list[list[Tensor | None]], shape: tuple[int, ...]) -> Tensor:
-        """`[B, G, P + N, *shape]` int16 of records `[tokens, *shape]`; -1 where there is none."""
+        """Return `[B, G, P + N, *shape]` int16 with records `[tokens, *shape]`; -1 without a record."""
         found = torch.full((*self.shape, self.width, *shape), -1, dtype=torch.int16)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
@@ -98,7 +98,7 @@ class Layout:
         return found
 
     def per_row(self, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
-        """`[B, G]` of one value a row."""
+        """Return `[B, G]` with one value per row."""
         return torch.tensor(rows, dtype=dtype).reshape(self.shape)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: prompts in, ordinary tensors out, with everything that a policy-gradient loss needs."""
+"""Rollouts: completions of prompts as tensors, with the inputs of a policy-gradient loss."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from verbatim.tensors import check_padded, engine_of, rows_of
 class Rollout:
     """G completions of each of B prompts, as ordinary tensors on the CPU.
 
-    P is the longest prompt, N the longest completion. Everything of shape `[B, G, N]` is indexed by the
-    completion's own tokens: entry j belongs to its j-th token, wherever padding has put that in `sequences`.
+    P is the longest prompt, N the longest completion. Tensors of shape `[B, G, N]` are indexed by completion
+    token: entry j belongs to the j-th token, independent of padding in `sequences`.
 
     Attributes:
         sequences: `[B, G, P + N]` int64: prompt and completion. Left-padded: padding before the prompt, the
-            completion from column P on, padding after it. Right-padded: prompt and completion together, then
-            padding.
+            completion from column P on, padding after it. Right-padded: prompt, completion, padding.
         attention_mask: `[B, G, P + N]` int64: 1 on prompt and completion, 0 on padding.
-        action_mask: `[B, G, N]` bool: True through the token that ended the completion (an end of
-            sequence, the last one of a stop, the last one that fitted), False on padding.
-        logprobs: `[B, G, N]` float32, of the raw model at temperature 1; 0.0 on padding. `score` gives the
-            same bits under the same weights.
-        sampled_logprobs: `[B, G, N]` float32, of the distribution that was drawn from.
+        action_mask: `[B, G, N]` bool: True on the completion, including the token that ended it (end of
+            sequence, stop, or length limit); False on padding.
+        logprobs: `[B, G, N]` float32: log-probs of the raw model at temperature 1; 0.0 on padding. `score`
+            returns the same bits with the same weights.
+        sampled_logprobs: `[B, G, N]` float32: log-probs of the distribution that was sampled from.
         prompt_lengths: `[B]` int64.
         response_lengths: `[B, G]` int64.
         finish_reasons: B lists of G.
-        truncated: `[B, G]` bool: it did not end by itself.
-        seeds: `[B, G]` int64. A group has one seed, and completion g is its sample g: a `SamplingParams` with
-            this seed and `n=G` gives the group again.
-        weight_versions: `[B, G, N]` int64, of the weights each token was made with; -1 on padding.
-        routing: `[B, G, P + N, layers, k]` int16, the experts that each token was sent to; -1 on padding
-            and for a completion's last token, which was not sent anywhere. None where it was not recorded.
-        pad_token_id: what `sequences` and `responses` are filled with.
-        results: B results, with G outputs each: texts, stop reasons, times.
-        columns: `[B, G, N]` int64: where in `sequences` each token of a completion stands; some column of
-            its row on padding.
+        truncated: `[B, G]` bool: True unless the finish reason is a stop.
+        seeds: `[B, G]` int64. A group has one seed, and completion g is its sample g: `SamplingParams` with
+            this seed and `n=G` reproduces the group.
+        weight_versions: `[B, G, N]` int64: version of the weights that made each token; -1 on padding.
+        routing: `[B, G, P + N, layers, k]` int16: experts of each token; -1 on padding and for a completion's
+            last token, which was not computed. None if not recorded.
+        pad_token_id: id that pads `sequences` and `responses`.
+        results: B results with G outputs each: texts, stop reasons, times.
+        columns: `[B, G, N]` int64: column in `sequences` of each completion token; any valid column on
+            padding.
     """
 
     sequences: Tensor
@@ -71,18 +70,20 @@ class Rollout:
 
     @property
     def responses(self) -> Tensor:
-        """The completions alone: `[B, G, N]` int64, padded at the end."""
+        """Completions without prompts: `[B, G, N]` int64, padded at the end."""
         return self.of_responses(self.sequences).masked_fill(~self.action_mask, self.pad_token_id)
 
     def __getitem__(self, groups: slice | list[int] | Tensor) -> Rollout:
-        """Some of the groups, for an update in parts; widths stay what they are.
+        """Return some of the groups, for an update in parts; widths do not change.
 
         Args:
             groups: a slice, indices, or a tensor of indices or bools `[B]`.
         """
         chosen = torch.arange(len(self.results))[groups]
         if chosen.ndim != 1:
-            raise InvalidRequest(f"groups={groups!r}: a slice or a list; a single group is [b:b+1]")
+            raise InvalidRequest(
+                f"groups={groups!r}: must be a slice or a list; use [b:b+1] for a single group"
+            )
         picked: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -95,17 +96,18 @@ class Rollout:
         return Rollout(**picked)
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """What `values` `[B, G, P + N]`, such as log-probs, holds for the completions.
+        """Select the completion tokens of `values` `[B, G, P + N]`, such as log-probs.
 
         Returns:
             `[B, G, N]`, 0 on padding.
 
         Raises:
-            InvalidRequest: another shape.
+            InvalidRequest: a wrong shape.
         """
         if values.shape != self.sequences.shape:
             raise InvalidRequest(
-                f"values has shape {list(values.shape)}; sequences has {list(self.sequences.shape)}"
+                f"values has shape {list(values.shape)}; must be that of sequences, "
+                f"{list(self.sequences.shape)}"
             )
         return values.gather(-1, self.columns).masked_fill(~self.action_mask, 0)
 
@@ -123,29 +125,28 @@ def rollout(
     record_routing: bool | None = None,
     process_group: Any = None,
 ) -> Rollout:
-    """Draw `group_size` completions of each prompt; a prompt is computed once for its whole group.
+    """Sample `group_size` completions of each prompt; a prompt is computed once for its whole group.
 
     Args:
-        model: an open LLM, or a live module, which is used as it is and keeps one engine for all calls.
-        prompts: a string, a list of ids, a list of those, or an integer tensor `[B, P]`.
-        params: for all of them. What a rollout settles itself is refused: `n`, `seed`, `num_beams`.
-        attention_mask: `[B, P]` for prompts in a tensor; 0 marks padding. None means there is none.
-        group_size: G.
-        seed: makes the rollout repeatable. Each prompt's noise is its own, also of equal prompts, and on
-            each rank. None draws one number from torch's default generator: `torch.manual_seed` repeats
-            a whole run, and every rollout in it differs. Ranks without a `process_group` know nothing of
-            each other: give each a seed of its own.
-        padding_side: of `sequences`: "left" or "right".
-        pad_token_id: None takes the model's, else its end-of-sequence id, else 0. No mask depends on it.
-        record_routing: which experts each token was sent to. None means yes, where the model has experts
-            whose choice can be recorded.
-        process_group: of torch.distributed: its ranks make equally many forwards, whatever prompts each
-            has, so that a model whose forward talks to other ranks doesn't hang. A rank may have none.
-            Needed for nothing else.
+        model: an open LLM, or a live module, used in place with one engine for all calls.
+        prompts: a string, a list of ids, a list of either, or an integer tensor `[B, P]`.
+        params: sampling parameters of all prompts. `n`, `seed` and `num_beams` must be at their defaults.
+        attention_mask: `[B, P]` for prompts in a tensor; 0 marks padding. None: no padding.
+        group_size: G, the completions per prompt.
+        seed: makes the rollout repeatable. Noise differs between prompts, also equal ones, and between
+            ranks of the `process_group`. None: drawn from torch's default generator, so `torch.manual_seed`
+            repeats a whole run, in which every rollout differs. Without a `process_group`, pass another seed
+            on each rank.
+        padding_side: padding of `sequences`: "left" or "right".
+        pad_token_id: None: the model's, else its end-of-sequence id, else 0. Masks do not depend on it.
+        record_routing: record the experts of each token. None: yes, if the model has experts.
+        process_group: a torch.distributed group whose ranks run the same number of forwards, whatever
+            prompts each has, so that a model with collectives in its forward does not hang. A rank may have
+            no prompts. Not needed otherwise.
 
     Raises:
         InvalidRequest, NotSupported: before any forward runs, on every rank.
-        RequestFailed: nothing can be drawn for a request; or another rank could not go on.
+        RequestFailed: no token can be drawn for a request, or another rank failed.
     """
     plan: _Plan | None = None
 
@@ -176,12 +177,12 @@ def rollout(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How the results are to be laid out."""
+    """The layout of the results."""
 
     group_size: int
     left: bool
     pad: int
-    routing: tuple[int, int] | None  # layers, k; None: it is not recorded
+    routing: tuple[int, int] | None  # layers, k; None: not recorded
 
 
 def _settle(params: SamplingParams | None, group_size: Any, padding_side: Any) -> SamplingParams:
@@ -189,9 +190,9 @@ def _settle(params: SamplingParams | None, group_size: Any, padding_side: Any) -
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
     for name, off, instead in (
-        ("n", 1, "group_size is how many completions each prompt gets"),
-        ("seed", None, "a rollout's seed is its own argument: every prompt has noise of its own"),
-        ("num_beams", 1, "beams are not drawn, so they have no log-probs to learn from"),
+        ("n", 1, "use group_size for the number of completions per prompt"),
+        ("seed", None, "use the rollout's seed argument, which gives each prompt its own noise"),
+        ("num_beams", 1, "beams are not sampled, so they have no log-probs to train on"),
     ):
         if getattr(params, name) != off:
             raise InvalidRequest(f"params.{name}={getattr(params, name)}: {instead}")
@@ -213,13 +214,13 @@ def _prompt_rows(prompts: Any, attention_mask: Tensor | None, *, may_be_empty: b
         check_padded(prompts, attention_mask, name="prompts")
         rows: list[Any] = rows_of(prompts, attention_mask)
     elif attention_mask is not None:
-        raise InvalidRequest("attention_mask goes with prompts as a tensor of shape [B, P] alone")
+        raise InvalidRequest("attention_mask requires prompts as a tensor of shape [B, P]")
     elif isinstance(prompts, list | tuple) and not prompts:
         rows = []
     else:
         rows, _ = as_prompts(prompts)
     if not rows and not may_be_empty:
-        raise InvalidRequest("no prompts: a rank may have none in a process_group only")
+        raise InvalidRequest("no prompts: only a rank of a process_group may have none")
     return rows
 
 
@@ -232,7 +233,7 @@ def _first_seed(seed: Any) -> int:
 
 
 def _mixed(seed: int, rank: int, prompt: int) -> int:
-    """A seed of 53 bits for each prompt: neighbours in any argument have nothing in common.
+    """Return a 53-bit seed per prompt; seeds of neighbouring arguments are unrelated.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood 2014), once over each argument.
     """
@@ -246,7 +247,7 @@ def _mixed(seed: int, rank: int, prompt: int) -> int:
 
 
 def _tensors(results: list[Result], plan: _Plan) -> Rollout:
-    """Lay the rows out; outside of the caller's inference mode, so that a loss may use them."""
+    """Lay out the rows, outside the caller's inference mode, so that a loss may use them."""
     groups, pad = [result.outputs for result in results], plan.pad
     rows = [[result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results]
     with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Log-probs of rows that exist already: the rollout's own bits, or with gradients for the loss."""
+"""Log-probs of given rows: with the rollout's bits, or with gradients for the loss."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def score(
     routing: Tensor | None = None,
     process_group: Any = None,
 ) -> Tensor:
-    """The log-prob of each token given those before it, at temperature 1, without gradients.
+    """Return the log-prob of each token given the tokens before it, at temperature 1, without gradients.
 
-    Bit for bit what generation reports under the same weights, however the rows are padded or batched.
+    Equals, bit for bit, what generation reports with the same weights, for any padding and batching.
 
     Args:
         model: an open LLM, or a live module.
         sequences: `[..., L]` integers, such as `Rollout.sequences`.
-        attention_mask: of the same shape; 0 marks padding, before or after a row's tokens, and a row may be
-            nothing else. None means there is none.
-        routing: `[..., L, layers, k]` int16: the experts that the tokens are sent to, such as
-            `Rollout.routing`; -1 leaves a token to the router.
+        attention_mask: `[..., L]`; 0 marks padding, before or after a row's tokens; a row may be all
+            padding. None: no padding.
+        routing: `[..., L, layers, k]` int16: experts of the tokens, such as `Rollout.routing`; -1 leaves a
+            token to the router.
         process_group: as for `rollout`.
 
     Returns:
-        `[..., L]` float32; 0.0 for a row's first token and on padding.
+        `[..., L]` float32; 0.0 on a row's first token and on padding.
 
     Raises:
         InvalidRequest, NotSupported: before any forward runs.
@@ -73,7 +73,7 @@ def score(
 
 
 def _params(sequences: Tensor, routing: Any, mask: Tensor, some: list[int]) -> list[SamplingParams]:
-    """For each of `some` rows."""
+    """Return the parameters of each of `some` rows."""
     if routing is None:
         return [SamplingParams(max_tokens=0, prompt_logprobs=0)] * len(some)
     if not isinstance(routing, Tensor) or routing.shape[:-2] != sequences.shape:
@@ -97,29 +97,30 @@ def logprobs(
     scores: Tensor | None = None,
     micro_batch_size: int | None = None,
 ) -> Tensor:
-    """The log-prob of each token given those before it, by the module's own forward, with gradients.
+    """Return the log-prob of each token given the tokens before it, by the module's own forward, with
+    gradients.
 
-    It differs from `score` by the rounding of two ways to compute one thing: in float32 about 1e-6, and 1e-5
-    for unlikely tokens; in bfloat16 about 2e-3, and 0.1. The module's mode is left as it is: dropout drops.
+    Differs from `score` by rounding: about 1e-6 in float32, 1e-5 for unlikely tokens; about 2e-3 in bfloat16,
+    0.1 for unlikely tokens. The module's mode is not changed: in training mode, dropout is active.
 
     Args:
         module: a transformers causal language model, wrapped or not, or a module with `kv_caches`.
         sequences: `[..., L]` integers, such as `Rollout.sequences`.
-        attention_mask: of the same shape; 0 marks padding, before or after a row's tokens, and a row may be
-            nothing else. None means there is none.
-        temperature: divides the logits; above 0.
-        scores: `[..., L]`, what `score` gives for the same rows under the same weights. They are returned,
-            bit for bit, with the gradient of the module's own forward; so the ratio to a rollout is 1,
-            exactly, until the weights change. At temperature 1 only.
-        micro_batch_size: rows of one forward; None takes all at once. Their graphs are all kept until
-            backward, so this bounds the memory of the logits alone.
+        attention_mask: `[..., L]`; 0 marks padding, before or after a row's tokens; a row may be all
+            padding. None: no padding.
+        temperature: divisor of the logits; above 0.
+        scores: `[..., L]`, the result of `score` for the same rows and weights. It is returned, bit for bit,
+            with the gradient of the module's own forward, so the ratio to a rollout is exactly 1 until the
+            weights change. Temperature 1 only.
+        micro_batch_size: rows per forward. None: all at once. All graphs are kept until backward, so this
+            only bounds the memory of the logits.
 
     Returns:
-        `[..., L]` float32 on the module's device; 0.0 for a row's first token and on padding. The module has
-        run and there is a gradient, of zeros, also where no row has two tokens.
+        `[..., L]` float32 on the module's device; 0.0 on a row's first token and on padding. The module runs
+        and there is a gradient (zeros) even if no row has two tokens.
 
     Raises:
-        InvalidRequest: shapes or values that don't fit.
+        InvalidRequest: wrong shapes or values.
     """
     if not isinstance(module, nn.Module):
         raise InvalidRequest(f"module={type(module).__name__}: must be a torch module")
@@ -134,7 +135,7 @@ def logprobs(
     ):
         raise InvalidRequest(f"micro_batch_size={micro_batch_size!r}: must be 1 or more, or None")
     if scores is not None and temperature != 1:
-        raise InvalidRequest(f"scores are of temperature 1; temperature={temperature}")
+        raise InvalidRequest(f"temperature={temperature}: scores require temperature 1")
     if scores is not None and getattr(scores, "shape", None) != sequences.shape:
         raise InvalidRequest(f"scores must have the shape of sequences, {list(sequences.shape)}")
     flat, mask = _flat(sequences, attention_mask)
@@ -152,7 +153,7 @@ def logprobs(
 
 
 class _Replaced(torch.autograd.Function):
-    """`values` going forward, the gradient of `found` going back."""
+    """Return `values` in the forward; pass the gradient to `found` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, found: Tensor, values: Tensor) -> Tensor:
@@ -164,9 +165,9 @@ class _Replaced(torch.autograd.Function):
 
 
 def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    """Log-probs `[R, L]` of rows that are padded anywhere outside of their tokens."""
-    # All rows begin at column 0, where no model needs to be told of positions, and causal attention
-    # keeps padding out by itself. There is always a row and always two columns, so that the module runs.
+    """Return log-probs `[R, L]` of rows with padding before or after their tokens."""
+    # All rows begin at column 0, so positions are the default ones and causal attention excludes the padding.
+    # There is always one row and two columns, so that the module runs.
     num_rows, length = ids.shape
     ids = F.pad(ids, (0, max(0, 2 - length), 0, max(0, 1 - num_rows)))
     mask = F.pad(mask, (0, ids.shape[1] - length, 0, len(ids) - num_rows))
@@ -185,11 +186,11 @@ def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: floa
 
 
 def _logits(module: nn.Module, rows: Tensor, inside: Tensor) -> Tensor:
-    """`[R, W, V]` of rows whose padding is at their ends."""
+    """Return logits `[R, W, V]` of right-padded rows."""
     inner = unwrap(module)
     if speaks_kv_caches(inner):
         if inspect.signature(inner.forward).parameters["kv_caches"].default is not None:
-            raise InvalidRequest(f"{type(inner).__name__} can't be run without kv_caches")
+            raise InvalidRequest(f"{type(inner).__name__} can't run without kv_caches")
         logits: Tensor = module(rows)
         return logits
     output: Any = module(input_ids=rows, attention_mask=inside.long(), use_cache=False)
@@ -198,7 +199,7 @@ def _logits(module: nn.Module, rows: Tensor, inside: Tensor) -> Tensor:
 
 
 def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:
-    """Raise InvalidRequest for an id that the embedding doesn't know, where it can be found."""
+    """Raise InvalidRequest for an id outside the vocabulary, if the module's config has its size."""
     tokens = ids[mask]
     if not tokens.numel():
         return
@@ -207,12 +208,12 @@ def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (isinstance(size, int) and high >= size):
         raise InvalidRequest(
-            f"sequences: ids {low} to {high}, where the model knows 0 to {size or math.inf}"
+            f"sequences: ids {low} to {high} are outside the model's vocabulary of {size or math.inf}"
         )
 
 
 def _flat(sequences: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
-    """Rows `[R, L]` and their mask, as bool."""
+    """Return rows `[R, L]` and their mask as bool."""
     if not isinstance(sequences, Tensor) or sequences.ndim < 1:
         raise InvalidRequest("sequences must be an integer tensor of shape [..., L]")
     if attention_mask is not None and getattr(attention_mask, "shape", None) != sequences.shape:

@@ -263,7 +263,7 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
     if kind == "json_schema":
         schema = json.loads(text)
         if schema is False:
-            raise InvalidRequest("json_schema=false: nothing fits it")
+            raise InvalidRequest("json_schema=false: no document validates")
         schema = {} if schema is True else schema
         check_schema(schema)
         return LLMatcher.grammar_from_json_schema(

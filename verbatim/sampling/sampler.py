@@ -264,7 +264,7 @@ def _positions(
     if (seed is None) != (position is None):
         given, missing = ("position", "seed") if seed is None else ("seed", "position")
         raise InvalidRequest(
-            f"a {given} without a {missing}: give both, or neither for fresh noise at each call"
+            f"a {given} without a {missing}: pass both, or neither for random noise at each call"
         )
     if position is None:
         return [0] * num_rows

@@ -84,7 +84,7 @@ def _backend(tokenizer: Tokenizer) -> Backend:
     backend = getattr(tokenizer.hf, "backend_tokenizer", None)
     if not isinstance(backend, Backend) or not steps:
         raise InvalidRequest(
-            f"structured outputs need a fast tokenizer with a decoder; {name} is none"
+            f"structured outputs need a fast tokenizer with a decoder; {name} is not one"
         )
     kinds = [step["type"] for step in steps]
     replaced = [step["pattern"].get("String", "") for step in steps if step["type"] == "Replace"]

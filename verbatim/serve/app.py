@@ -1,4 +1,4 @@
-"""`make_app`: the server as one ASGI application over one open `LLM`."""
+"""`make_app`: the server as an ASGI application over an open `LLM`."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from verbatim.serve.settings import ServeSettings
 log = logging.getLogger("verbatim.serve")
 PAGE = Path(__file__).with_name("page") / "index.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field that is unknown or wrong; the message names it."},
-    401: {"description": "No API key, or one of another server."},
-    404: {"description": "Another model than the one that is served."},
+    400: {"description": "An unknown field or an invalid value; the message names it."},
+    401: {"description": "No API key, or an invalid one."},
+    404: {"description": "The model is not the served one."},
     408: {"description": "The body took too long to arrive."},
-    415: {"description": "The body is not sent as JSON."},
+    415: {"description": "The content type is not JSON."},
     413: {"description": "The body is too long."},
-    429: {"description": "As much is under way as may be; Retry-After says when to come again."},
-    503: {"description": "The server is shutting down, or has lost its model."},
+    429: {"description": "Too many requests; Retry-After says when to retry."},
+    503: {"description": "The server is shutting down, or the model failed."},
 }
 
 
 def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
-    """The endpoints of one engine. `app.state.service` is its `Service`.
+    """Return the application for one engine. `app.state.service` is its `Service`.
 
     Raises:
-        NotSupported: an engine whose steps are made by several processes of the user's together.
-        InvalidRequest: the model suggests sampling for chats that can't be.
+        NotSupported: an engine driven by several ranks of the user's.
+        InvalidRequest: the model's generation_config.json has invalid sampling defaults for chats.
     """
     if llm.engine.collective is not None:
         raise NotSupported(
-            "a server for an engine that each rank drives: requests reach only one of them; use "
+            "a server for an engine driven by every rank: requests reach only one rank; use "
             "Cluster(...), which has one head"
         )
     settings = settings or ServeSettings()
@@ -61,14 +61,14 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     app = FastAPI(
         title="Verbatim",
         version=__version__,
-        description="Text generation: the same words everywhere.",
+        description="Text generation: the same tokens everywhere.",
         docs_url="/docs" if settings.docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
     )
     app.state.service = service
     app.add_middleware(Guard, settings=settings)
-    if settings.cors_origins:  # around the guard: a browser asks before it shows a key
+    if settings.cors_origins:  # outside the guard: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
@@ -158,14 +158,14 @@ def _ours(app: FastAPI, service: Service) -> None:
 def _operations(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["Operations"])
     async def health() -> Response:
-        """The process answers, and its engine is open."""
+        """Liveness: the process responds and its engine is open."""
         if service.llm.engine.closed:
             raise Refusal(503, "the engine is closed")
         return Json({"status": "ok"})
 
     @app.get("/ready", tags=["Operations"])
     async def ready() -> Response:
-        """New generations are let in."""
+        """Readiness: new generations are accepted."""
         if service.draining:
             raise Refusal(503, "the server is shutting down")
         if service.llm.engine.closed:
@@ -174,13 +174,13 @@ def _operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", tags=["Operations"])
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         text = service.metrics.text(await service.stats())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/engine", tags=["Operations"])
     async def engine() -> Response:
-        """What was opened, where its layers live, and what it holds now."""
+        """Model information, placement of the layers, and current state."""
         stats = await service.stats()
         info = await service.info() | {"model": service.name}
         told = {"info": info, "places": places_of(info), "stats": stats}
@@ -193,7 +193,7 @@ def _operations(app: FastAPI, service: Service) -> None:
             return HTMLResponse(PAGE.read_text(), headers=_PAGE_HEADERS)
 
 
-# Nothing from elsewhere, and in nobody's frame.
+# No external resources, and no framing.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -204,7 +204,7 @@ _PAGE_HEADERS = {
 
 
 def _refusals(app: FastAPI) -> None:
-    """Every error becomes OpenAI's JSON, and none a traceback."""
+    """Return every error as OpenAI's JSON, never as a traceback."""
 
     async def refuse(_: Request, error: Exception) -> Response:
         return refusal_of(error).response()
@@ -217,13 +217,13 @@ def _refusals(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error, Refusal):
             return error.response()
-        if error.status_code == 400:  # of FastAPI's own there is one
+        if error.status_code == 400:  # FastAPI's only one: an unreadable body
             return Refusal(400, _UNREADABLE).response()
         return Refusal(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def gone(http: Request, _: Exception) -> Response:
         app.state.service.metrics.left.inc()
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # the client is gone
 
     app.add_exception_handler(VerbatimError, refuse)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -231,6 +231,4 @@ def _refusals(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, gone)
 
 
-_UNREADABLE = (
-    "the body is no JSON that can be read: not UTF-8, nested too deeply, or a number too long"
-)
+_UNREADABLE = "the body is not readable JSON: not UTF-8, nested too deeply, or a number is too long"

@@ -93,7 +93,7 @@ class BatchRun:
         in_flight: int | None = None,
     ) -> None:
         if llm.engine.collective is not None:
-            raise NotSupported("a batch for an engine that each rank drives; use Cluster(...)")
+            raise NotSupported("a batch for an engine driven by every rank; use Cluster(...)")
         scheduler = llm.engine.scheduler
         self.in_flight = 2 * scheduler.max_sequences if in_flight is None else in_flight
         if self.in_flight < 1:
@@ -102,7 +102,7 @@ class BatchRun:
         self.service = Service(llm, settings)
         self.source = check_source(source)
         if records.path.samefile(self.source):
-            raise InvalidRequest(f"{source}: the answers can't go to the file of the requests")
+            raise InvalidRequest(f"{source}: answers can't be written to the request file")
         self.records = records
         self.num_bytes = self.source.stat().st_size
         self.bytes_done = self._bytes_skipped = 0
@@ -204,12 +204,12 @@ class BatchRun:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, json.JSONDecodeError) else "it can't be read"
-            raise _Fault("invalid_line", f"no JSON: {why}") from None
+            raise _Fault("invalid_line", f"not JSON: {why}") from None
         if not isinstance(fields, dict):
             raise _Fault("invalid_line", f"must be a JSON object, with {', '.join(_FIELDS)}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a text")
+            raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
         custom_id = custom_id.encode(errors="replace").decode()  # as it is written, and read again
         if custom_id in self._seen:
             raise _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
@@ -221,7 +221,7 @@ class BatchRun:
     def _checked(self, fields: dict[str, Any], custom_id: str, nbytes: int) -> _Line:
         unknown = next((name for name in fields if name not in _FIELDS), None)
         if unknown is not None:
-            message = f"{unknown!r:.80}: no field of a batch; there are {', '.join(_FIELDS)}"
+            message = f"{unknown!r:.80}: unsupported field; allowed are {', '.join(_FIELDS)}"
             raise _Fault("invalid_request", message, custom_id)
         method, url, body = (fields.get(name) for name in _FIELDS[1:])
         if method != "POST":
@@ -242,7 +242,7 @@ class BatchRun:
             except ValidationError as error:
                 raise refusal_of_body(error.errors()) from None
             if body.stream:
-                raise Refusal(400, "stream: a batch has whole answers", param="stream")
+                raise Refusal(400, "stream: not supported in a batch", param="stream")
             return 200, await asked(self.service, body).answer("")
         except (EngineClosed, StageFailed, TierFailed):
             raise  # not this request's fault, and that of all the others

@@ -1,4 +1,4 @@
-"""What is wrong with a body that the models of `fields.py` refuse, in one line that names the field."""
+"""One-line errors for bodies that the models of `fields.py` reject."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
     unknown = first["type"] == "extra_forbidden"
     param = _param(first["loc"][skip:], known=not unknown)
     if unknown:
-        return Refusal(400, f"{param}: no field that is served here", param=param)
+        return Refusal(400, f"{param}: unsupported field", param=param)
     if first["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {first['ctx']['error']}")
+        return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")
     given = first.get("input")
     shown = (
         "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "

@@ -71,7 +71,9 @@ class Talk:
         structures = [name for name in STRUCTURES if fields.get(name) is not None]
         if use is not None:
             if structures:
-                raise NotSupported(f"{structures[0]} with tools: a completion has one structure")
+                raise NotSupported(
+                    f"{structures[0]} with tools: only one kind of structured output per request"
+                )
             fields["grammar"] = use.grammar()
         self.params = service.chat_defaults.replace(**fields)
 
@@ -91,9 +93,9 @@ class Talk:
 
 # Variables of a template that are no client's to set, and why.
 _NOT_FOR_CLIENTS = {
-    "chat_template": "a template is a program, which this server doesn't take from its clients",
-    "tools": "is a field of its own",
-    "tokenizer": "is no variable of a chat template",
+    "chat_template": "a template is a program, which this server does not accept from clients",
+    "tools": "use the field tools",
+    "tokenizer": "not a variable of a chat template",
     "messages": "is a field of its own",
     "sanitize_control_tokens": "is not for clients to change",
 }
@@ -258,12 +260,12 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
     if len(set(limits)) > 1:
         raise InvalidRequest(
             f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens}: "
-            "they mean the same, so give one"
+            "they mean the same; set only one"
         )
     if limits:
         fields["max_tokens"] = limits[0]
     if fields.get("max_tokens") == 0:
-        raise InvalidRequest("max_completion_tokens=0: an answer has a token at least")
+        raise InvalidRequest("max_completion_tokens=0: must be 1 or more")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true")
     if body.logprobs:

@@ -149,7 +149,7 @@ def _prompts(prompt: Any) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequest("prompt is empty: give a text, ids, or a list of those")
+        raise InvalidRequest("prompt is empty: must be a string, ids, or a list of either")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
@@ -160,7 +160,7 @@ def _params(body: Completions) -> SamplingParams:
             fields[name] = getattr(body, name)
     fields["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if fields["max_tokens"] == 0 and not body.echo:
-        raise Refusal(400, "max_tokens=0 gives nothing without echo", param="max_tokens")
+        raise Refusal(400, "max_tokens=0 requires echo", param="max_tokens")
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
         if body.echo:
@@ -174,7 +174,7 @@ def _params(body: Completions) -> SamplingParams:
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
     """Refuse options of a stream for what is none."""
     if options is not None and not stream:
-        raise Refusal(400, "stream_options are of a stream: set stream", param="stream_options")
+        raise Refusal(400, "stream_options requires stream=true", param="stream_options")
 
 
 def wants_usage(options: StreamOptions | None) -> bool:

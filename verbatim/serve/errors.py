@@ -1,4 +1,4 @@
-"""Every error as OpenAI's clients know them: a status and `{"error": {message, type, param, code}}`."""
+"""Errors in OpenAI's format: a status and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _FIELDS = frozenset(SamplingParams.__slots__) | {"prompt", "messages", "tools", 
 
 
 class Refusal(HTTPException):
-    """A request that is not served, and why.
+    """The rejection of a request.
 
-    One of starlette's errors, so that whoever reads a body lets it pass.
+    A starlette exception, so that code that reads a body does not catch it.
 
     Args:
-        status: of HTTP.
-        message: what was wrong, with the value and what is allowed.
-        param: the field at fault, dotted.
-        code: OpenAI's word for it, where there is one.
+        status: HTTP status.
+        message: the problem, with the value and what is allowed.
+        param: dotted path of the field.
+        code: OpenAI's error code, if there is one.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ _TYPES = {
 
 
 class ClientGone(Exception):
-    """Whoever asked has closed the connection; there is nobody to answer."""
+    """The client closed the connection."""
 
 
 class Json(Response):
-    """A JSON answer. Numbers that JSON has no word for become null; half surrogate pairs "?"."""
+    """A JSON response. NaN and infinity become null; lone surrogates become "?"."""
 
     media_type = "application/json"
 
@@ -98,7 +98,7 @@ class Json(Response):
 
 
 def to_bytes(content: Any) -> bytes:
-    """Compact JSON. A float that is none of JSON's becomes null, an object its fields, a tensor its lists."""
+    """Return compact JSON. NaN and infinity become null, objects their fields, tensors nested lists."""
     try:
         return to_json(content, inf_nan_mode="null", fallback=to_plain)
     except ValueError:  # half surrogate pairs, nesting that it takes for a circle
@@ -112,7 +112,7 @@ def to_bytes(content: Any) -> bytes:
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """What a client is told of an error. Nothing of one that was not foreseen but that it happened."""
+    """Return the response of an error. Details of an unexpected one are logged, not sent."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, PromptTooLong):
@@ -133,21 +133,21 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(400, str(error))
     if isinstance(error, TierFailed):  # its message names files of this machine
         log.error("a tier of the model's weights failed: %s", error)
-        return Refusal(503, "the engine can't reach the model's weights any more")
+        return Refusal(503, "the engine can no longer read the model's weights")
     if isinstance(error, VerbatimError):
         log.error("a request failed: %s", error, exc_info=error)
         return Refusal(500, f"the request failed: {type(error).__name__}")
-    log.error("unforeseen", exc_info=error)
-    return Refusal(500, "the server has met an error that it did not foresee")
+    log.error("unexpected error", exc_info=error)
+    return Refusal(500, "internal server error")
 
 
 def _param(message: str) -> str | None:
-    """The field that a message begins with, as those of SamplingParams do: `top_p=2.0: must be ...`."""
+    """Return the field that a message begins with, such as `top_p=2.0: must be ...`."""
     found = re.match(r"(?:params\.)?([a-z_]+)(?:=|: | has | is empty)", message)
     return found[1] if found is not None and found[1] in _FIELDS else None
 
 
 def too_many(message: str) -> Refusal:
-    """429, and when to try again."""
+    """Return a 429 response with Retry-After."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return Refusal(429, message, code="rate_limit_exceeded", headers=headers)

@@ -1,7 +1,7 @@
-"""What the endpoints read: OpenAI's fields by OpenAI's names, and ours beside them.
+"""The request bodies: OpenAI's fields under OpenAI's names, and Verbatim's own.
 
-A field that is not here is refused by its name, and so is a value of another type. Ranges are those of
-`SamplingParams`, which checks them and says what is allowed.
+Unknown fields and values of another type are rejected. Ranges are those of `SamplingParams`, which validates
+them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from verbatim.errors import InvalidRequest
 from verbatim.params import MAX_BEAMS, MAX_LOGPROBS, MAX_PRIORITY
 
-MAX_TOP = 20  # likeliest tokens that a chat may ask for, as with OpenAI
+MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
 
 
 class Strict(BaseModel):
-    """Unknown fields and values of another type are refused."""
+    """Base of the request bodies: rejects unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 def within(text: str | None = None, **range_: Any) -> Any:
-    """A field that may be left out. The document tells its range; what checks it is `SamplingParams`."""
+    """Return an optional field. The range is for the OpenAPI document; `SamplingParams` validates it."""
     return Field(None, description=text, json_schema_extra=range_)
 
 
-# Ids outside of the vocabulary are refused later, by the model's own limit.
+# Ids outside the vocabulary are rejected at admission.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 _SHARE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 1}
 _PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2}
@@ -39,24 +39,27 @@ Texts = str | list[str] | None
 
 
 class Sampling(Strict):
-    """What may be asked of a generation everywhere."""
+    """The fields that all generation endpoints share."""
 
-    model: str | None = Field(None, description="The served model's name, which may be left out.")
-    temperature: Number = within("0 takes the likeliest token.", minimum=0)
+    model: str | None = Field(None, description="Name of the served model; optional.")
+    temperature: Number = within("Divisor of the logits; 0 is greedy.", minimum=0)
     top_p: Number = within(**_SHARE)
-    n: Integer = within("Completions of each prompt.", minimum=1)
+    n: Integer = within("Completions per prompt.", minimum=1)
     seed: Integer = within(
-        "Equal seeds give equal tokens, in any batch.", minimum=-(2**63), maximum=2**64 - 1
+        "Equal seeds give equal tokens, in any batch. Default: random.",
+        minimum=-(2**63),
+        maximum=2**64 - 1,
     )
     stop: Texts = None
     presence_penalty: Number = within(**_PENALTY)
     frequency_penalty: Number = within(**_PENALTY)
     logit_bias: dict[str, float] | None = within(
-        "By token id.", propertyNames={"pattern": "^[0-9]{1,6}$"}
+        "Token id to a number that is added to its logit.",
+        propertyNames={"pattern": "^[0-9]{1,6}$"},
     )
-    user: str | None = Field(None, description="Whom it is for; written into the server's log.")
+    user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
-    # Ours, by the names of SamplingParams.
+    # Verbatim's own, with the names of SamplingParams.
     top_k: Integer = within(minimum=0)
     min_p: Number = within(minimum=0, maximum=1)
     typical_p: Number = within(**_SHARE)
@@ -68,7 +71,7 @@ class Sampling(Strict):
     include_stop_str_in_output: Switch = None
     ignore_eos: Switch = None
     skip_special_tokens: Switch = None
-    any_whitespace: Switch = Field(None, description="Let a JSON document be indented.")
+    any_whitespace: Switch = Field(None, description="Allow a JSON document to be indented.")
     regex: str | None = within(minLength=1)
     grammar: str | None = within(minLength=1)
     choice: list[str] | None = within(minItems=1)
@@ -78,10 +81,10 @@ class Sampling(Strict):
     draft: Switch = None
 
     def sampling(self) -> dict[str, Any]:
-        """What was given of SamplingParams' fields.
+        """Return the fields of SamplingParams that were set.
 
         Raises:
-            InvalidRequest: a bias for something that is no id.
+            InvalidRequest: a key of `logit_bias` that is not a token id.
         """
         found = {name: getattr(self, name) for name in _PLAIN if getattr(self, name) is not None}
         if self.seed is not None and -(2**63) <= self.seed < 0:
@@ -106,22 +109,24 @@ def _id(text: str) -> int:
 
 
 class StreamOptions(Strict):
-    """Of a stream."""
+    """Options of a stream."""
 
-    include_usage: Switch = Field(None, description="End with one more piece that has the usage.")
+    include_usage: Switch = Field(None, description="Send a last chunk with the usage.")
 
 
 class Completions(Sampling):
-    """A prompt, or several, to be continued."""
+    """A completion request for one prompt or several."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
         examples=["Once upon a time", [1, 2, 3]]
     )
-    max_tokens: Integer = within("16 unless given.", minimum=0)
+    max_tokens: Integer = within("Maximum number of new tokens. Default: 16.", minimum=0)
     logprobs: Integer = within(
-        "Log-probs, and those of the N likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS
+        "Return log-probs of the tokens and of the top N.", minimum=0, maximum=MAX_LOGPROBS
     )
-    echo: Switch = Field(None, description="The prompt before the completion, log-probs included.")
+    echo: Switch = Field(
+        None, description="Return the prompt before the completion, with its log-probs."
+    )
     stream_options: StreamOptions | None = None
     json_schema: dict[str, Any] | None = None
     num_beams: Integer = within(minimum=1, maximum=MAX_BEAMS)
@@ -130,21 +135,21 @@ class Completions(Sampling):
 
 
 class TextPart(Strict):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Strict):
-    """What a model called, arguments as the JSON that it wrote."""
+    """A function call of the model; arguments are the JSON text that it generated."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Strict):
-    """One call in an assistant's message."""
+    """A tool call in an assistant message."""
 
     id: str
     type: Literal["function"]
@@ -155,7 +160,7 @@ Content = str | list[TextPart]
 
 
 class PlainMessage(Strict):
-    """Of the system, the developer or the user."""
+    """A message of the system, the developer or the user."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -163,7 +168,7 @@ class PlainMessage(Strict):
 
 
 class AssistantMessage(Strict):
-    """A turn that the model made before."""
+    """An earlier message of the assistant."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -176,7 +181,7 @@ class AssistantMessage(Strict):
 
 
 class ToolMessage(Strict):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -187,36 +192,36 @@ Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discrim
 
 
 class Function(Strict):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Switch = None  # arguments always fit the schema, asked for or not
+    strict: Switch = None  # arguments always conform to the schema, with or without it
 
 
 class Tool(Strict):
-    """A tool that may be used."""
+    """A tool that the model may use."""
 
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Strict):
-    """By name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Strict):
-    """The one tool to use."""
+    """The tool that the model must use."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Strict):
-    """What an answer must fit; the grammar sees to it, `strict` or not."""
+    """A JSON schema of the answer, enforced with or without `strict`."""
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")
@@ -230,7 +235,7 @@ class PlainFormat(Strict):
 
 
 class SchemaFormat(Strict):
-    """JSON that fits a schema."""
+    """A JSON document that conforms to a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -240,13 +245,15 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class ChatCompletions(Sampling):
-    """A conversation, to be answered."""
+    """A chat completion request."""
 
     messages: list[Message] = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
     )
-    max_tokens: Integer = within("As max_completion_tokens, which is newer.", minimum=1)
-    max_completion_tokens: Integer = within("Up to the length limit unless given.", minimum=1)
+    max_tokens: Integer = within("Older name of max_completion_tokens.", minimum=1)
+    max_completion_tokens: Integer = within(
+        "Maximum number of new tokens. Default: up to the length limit.", minimum=1
+    )
     logprobs: Switch = None
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
     stream_options: StreamOptions | None = None

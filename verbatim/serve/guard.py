@@ -1,4 +1,4 @@
-"""What every request passes before it is read: its key, its size, the time its body takes."""
+"""Checks before a request is read: host name, API key, body size, body timeout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from verbatim.serve.errors import Refusal
 from verbatim.serve.settings import ServeSettings
 
-# What needs no key: probes, and the page, which asks for one itself.
+# Paths without a key: probes, and the playground, which asks for the key itself.
 OPEN = frozenset({"/health", "/ready", "/"})
 
 
 class Guard:
-    """Refuses requests under another name, without a key, with too long a body, or one that never ends.
+    """Middleware that rejects requests with a wrong Host or key, and bodies that are too long or too slow.
 
-    Keys are compared by their hashes in constant time. The name of the key that was shown, a short
-    hash of it, is left in the request's state as `key`; "" where none is needed.
+    Keys are compared by their hashes in constant time. A short hash of the request's key is stored in its
+    state as `key`; "" if none is needed.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
@@ -56,11 +56,11 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, so that the time tells nothing of which one was nearly met.
+        # All are compared, so that the time does not depend on which one matches.
         if not sum(hmac.compare_digest(digest, known) for known in self._keys):
             raise Refusal(
                 401,
-                "the API key is not one of this server's",
+                "invalid API key",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -72,27 +72,27 @@ class Guard:
         host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host.lower()).strip("[]")
         if name not in self._settings.hosts:
-            raise Refusal(421, f"Host: {host[:80]!r}: this server is not called so")
+            raise Refusal(421, f"Host: {host[:80]!r}: not a name of this server")
 
     def _check_length(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         length = next((value for name, value in headers if name == b"content-length"), b"0")
-        # int() refuses thousands of digits, which no server lets through.
+        # Sliced, since int() rejects thousands of digits.
         if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
             raise self._too_long()
 
     def _too_long(self) -> Refusal:
         return Refusal(
-            413, f"the body is longer than {self._settings.max_body_bytes} bytes, the limit here"
+            413, f"the body is longer than the limit of {self._settings.max_body_bytes} bytes"
         )
 
     def _bounded(self, receive: Receive) -> Receive:
-        """The same, but a body may be no longer, and take no longer, than allowed."""
+        """Return `receive` with the limits of body size and time."""
         left, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
         deadline: float | None = loop.time() + self._settings.body_timeout_s
 
         async def bounded() -> Message:
             nonlocal left, deadline
-            if deadline is None:  # the body is there: what comes is the end of the connection
+            if deadline is None:  # the body is complete: only a disconnect can follow
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

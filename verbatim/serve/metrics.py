@@ -17,17 +17,17 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _GAUGES = {
     "running": "Sequences in the batch",
-    "waiting": "Requests that wait for a seat",
-    "blocks_used": "KV blocks that sequences hold",
-    "blocks_cached": "KV blocks kept for prompts that begin alike",
-    "blocks_free": "KV blocks that hold nothing",
-    "sessions": "Sessions that are open",
+    "waiting": "Queued requests",
+    "blocks_used": "KV blocks in use by sequences",
+    "blocks_cached": "KV blocks in the prefix cache",
+    "blocks_free": "Free KV blocks",
+    "sessions": "Open sessions",
 }
 _COUNTS = {
     "forwards": "Forwards of the model",
-    "tokens": "Tokens made",
-    "cached_tokens": "Prompt tokens whose K and V were there already",
-    "preemptions": "Times that a sequence gave its blocks up",
+    "tokens": "Generated tokens",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "preemptions": "Preemptions of sequences",
 }
 
 
@@ -45,16 +45,16 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"verbatim_{name}", text, buckets=buckets, registry=self.registry)
 
-        self.answers = counter("http_answers", "Answers by path and status", "path", "status")
-        self.turned_away = counter("turned_away", "Requests refused since all seats were taken")
-        self.left = counter("clients_gone", "Clients that closed the connection before the end")
+        self.answers = counter("http_answers", "Responses by path and status", "path", "status")
+        self.turned_away = counter("turned_away", "Requests rejected with 429: too many requests")
+        self.left = counter("clients_gone", "Clients that disconnected before the end")
         self._ended = counter("completions", "Completions by finish reason", "reason")
-        self._prompt = counter("prompt_tokens", "Tokens of prompts that were answered")
-        self._made = counter("completion_tokens", "Tokens of completions")
-        self._queue = histogram("queue_seconds", "From arrival to the first forward", _SECONDS)
-        self._first = histogram("first_token_seconds", "From arrival to the first token", _SECONDS)
-        self._each = histogram("per_token_seconds", "Between tokens after the first", _PER_TOKEN)
-        self._all = histogram("request_seconds", "From arrival to the last token", _SECONDS)
+        self._prompt = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self._made = counter("completion_tokens", "Completion tokens of finished requests")
+        self._queue = histogram("queue_seconds", "Time from arrival to first forward", _SECONDS)
+        self._first = histogram("first_token_seconds", "Time to first token", _SECONDS)
+        self._each = histogram("per_token_seconds", "Time per token after the first", _PER_TOKEN)
+        self._all = histogram("request_seconds", "Time from arrival to last token", _SECONDS)
 
     def note(self, results: Iterable[Result]) -> None:
         """Requests have ended."""
@@ -128,5 +128,5 @@ class _Engine(Collector):
         draft = stats.get("draft")
         if draft is not None:
             drafted, accepted = draft["drafted"], draft["accepted"]
-            yield CounterMetricFamily("verbatim_drafted_tokens", "Tokens guessed ahead", drafted)
-            yield CounterMetricFamily("verbatim_accepted_tokens", "Of those, that stood", accepted)
+            yield CounterMetricFamily("verbatim_drafted_tokens", "Drafted tokens", drafted)
+            yield CounterMetricFamily("verbatim_accepted_tokens", "Accepted draft tokens", accepted)

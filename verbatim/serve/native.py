@@ -1,4 +1,4 @@
-"""Verbatim's own endpoints: ids in and out, every parameter, both log-probs."""
+"""Verbatim's own endpoints: token ids in and out, all parameters, both kinds of log-probs."""
 
 from __future__ import annotations
 
@@ -27,43 +27,45 @@ _FIELDS = {kind: tuple(f.name for f in dataclasses.fields(kind)) for kind in (Re
 
 
 class Generate(Strict):
-    """One prompt, text or ids, and its `SamplingParams` by their own names."""
+    """A generation request: a prompt, text or ids, and its `SamplingParams`."""
 
     model: str | None = None
     prompt: str | list[TokenId] = Field(examples=["Once upon a time", [1, 2, 3]])
     params: dict[str, Any] = Field(
         default_factory=dict,
-        description=f"Any of {', '.join(PARAMS)}.",
+        description=f"Fields of SamplingParams: {', '.join(PARAMS)}.",
         examples=[{"max_tokens": 16, "temperature": 0.0}, {"seed": 7, "logprobs": 3}],
     )
     stream: Switch = None
     return_tokens: Switch = Field(
-        None, description="The text of each id, under `tokens`; in a stream each once."
+        None, description="Return the text of each id under `tokens`; in a stream, once per id."
     )
 
 
 class Score(Strict):
-    """Texts or ids whose tokens are to be judged."""
+    """A request for the log-probs of texts or ids."""
 
     model: str | None = None
     prompts: list[str] | list[list[TokenId]] = Field(
         min_length=1, examples=[["Once upon a time"], [[1, 2, 3]]]
     )
-    top_logprobs: int | None = Field(None, ge=0, description="And the N likeliest tokens at each.")
+    top_logprobs: int | None = Field(
+        None, ge=0, description="Also return the top N tokens at each position."
+    )
 
 
 class Tokenize(Strict):
-    """A text, or a conversation as the model's template writes it."""
+    """A text, or messages for the model's chat template, to tokenize."""
 
     model: str | None = None
     text: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: Switch = Field(None, description="Of a text; true unless given.")
+    add_special_tokens: Switch = Field(None, description="For `text` only. Default: true.")
     return_tokens: bool = False
 
 
 class Detokenize(Strict):
-    """Ids to be read as text."""
+    """Token ids to decode."""
 
     model: str | None = None
     ids: list[TokenId] = Field(examples=[[1, 2, 3]])
@@ -73,11 +75,11 @@ class Detokenize(Strict):
 def _settled(body: Generate) -> SamplingParams:
     for name in body.params:
         if name not in PARAMS:
-            why = "can't be sent" if name == "logits_processors" else "is no parameter"
-            raise InvalidRequest(f"params.{name} {why}; there are {', '.join(PARAMS)}")
+            why = "can't be sent" if name == "logits_processors" else "is unknown"
+            raise InvalidRequest(f"params.{name} {why}; allowed are {', '.join(PARAMS)}")
     fields = dict(body.params)
     bias = fields.get("logit_bias")
-    if isinstance(bias, dict):  # JSON's keys are texts
+    if isinstance(bias, dict):  # JSON's keys are strings
         fields["logit_bias"] = {_as_id(key): value for key, value in bias.items()}
     return SamplingParams(**fields)
 
@@ -89,7 +91,7 @@ def _as_id(key: str) -> int:
 
 
 async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]:
-    """A `Result` as JSON, by the names of its fields."""
+    """Generate, and return the `Result` as JSON."""
     service.check_model(body.model)
     params = _settled(body)
     with service.seat():
@@ -104,7 +106,7 @@ async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]
 async def generate_events(
     service: Service, body: Generate, key: str
 ) -> AsyncGenerator[Event, None]:
-    """`Delta`s as JSON; the last one has the result."""
+    """Generate, and yield `Delta`s as JSON; the last one has the result."""
     service.check_model(body.model)
     params = _settled(body)
     known: set[int] = set()
@@ -124,7 +126,7 @@ def _told(service: Service, value: Result | Delta) -> dict[str, Any]:
 
 
 def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict[int, str]:
-    """By id, the texts of all that stand in it, but for the `known` ones, which these join."""
+    """Return the text of each id in `value` that is not in `known`, and add these ids to `known`."""
     ids: set[int] = set()
     result = value if isinstance(value, Result) else value.result
     for part in [value] if isinstance(value, Delta) else value.outputs:
@@ -139,7 +141,7 @@ def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict
 
 
 async def score(service: Service, body: Score, key: str) -> dict[str, Any]:
-    """The log-prob of each token given those before it, at temperature 1."""
+    """Return the log-prob of each token given the tokens before it, at temperature 1."""
     service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
     with service.seat():
@@ -160,13 +162,15 @@ async def score(service: Service, body: Score, key: str) -> dict[str, Any]:
 
 
 async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
-    """The ids of a text or a conversation."""
+    """Return the ids of a text or of messages."""
     service.check_model(body.model)
     tokenizer = _tokenizer(service)
     if (body.text is None) == (body.messages is None):
-        raise InvalidRequest("give text or messages, one of them")
+        raise InvalidRequest("exactly one of text and messages is required")
     if body.messages is not None and body.add_special_tokens is not None:
-        raise InvalidRequest("add_special_tokens with messages: the template alone puts them there")
+        raise InvalidRequest(
+            "add_special_tokens with messages: not supported; the chat template decides"
+        )
 
     def ids_of() -> list[int]:
         if body.messages is not None:
@@ -183,7 +187,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
-    """The text of ids."""
+    """Return the text of ids."""
     service.check_model(body.model)
     tokenizer = _tokenizer(service)
     limit = service.llm.engine.admission.vocab_size

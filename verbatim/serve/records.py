@@ -58,11 +58,13 @@ class Records:
 
     def _begin(self) -> None:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise InvalidRequest(f"{self.path} must be a plain file: a batch goes on from it")
+            raise InvalidRequest(
+                f"{self.path} must be a regular file, so that a batch can be resumed"
+            )
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process
         except BlockingIOError:
-            raise VerbatimError(f"another run writes to {self.path}") from None
+            raise VerbatimError(f"another run is writing to {self.path}") from None
         except OSError as error:
             raise VerbatimError(f"can't lock {self.path}: {error.strerror}") from None
         self._size = 0
@@ -102,8 +104,7 @@ class Records:
 
     def _foreign(self, number: int) -> InvalidRequest:
         return InvalidRequest(
-            f"{self.path}, line {number}: this is not an answer of a batch; name another file to "
-            "write to"
+            f"{self.path}, line {number}: not a batch answer; use another output file"
         )
 
     def answer(self, custom_id: str, status: int, body: dict[str, Any]) -> None:
@@ -184,7 +185,7 @@ def check_source(source: str | os.PathLike[str]) -> Path:
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InvalidRequest(f"{path} must be a plain file of requests")
+                raise InvalidRequest(f"{path} must be a regular file")
     except OSError as error:
         raise VerbatimError(f"can't read {path}: {error.strerror}") from None
     return path

@@ -1,4 +1,4 @@
-"""What `/v1/responses` reads."""
+"""The request body of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from verbatim.serve.fields import MAX_TOP, PlainFormat, Sampling, Strict, Switch
 
 
 class InputText(Strict):
-    """A part of what is said."""
+    """A text part of a message."""
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = None  # as an earlier answer had them; they say nothing new
+    logprobs: list[Any] | None = None  # of an earlier answer; ignored
 
 
 class _Item(Strict):
-    """What an earlier answer's item carries beside what it says; neither is looked at."""
+    """Base of the input items. `id` and `status`, copied from an earlier answer, are ignored."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class InputMessage(_Item):
-    """A turn; one of the assistant's may be an earlier answer's item as it was."""
+    """A message; one of the assistant may be an unchanged item of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -34,7 +34,7 @@ class InputMessage(_Item):
 
 
 class CallItem(_Item):
-    """A call that the model made."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -43,7 +43,7 @@ class CallItem(_Item):
 
 
 class OutputItem(_Item):
-    """What the tool answered."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -51,7 +51,7 @@ class OutputItem(_Item):
 
 
 class FunctionTool(Strict):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
@@ -61,14 +61,14 @@ class FunctionTool(Strict):
 
 
 class NamedFunctionTool(Strict):
-    """The one tool to use."""
+    """The tool that the model must use."""
 
     type: Literal["function"]
     name: str
 
 
 class SchemaText(Strict):
-    """JSON that fits a schema."""
+    """A JSON document that conforms to a schema."""
 
     type: Literal["json_schema"]
     name: str
@@ -77,13 +77,13 @@ class SchemaText(Strict):
 
 
 class Text(Strict):
-    """What the answer's text must be."""
+    """The format of the answer's text."""
 
     format: Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None = None
 
 
 def _kind(item: Any) -> str:
-    """A turn needs no type."""
+    """Return an item's type; "message" is the default."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else "message"
 
@@ -101,10 +101,10 @@ Item = Annotated[
 
 
 class Responses(Sampling):
-    """A conversation, to be answered; nothing of it is kept."""
+    """A request for a response, which is not stored."""
 
     input: str | list[Item] = Field(min_length=1, examples=["Tell me a story."])
-    instructions: str | None = Field(None, description="A system message before all others.")
+    instructions: str | None = Field(None, description="System message before all others.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: Text | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
@@ -112,7 +112,7 @@ class Responses(Sampling):
     parallel_tool_calls: Switch = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
-    store: Literal[False] | None = Field(None, description="Nothing is kept.")
+    metadata: dict[str, str] | None = Field(None, description="Returned with the answer.")
+    store: Literal[False] | None = Field(None, description="Answers are not stored.")
     truncation: Literal["disabled"] | None = None
     n: Literal[1] | None = None

@@ -84,7 +84,7 @@ class Service:
         if name is not None and name != self.name:
             raise Refusal(
                 404,
-                f"model={name!r}: this server has {self.name!r}",
+                f"model={name!r}: this server serves {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -107,7 +107,7 @@ class Service:
         if self._under_way >= self.settings.max_requests:
             self.metrics.turned_away.inc()
             raise too_many(
-                f"{self._under_way} requests are under way or waiting, as many as may at once"
+                f"{self._under_way} requests are in progress or queued, which is the limit"
             )
         self._under_way += 1
         try:
@@ -130,8 +130,8 @@ class Service:
         """
         if len(prompts) * params.n > self.settings.max_choices:
             raise InvalidRequest(
-                f"{len(prompts)} prompts times n={params.n} are more than {self.settings.max_choices} "
-                "completions, the limit of one request here"
+                f"{len(prompts)} prompts times n={params.n} exceed the limit of "
+                f"{self.settings.max_choices} completions per request"
             )
         if key:
             params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
@@ -169,8 +169,8 @@ def _chat_defaults(llm: LLM) -> SamplingParams:
         return llm.default_params()
     except InvalidRequest as error:
         raise InvalidRequest(
-            f"the model's generation_config.json, which chats would go by: {error}; mend it, or let chats do "
-            "without it: --no-chat-defaults, ServeSettings(chat_defaults=False)"
+            f"the model's generation_config.json has invalid defaults for chats: {error}; fix it, or pass "
+            "--no-chat-defaults or ServeSettings(chat_defaults=False)"
         ) from None
 
 

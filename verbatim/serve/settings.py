@@ -1,4 +1,4 @@
-"""`ServeSettings`: what a server allows, checked before it listens."""
+"""`ServeSettings`: the settings of a server, validated before it listens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from verbatim.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """What a server allows.
+    """The settings of a server.
 
     Attributes:
-        name: what clients call the model; None takes the engine's own name.
-        api_keys: a request must show one of them; none: no request needs one.
-        max_body_bytes: of a request; a longer one is 413.
-        max_requests: generations under way or waiting at once; one more is 429.
-        max_choices: completions of one request, its prompts times `n`; more are 400.
-        body_timeout_s: a body that takes longer to arrive is 408.
-        read_timeout_s: a client that reads nothing of its stream for so long is let go.
-        timeout_s: a generation that takes longer ends as it is, with finish reason "length"; None never.
-        hosts: the names that a request may call the server by in its Host header; any, unless told. A web
-            page can lead a browser to a local server under a name of its own, and would read its answers.
-        cors_origins: web pages of these origins may call the server; none may unless told.
-        docs: serve the OpenAPI document and its page.
-        playground: serve the page at /.
-        chat_defaults: let the model's generation_config.json settle what a chat request leaves open.
+        name: model name in the API. None: the engine's name.
+        api_keys: keys of which every request must send one; empty: no key is needed.
+        max_body_bytes: maximum size of a request body; status 413 above it.
+        max_requests: maximum generations in progress or queued; status 429 above it.
+        max_choices: maximum completions per request (prompts times `n`); status 400 above it.
+        body_timeout_s: maximum seconds for a body to arrive; status 408 above it.
+        read_timeout_s: seconds after which a client that does not read its stream is disconnected.
+        timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None: no
+            limit.
+        hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
+            resolve their own name to it (DNS rebinding).
+        cors_origins: origins whose web pages may call the server; empty: none.
+        docs: serve /docs and /openapi.json.
+        playground: serve the playground at /.
+        chat_defaults: sample chats with the defaults of the model's generation_config.json.
 
     Raises:
         InvalidRequest: a value out of its range.
@@ -61,18 +62,19 @@ class ServeSettings:
             if not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name}={value}: must be above 0")
         if self.name is not None and not self.name.strip():
-            raise InvalidRequest("name='': the model needs a name that clients can say")
+            raise InvalidRequest("name='': must not be empty")
         for key in self.api_keys:
-            # What can stand in a header, and is not guessed by whoever tries short ones.
+            # Valid in a header, and too long to be found by brute force.
             if len(key) < 8 or not all(33 <= ord(c) <= 126 for c in key):
                 raise InvalidRequest(
-                    "an API key must have 8 characters or more, all of them ASCII without spaces"
+                    "an API key must have 8 characters or more, all printable ASCII without spaces"
                 )
         for origin in self.cors_origins:
             scheme, _, rest = origin.partition("://")
             if scheme not in ("http", "https") or not rest or "/" in rest or "*" in origin:
                 raise InvalidRequest(
-                    f"cors origin {origin!r}: must be like https://example.org, without a path or *"
+                    f"cors origin {origin!r}: must be an origin such as https://example.org, without a "
+                    "path or *"
                 )
 
 
@@ -80,7 +82,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def is_local(host: str) -> bool:
-    """Does an address to listen on reach no further than this machine?"""
+    """Return whether an address to listen on is only reachable from this machine."""
     if host == "localhost":
         return True
     try:

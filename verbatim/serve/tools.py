@@ -78,9 +78,9 @@ class ToolUse:
         """
         if tools is None:
             if choice not in (None, "none"):
-                raise InvalidRequest("tool_choice without tools: there is nothing to choose")
+                raise InvalidRequest("tool_choice requires tools")
             if several is not None:
-                raise InvalidRequest("parallel_tool_calls without tools")
+                raise InvalidRequest("parallel_tool_calls requires tools")
             return None
         names = [tool.function.name for tool in tools]
         if len(set(names)) < len(names):
@@ -94,7 +94,7 @@ class ToolUse:
             tools = [tool for tool in tools if tool.function.name == wanted]
             if not tools:
                 raise InvalidRequest(
-                    f"tool_choice: no tool is named {wanted!r}; there are {', '.join(names)}"
+                    f"tool_choice: no tool is named {wanted!r}; the tools are {', '.join(names)}"
                 )
         tagged = BEGIN in template
         return cls(

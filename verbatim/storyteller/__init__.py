@@ -1,6 +1,6 @@
-"""The storyteller: the small model that ships inside the package.
+"""The storyteller: the small model inside the package.
 
-`path()` is a Hugging Face model folder; see `docs/storyteller.md`. Nothing here imports torch.
+`path()` returns its Hugging Face model folder; see `docs/storyteller.md`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,5 +9,5 @@ from pathlib import Path
 
 
 def path() -> Path:
-    """The folder with the storyteller's config, weights (bfloat16) and tokenizer."""
+    """Return the folder with the storyteller's config, weights (bfloat16) and tokenizer."""
     return Path(__file__).resolve().parent

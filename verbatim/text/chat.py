@@ -59,7 +59,7 @@ def render_chat(
     )
     for name in template_kwargs:
         if name in _OURS:
-            raise NotSupported(f"{name}= is no variable of a chat template; messages become ids")
+            raise NotSupported(f"{name}= is not a variable of a chat template; messages become ids")
         if name not in _THEIRS and not re.search(rf"\b{re.escape(name)}\b", template):
             raise NotSupported(f"{name}= would have no effect: the chat template doesn't use it")
 

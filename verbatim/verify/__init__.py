@@ -1,4 +1,4 @@
-"""The promise, tried on a model and a machine: `verify` runs the same requests in every schedule."""
+"""The self-test: `verify` runs the same requests in every schedule and compares them bit for bit."""
 
 from verbatim.verify.matrix import verify
 from verbatim.verify.report import Report, Row

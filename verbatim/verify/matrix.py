@@ -36,28 +36,28 @@ def verify(
 ) -> Report:
     """Run the same requests alone and in every schedule, and compare them bit for bit.
 
-    Requests, prompts from the vocabulary and seeds are settled by `seed`. The model is opened several
-    times, one at a time.
+    `seed` determines the requests, their prompts (drawn from the vocabulary) and their seeds. The model is
+    opened several times, one after the other.
 
     Args:
-        model: as `LLM` takes it. A live module can't be offloaded or put in stages, which rows say then.
-        tokens: of the longest completions.
-        seed: of prompts and draws.
-        only: names of schedules, of `verbatim.verify.NAMES`; None runs all. The reference always is.
-        on_row: called with each row when it is done.
-        cluster: the placement of the row "two-stages"; None: two stages on this machine, by Ray.
-        num_threads: of torch's pool, for all schedules but "threads".
-        options: of `LLM`, for all schedules: tokenizer, config, revision, trust_remote_code, dtype, device,
-            max_length, kv_dtype, quantization, fused.
+        model: as in `LLM`. A live module can't be offloaded or run in stages; those rows are "not run".
+        tokens: length of the longest completions.
+        seed: seed of prompts and draws.
+        only: names of schedules in `verbatim.verify.NAMES`. None: all. The reference is always run.
+        on_row: callback for each finished row.
+        cluster: placement of the row "two-stages". None: two stages on this machine, by Ray.
+        num_threads: size of torch's thread pool, for all schedules except "threads".
+        options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
+            device, max_length, kv_dtype, quantization, fused.
 
     Raises:
-        InvalidRequest: an unknown option or schedule, a number out of range.
-        ModelError, and whatever else `LLM` raises: the model can't be opened.
+        InvalidRequest: an unknown option or schedule, or a number out of range.
+        ModelError and other errors of `LLM`: the model can't be opened.
     """
     unknown = next((name for name in options if name not in OPTIONS), None)
     if unknown is not None:
         raise InvalidRequest(
-            f"{unknown}={options[unknown]!r}: the schedules settle it; there are {', '.join(OPTIONS)}"
+            f"{unknown}={options[unknown]!r}: the schedules set it; allowed are {', '.join(OPTIONS)}"
         )
     unknown = next((name for name in only or () if name not in NAMES), None)
     if unknown is not None:

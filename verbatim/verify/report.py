@@ -1,4 +1,4 @@
-"""`Report`: what held on this machine, and what didn't."""
+"""`Report` and `Row`: the results of `verify`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ REFERENCE, EQUAL, DIFFERS, FAILED, NOT_RUN = "reference", "equal", "differs", "f
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One schedule.
+    """The result of one schedule.
 
     Attributes:
-        name: of the schedule.
-        what: what it does.
-        status: "reference" (the requests alone, which the others are held against), "equal", "differs",
-            "failed" (an error came instead of words) or "not run".
-        ids_equal, logprobs_equal: bit for bit; None where nothing was compared. Ends and texts count
-            with the ids.
-        note: what shows that it was this schedule; or why it was not run; or the error.
-        first_difference: in words.
-        largest_difference: between two log-probs of the same token behind the same tokens.
-        differing: the kinds of the requests that came out otherwise.
-        num_tokens, num_logprobs: that were compared.
-        forwards: of the model.
-        rows_per_forward: tokens that one forward computed, at the mean.
-        sequences_at_once: that one forward computed, at most: 1 would be no batch.
-        seconds: that it took, with opening.
+        name: name of the schedule.
+        what: description of the schedule.
+        status: "reference" (the requests run alone), "equal", "differs", "failed" (an error was raised) or
+            "not run".
+        ids_equal, logprobs_equal: equality bit for bit; None if nothing was compared. Finish reasons and
+            texts count with the ids.
+        note: evidence that the schedule took effect, the reason why it was not run, or the error.
+        first_difference: description of the first difference.
+        largest_difference: largest difference between two log-probs of the same token after the same tokens.
+        differing: kinds of the requests that differ.
+        num_tokens, num_logprobs: numbers compared.
+        forwards: forwards of the model.
+        rows_per_forward: mean rows (tokens) per forward.
+        sequences_at_once: maximum sequences in one forward; 1 means no batching.
+        seconds: duration, including opening the model.
     """
 
     name: str
@@ -51,12 +51,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All rows, and what they are of.
+    """The results of all schedules.
 
     Attributes:
-        model, numerics_key: as `LLM.info` has them.
-        seed: of the requests.
-        num_requests: that each schedule ran.
+        model, numerics_key: as in `LLM.info`.
+        seed: seed of the requests.
+        num_requests: requests per schedule.
+        rows: one row per schedule.
     """
 
     model: str
@@ -66,16 +67,16 @@ class Report:
     rows: tuple[Row, ...]
 
     def of(self, *statuses: str) -> list[Row]:
-        """The rows with one of these statuses."""
+        """Return the rows with one of these statuses."""
         return [row for row in self.rows if row.status in statuses]
 
     @property
     def ok(self) -> bool:
-        """Something was compared, and all of it was the same bits."""
+        """True if something was compared and all of it was equal bit for bit."""
         return bool(self.of(EQUAL)) and not self.of(DIFFERS, FAILED)
 
     def verdict(self) -> str:
-        """In a sentence."""
+        """Return the outcome in one sentence."""
         equal, run = len(self.of(EQUAL)), len(self.of(EQUAL, DIFFERS, FAILED))
         left = self.of(NOT_RUN)
         rest = f"; not run: {', '.join(row.name for row in left)}" if left else ""
@@ -86,9 +87,9 @@ class Report:
                 f"the same bits in {'the schedule' if run == 1 else f'all {run} schedules'}{rest}"
             )
         bad = ", ".join(row.name for row in self.of(DIFFERS, FAILED))
-        return f"{equal} of {run} schedules gave the same bits; not so: {bad}{rest}"
+        return f"{equal} of {run} schedules gave the same bits; different or failed: {bad}{rest}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         plain: dict[str, Any] = to_plain(self)
         return {"ok": self.ok, "verdict": self.verdict()} | plain

@@ -1,4 +1,4 @@
-"""The schedules: each forces the engine to make the same words in another way."""
+"""The schedules: each makes the engine compute the same tokens in another way."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _prefix_hit(trial: Trial) -> None:
         found = trial.together(llm, twice)
     cached = sum(result.num_cached_tokens for result in found)
     if not cached:
-        raise NotRun("no prompt is long enough to fill a block of keys and values")
+        raise NotRun("no prompt is long enough to fill a KV block")
     trial.add(found, numbers=twice)
-    trial.notes.append(f"{cached} prompt tokens found")
+    trial.notes.append(f"{cached} prompt tokens cached")
 
 
 def _streamed(trial: Trial) -> None:
@@ -91,7 +91,7 @@ def _chunked(trial: Trial) -> None:
     longest = max(len(asked.prompt) for asked in trial.subject.requests)
     if longest <= _CHUNK_ROWS:
         raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
-    trial.notes.append(f"{_CHUNK_ROWS} rows a forward, prompts up to {longest}")
+    trial.notes.append(f"{_CHUNK_ROWS} rows per forward, prompts up to {longest}")
 
 
 def _evicted(trial: Trial) -> None:
@@ -114,7 +114,7 @@ def _drafted(trial: Trial) -> None:
         with trial.opened(draft=proposer, num_draft_tokens=_DRAFT_TOKENS) as llm:
             trial.add(trial.together(llm), label=label)
             figures = llm.stats()["draft"]
-        trial.notes.append(f"{label}: {figures['drafted']} guessed, {figures['accepted']} stood")
+        trial.notes.append(f"{label}: {figures['drafted']} drafted, {figures['accepted']} accepted")
     if not 0 < figures["accepted"] < figures["drafted"]:
         raise NotRun("; ".join(trial.notes))
 
@@ -186,14 +186,14 @@ SCHEDULES = (
     Schedule("batched", "all at once", _batched),
     Schedule("reordered", "all at once, in another order", _reordered),
     Schedule("prefix-hit", "with prompts that are cached", _prefix_hit),
-    Schedule("streamed", "all at once, put together from their streams", _streamed),
-    Schedule("threads", "with other numbers of threads", _threads),
-    Schedule("chunked", "with prompts in chunks, and other blocks", _chunked),
-    Schedule("evicted", "evicted and computed again", _evicted),
-    Schedule("drafted", "with drafts, right ones and wrong ones", _drafted),
+    Schedule("streamed", "all at once, reassembled from streams", _streamed),
+    Schedule("threads", "with other thread counts", _threads),
+    Schedule("chunked", "prompts in chunks, another block size", _chunked),
+    Schedule("evicted", "preempted and recomputed", _evicted),
+    Schedule("drafted", "with right and wrong drafts", _drafted),
     Schedule("unfused", "without fused layers", _unfused),
-    Schedule("int8-kv", "keys and values in int8", _int8_kv),
-    Schedule("offloaded", "with weights on the disk", _offloaded),
+    Schedule("int8-kv", "with an int8 KV cache", _int8_kv),
+    Schedule("offloaded", "with weights on disk", _offloaded),
     Schedule("two-stages", "in two processes", _two_stages),
 )
 NAMES = tuple(schedule.name for schedule in SCHEDULES)

@@ -169,7 +169,7 @@ class Trial:
     def check_batched(self) -> None:
         """Raises NotRun: the engine ran the requests one by one, which shows nothing."""
         if self.most <= self.subject.most_alone:
-            raise NotRun(f"no forward had more than {self.most} sequences, as alone")
+            raise NotRun(f"no forward had more than {self.most} sequences, as in the reference")
 
     def _numbers(self, numbers: SequenceOf[int] | None) -> list[int]:
         return list(range(len(self.subject.requests)) if numbers is None else numbers)

@@ -1,4 +1,4 @@
-"""What a user may say about a cluster, checked."""
+"""`Cluster`: the options of pipeline stages over processes and machines, validated."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ _TRANSPORTS = ("auto", "direct", "actors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A model cut into stages, each a process with some of its layers, on one machine or on several.
+    """A model in pipeline stages: processes with some of its layers each, on one machine or several.
 
-    No word depends on where the cuts are, on which machines there are, or on what becomes of them while
-    an answer is made: a stage that is lost is replaced, its layers compute again what they had to do with
-    the answers that are under way, and those go on with the very words they would have had. Only for
-    machines that trust each other: see docs/cluster.md.
+    Outputs do not depend on the assignment of layers, on the machines, or on failures: a lost stage is
+    replaced, its layers recompute the requests in progress, and these continue with the same tokens. Use
+    only machines that trust each other: see docs/cluster.md.
 
     Args:
-        stages: how many; None takes one for each machine, and two where there is one.
-        address: of a Ray cluster, "host:port", as `verbatim cluster start` prints it. None takes the one
-            that this process is connected to or that `RAY_ADDRESS` names, else starts one of its own on
-            this machine, which ends with the model's `close`.
-        layers: how many of them in each stage, in order; None divides by memory and measured speed.
-        keep: what each stage may keep of the hidden states that it has handed on, from which a lost stage
-            behind it is computed again: bytes, or "1GB". 0 computes from the ids, through all stages.
-        spares: processes that wait, ready to take a lost stage's place.
-        micro_batches: pieces of one forward, which are in different stages at the same time. None: as many
-            as there are stages where a forward has many rows, else one.
-        max_restarts: how often stages are replaced for one step, until its requests fail.
-        patience_s: a stage that is silent for so long is lost.
-        step_timeout_s: and so is one that computes on one micro-batch for so long.
-        transport: "direct" connects the processes to each other, "actors" sends everything through Ray, which
-            is slower, and "auto" does so where a connection can't be had and Ray is there.
-        hosts: where processes come from, in place of Ray: an object with the methods of
+        stages: number of stages. None: one per machine, and two on a single machine.
+        address: "host:port" of a Ray cluster, as `verbatim cluster start` prints it. None: the cluster that
+            this process is connected to, or `RAY_ADDRESS`; otherwise a local one is started, and stopped by
+            the model's `close`.
+        layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
+        keep: budget per stage for sent activations, from which a lost stage behind it is recomputed: bytes,
+            or "1GB". 0: recompute from the ids, through all stages.
+        spares: idle processes that replace lost stages, 0 to 64.
+        micro_batches: micro-batches of one forward, which overlap in different stages. None: the number of
+            stages if a forward has many rows, else one.
+        max_restarts: maximum stage replacements in one step, 0 to 64; above it the step's requests fail.
+        patience_s: seconds of silence after which a stage is lost.
+        step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
+        transport: "direct": connections between the processes; "actors": everything through Ray, slower;
+            "auto": direct, or actors if a connection fails and Ray is available.
+        hosts: source of processes instead of Ray: an object with the methods of
             `verbatim.placement.cluster.hosts.Hosts`.
 
     Raises:
@@ -81,7 +80,7 @@ class Cluster:
         if self.transport not in _TRANSPORTS:
             raise InvalidRequest(f"transport={self.transport!r}: must be one of {_TRANSPORTS}")
         if self.transport == "actors" and self.hosts is not None:
-            raise InvalidRequest("transport='actors' needs Ray, and hosts= is in its place")
+            raise InvalidRequest("transport='actors' needs Ray, which hosts= replaces")
         if self.layers is not None:
             self._settle_layers()
         budget("keep", self.keep)

@@ -142,4 +142,4 @@ def _look_for(address: str) -> None:
     """Raise NoHost where nobody listens at "host:port": Ray tries for half a minute before it says so."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in host and not answers((host, int(port))):
-        raise NoHost(f"no Ray cluster at {address}: nobody answers there")
+        raise NoHost(f"no Ray cluster at {address}: no answer")

@@ -1,4 +1,4 @@
-"""What a user may say about offloading, checked."""
+"""`Offload`: the options of offloading, validated."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from typing import TYPE_CHECKING, Any
 from verbatim.errors import InvalidRequest
 from verbatim.options import budget, positive, switch
 
-Percents = tuple[float, float, float]  # gpu, cpu, disk; together 100
+Percents = tuple[float, float, float]  # gpu, cpu, disk; the sum is 100
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A model spread over three tiers: the device ("gpu"), the host's RAM ("cpu") and the disk.
+    """A model in three tiers: the device ("gpu"), the host's RAM ("cpu") and the disk.
 
-    Weights on the disk are read straight from the checkpoint's safetensors, once in each step for all
-    sequences that run, while the layers before them compute. No word depends on where anything lies.
+    Weights on the disk are read directly from the checkpoint's safetensors, once per step for all running
+    sequences, while earlier layers compute. Outputs do not depend on the placement.
 
-    On a machine without a GPU both of the upper tiers are RAM, each with its own budget, and what lies in
-    either is used where it is.
+    On a machine without a GPU both upper tiers are RAM, each with its own budget, and their contents are
+    used in place.
 
     Args:
-        gpu: what the device tier may hold: bytes, or "16GB". With None and no `cpu`: 60% of the memory
-            that is available. Everything counts against it: weights, K and V, buffers, activations.
-        cpu: the same of the host's RAM; None: nothing.
-        disk: a folder for K and V and activations that leave memory, and for compressed weights. What is
-            written there has no name and is gone with the process. None: the system's folder for
-            temporary files.
-        weights: percents in (gpu, cpu, disk), together 100; two of them leave the rest to the disk. None
-            lets the policy choose, within the budgets.
+        gpu: budget of the device tier: bytes, or "16GB". None, if `cpu` is None too: 60% of the available
+            memory. Covers everything: weights, K and V, buffers, activations.
+        cpu: budget of the RAM tier. None: 0.
+        disk: folder for K and V and activations that leave memory, and for compressed weights. Files there
+            are unnamed and disappear with the process. None: the system's folder for temporary files.
+        weights: percents in (gpu, cpu, disk) with sum 100; with two, the rest is on disk. None: chosen by
+            the policy, within the budgets.
         kv: the same for K and V.
-        activations: the same for the hidden states of micro-batches that wait for their turn.
-        batch_size: sequences of a micro-batch, which computes at once. None lets the policy choose.
-        micro_batches: of them that share each reading of a layer; `batch_size` times this is what
-            runs at once. None lets the policy choose.
-        overlap: read and write while computing; False does one after the other.
-        cpu_cache_compute: attention over K and V in the cpu tier runs there; False copies them to the
-            device first. None: wherever no copy is needed.
-        attention_top_k: each query attends only to this many of the likeliest earlier tokens. This is
-            an approximation: the words are others than those of the whole model. None attends to all.
-        policy: "auto" measures this machine and chooses what was left open; None takes simple defaults.
+        activations: the same for the hidden states of waiting micro-batches.
+        batch_size: sequences per micro-batch. None: chosen by the policy.
+        micro_batches: micro-batches per read of a layer; `batch_size` times this many sequences run at
+            once. None: chosen by the policy.
+        overlap: read and write while computing; False: one after the other.
+        cpu_cache_compute: run attention over K and V of the cpu tier there; False: copy them to the device
+            first. None: wherever no copy is needed.
+        attention_top_k: number of likeliest earlier tokens that each query attends to. An approximation:
+            outputs differ from those of the full model. None: all.
+        policy: "auto": measure this machine and choose the open settings; None: simple defaults.
         workload: (prompt tokens, new tokens) of a typical request, for the policy.
-        disk_limit: what may be written to `disk`: bytes, or "100GB". None: as much as it needs.
-        trace: a file for a trace of reads, writes and computation, in Chrome's format, written by `close`.
+        disk_limit: budget of `disk`: bytes, or "100GB". None: no limit.
+        trace: file for a trace of reads, writes and computation in Chrome's format, written by `close`.
 
     Raises:
         InvalidRequest: a value out of range; the message names it and what is allowed.
@@ -70,7 +69,7 @@ class Offload:
     disk_limit: int | None = None
     trace: Path | None = None
 
-    if TYPE_CHECKING:  # what may be said, beside what it is then settled to
+    if TYPE_CHECKING:  # accepted types; the fields above have the resolved ones
 
         def __init__(
             self,
@@ -123,13 +122,15 @@ class Offload:
         settle("workload", (positive("workload[0]", prompt), positive("workload[1]", new)))
 
     def replace(self, **changes: Any) -> Offload:
-        """The same with other values."""
+        """Return a copy with some fields changed."""
         return Offload(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
 
 def percents(name: str, value: Any) -> Percents:
-    """Two or three percents as three that make 100."""
-    said = f"{name}={value!r}: must be percents in (gpu, cpu, disk) that make 100, as (20, 50, 30)"
+    """Return two or three percents as three with sum 100."""
+    said = (
+        f"{name}={value!r}: must be percents in (gpu, cpu, disk) with sum 100, such as (20, 50, 30)"
+    )
     value = value.tolist() if hasattr(value, "tolist") else value  # an array
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) not in (2, 3):
         raise InvalidRequest(said)

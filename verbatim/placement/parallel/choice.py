@@ -1,4 +1,4 @@
-"""What a user may say about several ranks, checked."""
+"""`TensorParallel`, `PipelineParallel`, `ExpertParallel`: the options of parallel ranks, validated."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from verbatim.options import positive
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A model over several processes of one machine: each holds some columns of every product, some heads of
-    attention with their K and V, and some experts.
+    """Tensor parallelism over processes of one machine: each holds some columns of every weight matrix, some
+    attention heads with their K and V, and some experts.
 
-    Columns are gathered and nothing is added up over processes, so every bit is that of one process.
+    Columns are gathered, and nothing is summed over processes, so all bits equal those of one process.
 
-    Under torchrun, or where torch.distributed is initialised, these are its ranks: each opens the same model
-    and makes the same calls of `generate`, `score` and `chat`; rank 0 runs them, and all get its results.
-    Elsewhere, `size` - 1 processes are started, and end with `close()`.
+    Under torchrun, or if torch.distributed is initialized, its ranks are used: each opens the same model and
+    makes the same calls of `generate`, `score` and `chat`; rank 0 runs them, and all get its results.
+    Otherwise `size` - 1 processes are started, and stopped by `close()`.
 
     Args:
-        size: ranks, this process included.
-        exact: True. Adding parts of products up over ranks, which is less to send and gives other bits, is
-            not built.
-        timeout_s: seconds that a rank may keep the others waiting, in a forward and when it is opened.
+        size: number of ranks, including this process.
+        exact: must be True. Summing partial products over ranks, which sends less and gives other bits, is
+            not supported.
+        timeout_s: seconds that ranks wait for another one, in a forward and at opening.
 
     Raises:
-        InvalidRequest, NotSupported: a value out of range or not built.
+        InvalidRequest, NotSupported: a value out of range or not supported.
     """
 
     size: int
@@ -39,22 +39,22 @@ class TensorParallel:
         positive("size", self.size)
         if self.exact is not True:
             raise NotSupported(
-                f"exact={self.exact!r} is not built: products are cut by columns and gathered, which gives "
-                "the bits of one process; leave it at True"
+                f"exact={self.exact!r}: not supported; weights are split by columns and results gathered, "
+                "which gives the bits of one process; leave it at True"
             )
         _check_seconds(self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineParallel:
-    """A model over several processes of one machine, each with some layers and their K and V.
+    """Pipeline parallelism over processes of one machine: each holds some layers and their K and V.
 
-    Hidden states go from rank to rank by gloo. Rank 0 holds the last layers and draws, so logits never
-    travel. Processes are found or started as for `TensorParallel`; only one rank computes at a time.
+    Hidden states are sent from rank to rank by gloo. Rank 0 holds the last layers and samples, so logits are
+    never sent. Processes are found or started as for `TensorParallel`; only one rank computes at a time.
 
     Args:
-        size: ranks, this process included.
-        timeout_s: seconds that a rank may keep the others waiting, in a forward and when it is opened.
+        size: number of ranks, including this process.
+        timeout_s: seconds that ranks wait for another one, in a forward and at opening.
 
     Raises:
         InvalidRequest: a value out of range.
@@ -70,14 +70,14 @@ class PipelineParallel:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """A mixture-of-experts model whose experts are spread over the ranks of a process group.
+    """Expert parallelism: the experts are split over the ranks of a process group, the rest is replicated.
 
-    Everything else is on every rank, which has requests of its own, or none. A token's rows are sent to where
-    its experts are and back, so the ranks make equally many forwards: all of them call `generate`, `score` or
-    `rl.rollout` equally often, and a rank without requests makes the smallest batch.
+    Each rank has its own requests, or none. Rows are sent to the ranks of their experts and back, so all
+    ranks run the same number of forwards: all must call `generate`, `score` or `rl.rollout` equally often,
+    and a rank without requests runs the smallest batch.
 
     Args:
-        process_group: of torch.distributed, with gloo; None: all ranks.
+        process_group: a torch.distributed group with gloo. None: all ranks.
     """
 
     process_group: Any = None
