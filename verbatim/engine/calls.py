@@ -120,7 +120,7 @@ class Call:
         ):  # one exception may end several requests, each of which raises it
             self._tracebacks[request] = request.error.__traceback__
         if self.on_end is not None:
-            with suppress(Exception):
+            with suppress(BaseException):  # the thread that makes the steps is not its caller's
                 self.on_end()
 
     def raise_error(self) -> None:
@@ -149,7 +149,7 @@ class Job:
         self._work = work
         self._caller = threading.get_ident()
         self._waiter = ThreadWaiter()
-        self._begun = self._cancelled = self._done = False
+        self._begun = self._cancelled = self._done = self._returned = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -158,16 +158,26 @@ class Job:
         if self._cancelled:
             return
         self._begun = True
-        own = threading.get_ident() == self._caller
         try:
             self._result = self._work()
+        except (
+            KeyboardInterrupt
+        ) as error:  # of this thread, which may be another one than the caller's
+            if threading.get_ident() != self._caller:
+                self._begun, self._returned = False, True
+                self._waiter.wake()
+                raise
+            self._error = error
         except BaseException as error:
+            own = threading.get_ident() == self._caller
             self._error = error if own else as_exception(error)
-            if not own and not isinstance(error, Exception):
-                raise  # Ctrl-C is for this thread
-        finally:
-            self._done = True
-            self._waiter.wake()
+        self._done = True
+        self._waiter.wake()
+
+    def returned(self) -> bool:
+        """Whether it was interrupted in another thread, and has to be sent again."""
+        returned, self._returned = self._returned, False
+        return returned
 
     def cancel(self) -> bool:
         """Don't do it any more; return False if it has begun."""
@@ -179,19 +189,15 @@ class Job:
         self._waiter.wake()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait to be woken, for some time; return whether it is done.
-
-        Ctrl-C cancels it or, once it has begun, is raised when it is done; a second one is raised at once.
-        """
-        try:
-            if not self._done:
-                self._waiter.wait(timeout_s)
-        except KeyboardInterrupt:
-            if not self.cancel():
-                while not self._done:
-                    self._waiter.wait()
-            raise
+        """Wait to be woken, for some time; return whether it is done."""
+        if not self._done:
+            self._waiter.wait(timeout_s)
         return self._done
+
+    def finish(self) -> None:
+        """Wait until work that has begun is done, or has come back."""
+        while self._begun and not self._done:
+            self._waiter.wait()
 
     def result(self) -> Any:
         """Return what it returned, or raise what it raised."""
@@ -226,7 +232,7 @@ class Unread:
         Raises:
             RequestFailed: too many are unread.
         """
-        if len(self._deltas) >= self._limit:
+        if delta.result is None and len(self._deltas) >= self._limit:
             raise RequestFailed(
                 f"request {delta.request_id}: its stream was not read; {len(self._deltas)} deltas wait, and "
                 f"max_unread is {self._limit}"

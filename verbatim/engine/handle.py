@@ -135,8 +135,8 @@ class EngineHandle:
         """Have no owner, no callers and no thread, as when it is made and in a forked child."""
         # A finalizer may put a message in at any moment, which a SimpleQueue allows.
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._owner = threading.Lock()
-        self._owner_id: int | None = None  # of the thread that has the lock
+        self._owner: Any = threading.RLock()  # never taken twice; it knows which thread has it
+        self._busy = False  # there is an owner
         self._lock = threading.RLock()  # of requests that come and of the thread; held for moments
         self._waiting: dict[ThreadWaiter, None] = {}  # callers that would make steps
         self._jobs: dict[Job, None] = {}  # of callers that wait for them
@@ -305,7 +305,7 @@ class EngineHandle:
 
     def abort(self, request: Request) -> None:
         """End a request after the step under way, keeping what it has; from any thread."""
-        self._send(lambda: self._abort([request]))
+        self._send(lambda: self._abort([request], self._calls.get(request)))
 
     def peek(self) -> list[tuple[Request, int, float]]:
         """Return what the next step would draw: request, token id and log-prob of each sequence.
@@ -342,24 +342,36 @@ class EngineHandle:
         """
         self._refuse_inside()
 
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise VerbatimError("called by a signal handler in the middle of another call")
+
         def checked() -> _T:
+            self._jobs.pop(job, None)
             if not when_closed:
                 self.check_open()
             return work()
 
         job = Job(checked)
-        self._jobs[job] = None
         try:
+            self._jobs[job] = None
             self._inbox.put(job.run)
             # While a caller waits to make a step, that comes first, or other calls could go on for ever.
             patience = _POLL_S if self._steps_wait else 0.0
             while not job.wait(patience):
+                if job.returned():
+                    self._inbox.put(job.run)
                 if self._take_over(_nothing) is None and holds_exclusive() and job.cancel():
                     raise VerbatimError(_NESTED)
                 patience = _LOOK_S
-            return cast("_T", job.result())
+        except KeyboardInterrupt:
+            if not job.cancel():
+                job.finish()
+            raise
         finally:
-            del self._jobs[job]
+            self._jobs.pop(job, None)
+            if not self._inbox.empty():
+                self._take_over(_nothing)
+        return cast("_T", job.result())
 
     def pause(self, mode: str = "keep") -> None:
         """Make no more steps until `resume`; return when that is so. The latest call decides.
@@ -379,21 +391,27 @@ class EngineHandle:
             raise InvalidRequest(
                 f"mode={mode!r}: must be one of {', '.join(map(repr, PAUSE_MODES))}"
             )
-        before = self._mode
+        changed: list[tuple[Mode, Mode]] = []  # from, to
         try:
-            self.call(lambda: self._pause(mode))
+            self.call(lambda: changed.append(self._pause(mode)))
             self._wait(ThreadWaiter(), lambda: self._mode is not Mode.DRAINING or self.closed)
         except KeyboardInterrupt:
-            self._send(lambda: self._set_mode(before))
+            self._send(lambda: self._undo_pause(changed))
             raise
 
-    def _pause(self, mode: str) -> None:
+    def _pause(self, mode: str) -> tuple[Mode, Mode]:
         if mode == "drain" and self._asleep:
             raise VerbatimError("an engine that sleeps can't be drained; call wake() first")
         if mode == "abort":
             self._engine.abort_all()
-        drain = mode == "drain" and self._engine.has_work
+        before, drain = self._mode, mode == "drain" and self._engine.has_work
         self._set_mode(Mode.DRAINING if drain else Mode.PAUSED)
+        return before, self._mode
+
+    def _undo_pause(self, changed: list[tuple[Mode, Mode]]) -> None:
+        for before, after in changed:
+            if self._mode is after and not self._asleep:
+                self._set_mode(before)
 
     def resume(self) -> None:
         """Go on after `pause`; does nothing where nothing is paused.
@@ -494,8 +512,8 @@ class EngineHandle:
         }
 
     def _between_steps(self, read: Callable[[], _T]) -> _T:
-        """Return what `read` gives between two steps or, in a hook of the model, in the middle of one."""
-        if self._owner_id == threading.get_ident():
+        """Return what `read` gives between two steps or, in a hook or a signal handler, at once."""
+        if self._owner._is_owned() or self._lock._is_owned():  # type: ignore[attr-defined]
             return read()
         return self.call(read, when_closed=True)
 
@@ -526,7 +544,11 @@ class EngineHandle:
             yield
         finally:
             if call.num_open:
-                self._send(lambda: self._abort(call.requests))
+                self._inbox.put(
+                    lambda: self._abort(call.requests, call)
+                )  # first: Ctrl-C must not lose it
+                if not self._owner._is_owned():
+                    self._take_over(_nothing)
 
     def _submit(self, call: Call) -> None:
         requests = call.requests
@@ -536,19 +558,21 @@ class EngineHandle:
             if known or len(set(requests)) < len(requests):
                 raise InvalidRequest("a request can't be submitted twice")
             self._engine.check_room(len(self._entering) + len(requests))
+            if call.driven:
+                self._start_thread()
             for request in requests:
                 request.streamed = call.deliver is not None
                 self._calls[request] = self._entering[request] = call
             if call.driven:
                 self._num_driven += len(requests)
-                self._run_thread()
+                self._wake_next()
         if self._mode is Mode.PAUSED:  # or else whoever makes the next step takes them in
             self._send(_nothing)
 
     def _send(self, message: Callable[[], object]) -> None:
         """Have the owner do something soon; from any thread, and from finalizers."""
         self._inbox.put(message)
-        if self._owner_id != threading.get_ident():
+        if not self._owner._is_owned():
             self._take_over(_nothing)
 
     def _take_over(self, work: Callable[[], _T], waiter: ThreadWaiter | None = None) -> _T | None:
@@ -575,7 +599,7 @@ class EngineHandle:
         """Let others own the engine: callers that make steps, and those whose messages came too late."""
         self._wake_next()
         while not self._inbox.empty():
-            if self._steps_wait and (self._waiting or self._num_driven):
+            if self._steps_wait and (self._waiting or (self._num_driven and self._thread)):
                 return
             if job := next(iter(self._jobs), None):
                 job.wake()
@@ -585,18 +609,17 @@ class EngineHandle:
 
     def _wake_next(self) -> None:
         """Wake the thread, or else the first caller that waits to make a step."""
-        if self._num_driven:
-            if (thread := self._thread) is not None:
-                thread.waiter.wake()
+        if self._num_driven and (thread := self._thread) is not None:
+            thread.waiter.wake()
         elif waiter := next(iter(self._waiting.copy()), None):
             waiter.wake()
 
     def _own(self, work: Callable[[], _T]) -> _T | None:
         shield = Shield()
         with shield.up():  # but for the middle of a step, where Ctrl-C breaks nothing
-            if not self._owner.acquire(blocking=False):
+            if self._owner._is_owned() or not self._owner.acquire(blocking=False):
                 return None
-            self._owner_id, self._engine.shield = threading.get_ident(), shield
+            self._busy, self._engine.shield = True, shield
             woken: dict[Waiter, None] = {}
             try:
                 try:
@@ -609,7 +632,7 @@ class EngineHandle:
                     self._settle()
                     woken, self._woken = self._woken, woken
                 finally:
-                    self._owner_id = None
+                    self._busy = False
                     self._owner.release()
                     wake_all(woken)
 
@@ -619,7 +642,7 @@ class EngineHandle:
         try:
             while not done():
                 patience: float | None = None
-                if not self._num_driven or holds_exclusive():
+                if not self._num_driven or self._thread is None or holds_exclusive():
                     patience = self._take_over(self._turn, waiter)
                     if patience is None and holds_exclusive():
                         raise VerbatimError(_NESTED)
@@ -635,7 +658,7 @@ class EngineHandle:
             self._wake_next()
 
     def _refuse_inside(self) -> None:
-        if self._owner_id == threading.get_ident():
+        if self._owner._is_owned():
             raise VerbatimError("an engine can't be called from inside its own forward")
 
     def _refuse_collective(self, what: str) -> None:
@@ -695,8 +718,8 @@ class EngineHandle:
             return
         try:
             call.deliver(delta)
-        except Exception as error:
-            self._problems.append((request, error))
+        except BaseException as error:
+            self._problems.append((request, as_exception(error)))
         if call.waiter is not None:
             self._woken[call.waiter] = None
 
@@ -741,10 +764,11 @@ class EngineHandle:
         ]
         return [(request, draws.ids[row], draws.logprobs[row]) for request, row in rows]
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _abort(self, requests: list[Request], call: Call | None) -> None:
         for request in requests:
-            call = self._entering.pop(request, None)
-            if call is not None:
+            if call is None or self._calls.get(request) is not call:
+                continue
+            if self._entering.pop(request, None) is not None:
                 self._add(request, call)
             if not request.finished:
                 try:
@@ -766,19 +790,20 @@ class EngineHandle:
         problems, self._problems = self._problems, []
         for request, error in problems:
             self._fail(request, error)
-        ended = self._ended.copy()
-        self._ended.clear()
-        for request in ended:
-            with self._lock:
-                call = self._calls.pop(request, None)
-                if call is None:
-                    continue
-                self._num_driven -= call.driven
-                if call.driven and not self._num_driven:  # then callers make the steps again
-                    self._woken.update(dict.fromkeys(self._waiting))
-            call.end(request)
-            if call.waiter is not None and (not call.num_open or call.deliver is not None):
-                self._woken[call.waiter] = None
+        while self._ended:
+            self._end(self._ended.pop(0))
+
+    def _end(self, request: Request) -> None:
+        with self._lock:
+            call = self._calls.pop(request, None)
+            if call is None:
+                return
+            self._num_driven -= call.driven
+            if call.driven and not self._num_driven:  # then callers make the steps again
+                self._woken.update(dict.fromkeys(self._waiting))
+        call.end(request)
+        if call.waiter is not None and (not call.num_open or call.deliver is not None):
+            self._woken[call.waiter] = None
 
     def _set_mode(self, mode: Mode) -> None:
         self._mode = mode
@@ -798,13 +823,12 @@ class EngineHandle:
 
     # ---- the thread
 
-    def _run_thread(self) -> None:
-        """Wake the thread, or start it."""
+    def _start_thread(self) -> None:
+        """Start the thread, unless there is one."""
         if _interpreter_ends:
             raise EngineClosed("the interpreter is ending")
         if self._thread is None:
             self._thread = _Thread(self)
-        self._thread.waiter.wake()
 
     def _retire(self) -> bool:
         """Let the thread end, unless there is something to do for it."""
@@ -823,10 +847,12 @@ class EngineHandle:
 
     def _forked(self) -> None:
         """Be usable in the child of a fork if nothing was under way, and closed otherwise."""
-        busy = bool(self._calls) or self._owner_id is not None
+        busy = bool(self._calls) or self._busy
         if busy or getattr(self.runner, "in_one_process", False):
             self._why_closed = "this LLM has been closed: it can't be used in a forked child"
             self._calls.clear()
+            self._entering.clear()
+            self._num_driven = 0
         self._start_afresh()
         self._engine.sessions.forked()
 
@@ -856,6 +882,8 @@ class _Thread:
             patience: float | None = IDLE_S
             if handle._num_driven:
                 patience = handle._take_over(handle._turn, self.waiter)
+            else:
+                handle._steps_wait = False
             if patience is not None and not handle._inbox.empty():
                 handle._take_over(_nothing)
             del handle
