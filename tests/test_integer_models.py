@@ -209,7 +209,7 @@ def test_names() -> None:
 
 
 def test_where_it_does_not_serve_it_is_refused_by_name(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(NotSupported, match=r"int8-g64-a8.*unpacked before they multiply"):
+    with pytest.raises(NotSupported, match=r"int8-g64-a8.*dequantized before they are multiplied"):
         LLM(folders("llama"), quantization="w8a8", placement=Offload(gpu="300MB"))
     with pytest.raises(NotSupported, match=r"int8-g64-a8.*not supported with placement"):
         LLM(folders("llama"), quantization="w8a8", placement=Cluster(stages=2))

@@ -711,7 +711,7 @@ def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: An
         return
     opening_fails(
         NotSupported,
-        rf"Qwen3ForCausalLM has no layers.*num_mtp_layers is {re.escape(repr(number))}",
+        rf"Qwen3ForCausalLM has no MTP layers.*num_mtp_layers is {re.escape(repr(number))}",
         str(folder),
     )
 

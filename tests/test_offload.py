@@ -226,7 +226,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
         llm.wake()
         llm.generate([[5]], GREEDY)
     for draft in ("mtp", "early-exit"):
-        with pytest.raises(NotSupported, match="don't draft"):
+        with pytest.raises(NotSupported, match="not supported with placement=Offload"):
             offloaded(folders("llama"), draft=draft)
 
 
