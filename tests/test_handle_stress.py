@@ -17,7 +17,7 @@ from toys import make_toy
 
 from verbatim import LLM, RequestFailed, VerbatimError
 
-SECONDS = float(os.environ.get("VERBATIM_STRESS_S", "20"))
+SECONDS = float(os.environ.get("VERBATIM_STRESS_S", "10"))
 NUM_THREADS, NUM_COROUTINES = 32, 200
 
 
@@ -118,7 +118,7 @@ class Stress:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS * 2 + 120)
+@pytest.mark.timeout(SECONDS * 2 + 300)
 def test_nothing_is_lost_and_nothing_is_left_when_all_happens_at_once() -> None:
     with LLM(make_toy("llama"), kv_memory="2MB", block_size=8, max_sequences=48) as llm:
         stress = Stress(llm)
@@ -163,7 +163,7 @@ def test_nothing_is_lost_and_nothing_is_left_when_all_happens_at_once() -> None:
         finally:
             signal.signal(signal.SIGINT, handler)
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive(), "a call never came back"
         assert not [e for e in errors if not isinstance(e, RequestFailed)], errors
         assert min(stress.counts.get(k, 0) for k in ("thread", "coroutine", "interrupt")) > 10
