@@ -135,7 +135,7 @@ def test_whoever_has_another_token_is_kept_out(network: Network, tmp_path: Path)
     finally:
         stranger.environment = own
     assert (joins.returncode, looks.returncode) == (1, 1)
-    assert "is not the cluster's" in said[0]
+    assert "differs from the cluster's" in said[0]
     assert "takes the token of this machine" in said[1]
 
 
