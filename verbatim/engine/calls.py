@@ -115,9 +115,8 @@ class Call:
     def end(self, request: Request) -> None:
         """Note that a request has ended."""
         self.num_open -= 1
-        if (
-            request.error is not None
-        ):  # one exception may end several requests, each of which raises it
+        # One exception may end several requests, each of which raises it.
+        if request.error is not None:
             self._tracebacks[request] = request.error.__traceback__
         if self.on_end is not None:
             with suppress(BaseException):  # the thread that makes the steps is not its caller's
@@ -160,9 +159,8 @@ class Job:
         self._begun = True
         try:
             self._result = self._work()
-        except (
-            KeyboardInterrupt
-        ) as error:  # of this thread, which may be another one than the caller's
+        except KeyboardInterrupt as error:
+            # Ctrl-C in this thread, which may be another one than the caller's.
             if threading.get_ident() != self._caller:
                 self._begun, self._returned = False, True
                 self._waiter.wake()
