@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from verbatim.beam import BeamSearch
-from verbatim.core import GrammarState, Holding, Request, Sequence
+from verbatim.core import GrammarState, Request, Sequence, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.protocols import Runner
@@ -78,7 +78,7 @@ class Admission:
         prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
-        holding: Holding,
+        session_cache: SessionCache,
         *,
         resumed_ids: SequenceOf[int] = (),
         resumed_text: str = "",
@@ -105,10 +105,10 @@ class Admission:
             prompt,
             prompt_ids,
             params,
-            limit=(holding.max_length, "the session's max_length"),
+            limit=(session_cache.max_length, "the session's max_length"),
             resumed_ids=list(resumed_ids),
             resumed_text=resumed_text,
-            holding=holding,
+            session_cache=session_cache,
         )
 
     def _request(
@@ -121,7 +121,7 @@ class Admission:
         limit: tuple[int, str] | None = None,
         resumed_ids: SequenceOf[int] = (),
         resumed_text: str = "",
-        holding: Holding | None = None,
+        session_cache: SessionCache | None = None,
     ) -> Request:
         limit_tokens, source = limit or (self.max_length, self.limit_source)
         num_given = len(ids) + len(resumed_ids)
@@ -153,7 +153,7 @@ class Admission:
             first_sample=first_sample,
             resumed_ids=list(resumed_ids),
             resumed_text=resumed_text,
-            holding=holding,
+            session_cache=session_cache,
         )
         if params.min_tokens > request.max_tokens:
             raise InvalidRequest(

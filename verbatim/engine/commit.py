@@ -40,14 +40,14 @@ def commit(
     """
     sequence, request = chunk.sequence, chunk.sequence.request
     scheduler.advance(chunk)
-    last = chunk.first_logits_row + chunk.num_prompt_targets  # the row that is drawn from, if any
+    last = chunk.first_logits_row + chunk.num_prompt_rows  # the row that is drawn from, if any
     if request.params.hidden_states and hidden is not None:
         request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
-    targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_targets)
+    targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_rows)
     for row in targets if request.params.prompt_logprobs is not None else ():
         request.prompt_logprobs.append(draws.logprobs[row])
         request.prompt_top_logprobs.append(draws.top(row))
-    if request.makes_nothing and sequence.num_uncomputed == 0:
+    if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
         return finish(request, FinishReason.LENGTH)
@@ -138,8 +138,8 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
     request = sequence.request
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
-    request.num_closed += sequence.finished
-    if request.num_closed == len(request.sequences):
+    request.num_ended += sequence.finished
+    if request.num_ended == len(request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,

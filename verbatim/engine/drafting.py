@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.core import DraftFigures, GrammarState, Sequence
+from verbatim.core import DraftStats, GrammarState, Sequence
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.work import Chunk, Draft
 from verbatim.protocols import Proposer
@@ -44,7 +44,7 @@ class Drafting:
         self.proposer = proposer
         self._owns = owns
         self.runs_live_module = runs_live_module
-        self.figures = DraftFigures()
+        self.figures = DraftStats()
         self.last_error: str | None = None
         self._lengths = lengths
         self._proposing_s = 0.0  # of this step
@@ -141,7 +141,7 @@ class Drafting:
             "time_s": figures.time_s,
         }
 
-    def _figures_of(self, chunk: Chunk) -> tuple[DraftFigures, DraftFigures]:
+    def _figures_of(self, chunk: Chunk) -> tuple[DraftStats, DraftStats]:
         return self.figures, chunk.sequence.request.metrics.draft
 
     def _report(self, error: BaseException) -> None:

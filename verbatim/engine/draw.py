@@ -63,8 +63,8 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
 
 def _target_rows(chunk: Chunk) -> list[Placed]:
     sequence, request = chunk.sequence, chunk.sequence.request
-    known = request.num_prompt_rows_read
-    targets = sequence.token_ids(known + 1, known + 1 + chunk.num_prompt_targets)
+    known = request.num_prompt_rows_done
+    targets = sequence.token_ids(known + 1, known + 1 + chunk.num_prompt_rows)
     return [
         (
             chunk.first_logits_row + i,
@@ -87,7 +87,7 @@ def _draw_rows(chunk: Chunk) -> list[Placed]:
     """
     if not chunk.draws:
         return []
-    place = chunk.first_logits_row + chunk.num_prompt_targets
+    place = chunk.first_logits_row + chunk.num_prompt_rows
     made = [(place, draw_row(s, (), _mask(s))) for s in drawing(chunk)]
     for ahead, mask in enumerate(chunk.draft.masks, start=1):
         row = draw_row(chunk.sequence, chunk.draft.ids[:ahead], mask)
@@ -113,7 +113,7 @@ def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Placed
         # As in transformers, processors of a beam search see log-probs.
         mass = Mass.of(logits) if request.search is not None else None
         row_in = logits.clone() if mass is None else mass.row(logits)
-        ahead = place - chunk.first_logits_row - chunk.num_prompt_targets
+        ahead = place - chunk.first_logits_row - chunk.num_prompt_rows
         sequence = drawers[min(len(made), len(drawers) - 1)]  # who has a draft draws alone
         history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:ahead]]
         try:

@@ -77,11 +77,11 @@ class Engine:
         """Take a request in; `deliver` gets its deltas, during the steps that make them."""
         if self.live and not self.has_work:
             self.scheduler.pool.forget()
-            self.sessions.forget_keys()
+            self.sessions.make_private()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
-        if request.makes_nothing and not (
-            request.reads_prompt_rows or request.params.record_routing
+        if request.is_prefill_only and not (
+            request.needs_prompt_rows or request.params.record_routing
         ):
             self._end(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
@@ -171,7 +171,7 @@ class Engine:
         if sequence.finished:
             if request.params.record_routing:
                 sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
-            self.sessions.keep(sequence)
+            self.sessions.save(sequence)
             self.scheduler.remove(sequence)
         if request.request_id not in self._active:
             return  # whoever took the last delta has aborted it
@@ -253,7 +253,7 @@ class Engine:
             if restart and not (request.streamed and sent):
                 for sequence in request.sequences:
                     self.scheduler.remove(sequence)
-                request.begin_again()
+                request.restart()
                 self.scheduler.add(request.sequences[0])
             else:
                 self.scheduler.revise(request)

@@ -463,7 +463,7 @@ class EngineHandle:
 
     def release_sessions(self) -> None:
         """Free the blocks of sessions that have ended, after the step under way."""
-        self._send(self._engine.sessions.settle)
+        self._send(self._engine.sessions.reclaim)
 
     def stats(self) -> dict[str, Any]:
         """Return counts since it was opened and what is held now; also when it is closed."""
@@ -664,7 +664,7 @@ class EngineHandle:
 
     def _take_in(self) -> None:
         """Do what messages say, and give new requests to the engine."""
-        self._engine.sessions.settle()
+        self._engine.sessions.reclaim()
         if self._entering:
             self._enter()
         for _ in range(self._inbox.qsize()):
@@ -735,7 +735,7 @@ class EngineHandle:
             return []
         chunks, draws = seen
         rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
+            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_rows)
             for chunk in chunks
             if chunk.draws and not chunk.sequence.request.finished
         ]
@@ -828,7 +828,7 @@ class EngineHandle:
             self._why_closed = "this LLM has been closed: it can't be used in a forked child"
             self._calls.clear()
         self._start_afresh()
-        self._engine.sessions.forked()
+        self._engine.sessions.after_fork()
 
 
 class _Thread:

@@ -23,7 +23,7 @@ class _Budget:
     """What one batch may still take in."""
 
     rows: int
-    prompt_targets: int
+    prompt_rows: int
     chunks: list[Chunk] = field(default_factory=list)
     scheduled: set[Sequence] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -33,7 +33,7 @@ class _Budget:
         self.chunks.append(chunk)
         self.scheduled.add(chunk.sequence)
         self.rows -= chunk.num_rows
-        self.prompt_targets -= chunk.num_prompt_targets
+        self.prompt_rows -= chunk.num_prompt_rows
 
 
 class Scheduler:
@@ -48,7 +48,7 @@ class Scheduler:
         block_size: token positions in a block.
         max_batch_tokens: rows of one batch at most.
         max_sequences: sequences running at once at most.
-        max_prompt_targets: logits rows for prompt log-probs and drafts in one batch at most, which bounds
+        max_prompt_rows: logits rows for prompt log-probs and drafts in one batch at most, which bounds
             the memory of their logits.
         prefix_cache: look for prompts that begin like an earlier one, or like one in flight.
     """
@@ -59,7 +59,7 @@ class Scheduler:
         block_size: int,
         max_batch_tokens: int,
         max_sequences: int,
-        max_prompt_targets: int,
+        max_prompt_rows: int,
         *,
         prefix_cache: bool = False,
     ) -> None:
@@ -67,7 +67,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
-        self.max_prompt_targets = max_prompt_targets
+        self.max_prompt_rows = max_prompt_rows
         self.prefixes = Prefixes(pool, block_size, enabled=prefix_cache)
         self.sessions = Sessions(pool, block_size)
         self.waiting = WaitingRoom()
@@ -81,7 +81,7 @@ class Scheduler:
         """Take in a sequence that has computed nothing yet, but for what a session holds of it."""
         sequence.number = next(self._count)
         self.num_new += 1
-        self.sessions.hand_over(sequence)
+        self.sessions.attach(sequence)
         self.waiting.add(sequence)
         if sequence.blocks:
             self._parked[sequence] = None
@@ -90,7 +90,7 @@ class Scheduler:
         """Forget a sequence, finished or not, and take its blocks back."""
         self._release(sequence)
         self.running.pop(sequence, None)
-        if self.waiting.remove(sequence) and not sequence.request.begun:
+        if self.waiting.remove(sequence) and not sequence.request.was_scheduled:
             self.num_new -= 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
         child.blocks, child.keys = list(parent.blocks), list(parent.keys)
         child.num_computed = parent.num_computed
         self.pool.share(child.blocks)
-        child.num_remembered = parent.num_remembered
+        child.num_indexed = parent.num_indexed
         if child.blocks and len(self.running) < self.max_sequences:
             self.running[child] = None
         else:
@@ -117,7 +117,7 @@ class Scheduler:
             draft_lengths: rows that sequences would like behind theirs for a draft. They get what is left:
                 nobody waits or loses blocks for a draft.
         """
-        budget = _Budget(self.max_batch_tokens, self.max_prompt_targets)
+        budget = _Budget(self.max_batch_tokens, self.max_prompt_rows)
         self._make_way()
         # A beam that has its candidates waits for the others of its request.
         active = [s for s in self.running if s.candidates is None]
@@ -140,7 +140,7 @@ class Scheduler:
         while budget.rows and (first := self._next_waiting()) is not None:
             if before is not None and first.rank > before.rank:
                 break
-            if first.request.reads_prompt_rows and not budget.prompt_targets:
+            if first.request.needs_prompt_rows and not budget.prompt_rows:
                 self.waiting.remove(first)
                 put_off.append(first)
             elif not self._begin(first, budget):
@@ -190,12 +190,12 @@ class Scheduler:
         self.sessions.drop_kv()
         self.pool.drop_cached()
         for sequence in self.running:
-            sequence.rewind_drafters(0)
+            sequence.truncate_draft_cache(0)
         return [*self.running, *ended]
 
     def revise(self, request: Request) -> None:
         """After everybody was evicted: forget what the old weights said of what comes next."""
-        made = request.sequences[0].num_tokens - request.num_given
+        made = request.sequences[0].num_tokens - request.num_input_tokens
         if not made:  # else the prompt has been reported on
             request.prompt_logprobs, request.prompt_top_logprobs = [], []
             request.prompt_hidden = []
@@ -229,7 +229,7 @@ class Scheduler:
             return  # drafting may write to a block, and would do so before it is copied from or to
         for chunk in budget.chunks:
             sequence = chunk.sequence
-            wanted = min(lengths.get(sequence, 0), budget.rows, budget.prompt_targets)
+            wanted = min(lengths.get(sequence, 0), budget.rows, budget.prompt_rows)
             # Whoever lost its blocks since the lengths were chosen has more to compute than one row.
             if not wanted or not chunk.draws or chunk.num_rows > 1:
                 continue
@@ -239,7 +239,7 @@ class Scheduler:
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
             sequence.blocks += self.pool.take(max(0, missing))
             budget.rows -= chunk.max_draft
-            budget.prompt_targets -= chunk.max_draft
+            budget.prompt_rows -= chunk.max_draft
 
     def _give_back_behind(self, sequence: Sequence, num_tokens: int) -> None:
         """Give back the blocks that hold none of the first `num_tokens` positions."""
@@ -283,7 +283,7 @@ class Scheduler:
         if any(s.request.params.priority > priority for s in self.running):
             if not is_parked:
                 self.prefixes.attach(first)
-            nobody_yet = _Budget(self.max_batch_tokens, self.max_prompt_targets)
+            nobody_yet = _Budget(self.max_batch_tokens, self.max_prompt_rows)
             self._make_room(first, min(first.num_uncomputed, nobody_yet.rows), nobody_yet)
             if not is_parked:
                 self._release(first)
@@ -305,8 +305,8 @@ class Scheduler:
 
     def _note_start(self, sequence: Sequence) -> None:
         request, metrics = sequence.request, sequence.request.metrics
-        if not request.begun:
-            request.begun = True
+        if not request.was_scheduled:
+            request.was_scheduled = True
             self.num_new -= 1
             metrics.queue_s = time.monotonic() - request.arrival
             metrics.num_cached_tokens = sequence.num_computed
@@ -316,14 +316,14 @@ class Scheduler:
         """The next rows of `sequence` within the budget."""
         request = sequence.request
         rows = min(sequence.num_uncomputed, budget.rows)
-        targets, unread = 0, sequence.unread_prompt_row
+        targets, unread = 0, sequence.next_prompt_row
         # The row of position p reports on prompt token p + 1. What is known already, before an
         # eviction, is not asked for again.
         if unread is not None and sequence.num_computed <= unread:
-            rows = min(rows, unread - sequence.num_computed + budget.prompt_targets)
-            end = min(sequence.num_computed + rows, request.num_given - 1)
+            rows = min(rows, unread - sequence.num_computed + budget.prompt_rows)
+            end = min(sequence.num_computed + rows, request.num_input_tokens - 1)
             targets = max(0, end - unread)
-        draws = rows == sequence.num_uncomputed and not request.makes_nothing
+        draws = rows == sequence.num_uncomputed and not request.is_prefill_only
         return Chunk(sequence, rows, targets, draws)
 
     def _preempt(self, sequence: Sequence) -> None:

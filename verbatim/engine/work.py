@@ -29,7 +29,7 @@ class Chunk:
 
     sequence: Sequence
     num_rows: int  # without those of its draft
-    num_prompt_targets: int  # leading logits rows that report on positions of the prompt
+    num_prompt_rows: int  # leading logits rows that report on positions of the prompt
     draws: bool  # the last logits row draws the next token, and those of the draft the next ones
     max_draft: int = 0  # rows for which there is room behind
     draft: Draft = field(default_factory=Draft)
@@ -63,9 +63,9 @@ class Schedule:
             query_starts.append(len(token_ids))
             context_lens.append(stop + len(draft))
             chunk.first_logits_row = len(logit_rows)
-            if chunk.num_prompt_targets:
-                known = first_row + sequence.request.num_prompt_rows_read - start
-                logit_rows += range(known, known + chunk.num_prompt_targets)
+            if chunk.num_prompt_rows:
+                known = first_row + sequence.request.num_prompt_rows_done - start
+                logit_rows += range(known, known + chunk.num_prompt_rows)
             if chunk.draws:
                 logit_rows += range(len(token_ids) - 1 - len(draft), len(token_ids))
         requests = [chunk.sequence.request for chunk in self.chunks]
