@@ -110,7 +110,7 @@ class Drafting:
             if chunk.draft.ids:
                 figures.note(len(chunk.draft.ids), chunk.num_accepted)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def call(self, method: str, *args: Any) -> None:
         """Call "sleep", "wake" or "close" of a proposer that was opened for this engine, if it has it."""
         function = getattr(self.proposer, method, None) if self._owns else None
         if function is not None:

@@ -535,7 +535,7 @@ class EngineHandle:
             known = any(request.finished or request in self._calls for request in requests)
             if known or len(set(requests)) < len(requests):
                 raise InvalidRequest("a request can't be submitted twice")
-            self._engine.check_room(len(self._entering) + len(requests))
+            self._engine.check_queue(len(self._entering) + len(requests))
             for request in requests:
                 request.streamed = call.deliver is not None
                 self._calls[request] = self._entering[request] = call
