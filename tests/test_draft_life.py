@@ -284,7 +284,7 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
         results = llm.generate(prompts, asked)
         assert all_facts(results[:4]) == all_facts(plain)
         said = llm.stats()["draft"]
-        total = llm.engine.drafting.figures  # type: ignore[union-attr]
+        total = llm.engine.drafting.totals  # type: ignore[union-attr]
     assert results[4].metrics.draft == DraftStats()  # it asked for none
     each = [result.metrics.draft for result in results[:4]]
     assert total.num_drafted == [sum(f.num_drafted[j] for f in each) for j in range(3)]

@@ -229,7 +229,7 @@ def test_wrong_drafts_cost_nobody_a_row_a_block_or_a_step(seed: int) -> None:
     drafted = trace(engine, admission, script)
     assert all_facts(drafted[0]) == all_facts(plain[0])
     assert drafted[1:] == plain[1:]
-    assert engine.drafting is not None and sum(engine.drafting.figures.num_drafted) > 0
+    assert engine.drafting is not None and sum(engine.drafting.totals.num_drafted) > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
