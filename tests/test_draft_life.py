@@ -351,7 +351,7 @@ def test_beams_are_refused_by_name_where_somebody_drafts_and_work_without() -> N
         (dict(draft=Random), "draft=<class"),  # the class, where one of it is wanted
         (dict(draft=lambda sequences, lengths: []), "draft=<function"),
         (dict(draft=["ngram"]), r"draft=\['ngram'\]"),
-        (dict(num_draft_tokens=2), r"num_draft_tokens=2: there is no draft"),
+        (dict(num_draft_tokens=2), r"num_draft_tokens=2: needs draft="),
         (dict(draft="ngram", num_draft_tokens=-1), "num_draft_tokens=-1.*0 to 64"),
         (dict(draft="ngram", num_draft_tokens=65), "num_draft_tokens=65.*0 to 64"),
         (dict(draft="ngram", num_draft_tokens=True), "num_draft_tokens=True"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
+from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.draft.mtp import MtpProposer

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from verbatim import kernels
-from verbatim.draft.choice import DraftOptions, EarlyExit
+from verbatim.draft.config import DraftOptions, EarlyExit
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
 from verbatim.engine.collective import collective_of

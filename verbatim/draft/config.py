@@ -1,4 +1,4 @@
-"""What `LLM(draft=...)` may be."""
+"""The values of `LLM(draft=...)`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from verbatim.protocols import Proposer
 class DraftModel:
     """Draft with a smaller model that has the same tokenizer.
 
-    Its weights stay as they are when the model's are updated: drafts get worse then, and no word changes.
-    `LLM`'s `kv_dtype`, `block_size`, `max_batch_tokens` and `num_threads` are its own as well.
+    An update of the model's weights does not change the draft model: acceptance may fall, outputs stay the
+    same. `LLM`'s `kv_dtype`, `block_size`, `max_batch_tokens` and `num_threads` apply to it as well.
 
     Attributes:
-        model: a folder, a hub id or a live module, whose owner may change its weights at any time. Python
-            code that comes with a checkpoint is not run.
+        model: a folder, a hub id or a live module, the weights of which may change at any time. Python
+            code in a checkpoint is not run.
         dtype: as `LLM`'s.
-        kv_memory: what its K and V may take, as `LLM`'s; None: enough for as many tokens as the model's,
-            within a tenth of what is available.
+        kv_memory: memory of its K and V, as `LLM`'s; None: as many tokens as the model's, up to a tenth of
+            the available memory.
 
     Raises:
-        InvalidRequest: a model or an amount of memory that can't be one.
+        InvalidRequest: an invalid `model` or `kv_memory`.
     """
 
     model: str | os.PathLike[str] | nn.Module
@@ -51,10 +51,10 @@ class DraftModel:
 class EarlyExit:
     """Draft with the model's own first layers, followed by its own last norm and head.
 
-    Needs no memory. Pays where those layers say much of what all of them say, as in models trained for it.
+    Needs no memory. Pays for models whose first layers predict well, such as models trained for early exit.
 
     Attributes:
-        layers: how many of the first layers; None takes a quarter of them, 1 at least.
+        layers: number of first layers; None takes a quarter of all, at least 1.
 
     Raises:
         InvalidRequest: `layers` is not an integer, or below 1.
@@ -75,30 +75,30 @@ Drafter = Proposer | DraftModel | EarlyExit | Mtp
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """`LLM`'s options about drafts, checked."""
+    """`LLM`'s validated draft options."""
 
     draft: Drafter | None = None
-    num_tokens: int | None = None  # of each draft; None: as many as pay
+    num_tokens: int | None = None  # draft length; None: adaptive
 
 
-MAX_FIXED = 64  # tokens of a draft, where the length is given
+MAX_FIXED = 64  # maximum of `num_draft_tokens`
 
 _BY_NAME: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "mtp": Mtp, "early-exit": EarlyExit}
 NAMES = ", ".join(map(repr, _BY_NAME))
 
 
-def settle_draft(draft: Any) -> Drafter | None:
-    """Who drafts, for what a user may write.
+def resolve_draft(draft: Any) -> Drafter | None:
+    """Resolve the value of `draft`.
 
     Raises:
-        InvalidRequest: it is nothing that can.
+        InvalidRequest: an unsupported value.
     """
     if draft is None or isinstance(draft, DraftModel | EarlyExit | Mtp):
         return draft
     if isinstance(draft, str) and draft in _BY_NAME:
         return _BY_NAME[draft]()
     if isinstance(draft, Proposer) and not isinstance(draft, type):
-        return draft  # a module with the method, too
+        return draft  # also a module with a `propose` method
     if isinstance(draft, str | os.PathLike | nn.Module) and draft != "":
         return DraftModel(draft)
     raise InvalidRequest(
@@ -107,11 +107,11 @@ def settle_draft(draft: Any) -> Drafter | None:
     )
 
 
-def settle_draft_tokens(value: Any, draft: Any) -> int | None:
-    """`num_draft_tokens`, checked.
+def resolve_draft_tokens(value: Any, draft: Any) -> int | None:
+    """Validate `num_draft_tokens`.
 
     Raises:
-        InvalidRequest: out of range, or there is nobody who drafts.
+        InvalidRequest: out of range, or `draft` is None.
     """
     if value is None:
         return None
@@ -120,5 +120,5 @@ def settle_draft_tokens(value: Any, draft: Any) -> int | None:
             f"num_draft_tokens={value!r}: must be an integer, 0 to {MAX_FIXED}, or None"
         )
     if draft is None:
-        raise InvalidRequest(f"num_draft_tokens={value}: there is no draft=... to make them")
+        raise InvalidRequest(f"num_draft_tokens={value}: needs draft=...")
     return value
