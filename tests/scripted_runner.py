@@ -116,7 +116,7 @@ def scripted_engine(
     *,
     max_batch_tokens: int = 64,
     max_sequences: int = 8,
-    max_prompt_targets: int = 16,
+    max_prompt_rows: int = 16,
     prefix_cache: bool = True,
     max_waiting: int | None = None,
 ) -> tuple[Engine, Admission]:
@@ -128,7 +128,7 @@ def scripted_engine(
         block_size,
         max_batch_tokens,
         max_sequences,
-        max_prompt_targets,
+        max_prompt_rows,
         prefix_cache=prefix_cache,
     )
     limit = (num_blocks - 1) * block_size

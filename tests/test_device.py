@@ -10,7 +10,7 @@ from toys import make_toy
 
 from verbatim import LLM, InvalidRequest, NotSupported, Offload
 from verbatim.device import CPU, Device, refuse_on_gpu, settle_device
-from verbatim.draft.choice import DraftModel
+from verbatim.draft.config import DraftModel
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.numerics import numerics_key
 

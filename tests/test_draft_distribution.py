@@ -113,8 +113,8 @@ def check_draws(drafter: Any, num_seeds: int) -> list[float]:
             for c in llm.generate(PROMPT, params)[0].outputs:
                 counts[tuple(c.token_ids[:3])] += 1
         drafting = llm.engine.drafting
-        assert drafting is not None and drafting.figures.num_drafted[0] > 2000 * num_seeds
-        acceptance = drafting.figures.acceptance
+        assert drafting is not None and drafting.totals.num_drafted[0] > 2000 * num_seeds
+        acceptance = drafting.totals.acceptance
     assert counts.sum() == 4000 * num_seeds
     for axis in (
         2,

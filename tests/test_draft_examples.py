@@ -7,7 +7,7 @@ import pytest
 from verbatim import SamplingParams
 from verbatim.batch import Draws
 from verbatim.core import Request, Sequence
-from verbatim.engine.commit import counted_rows
+from verbatim.engine.commit import valid_rows
 from verbatim.engine.work import Chunk, Draft, Schedule
 
 #          what is fed in       what each row draws
@@ -55,7 +55,7 @@ def test_rows_that_count(work: Schedule) -> None:
     for chunk in work.chunks:
         chunk.first_draw, chunk.num_draws = first, 1 + len(chunk.draft.ids)
         first += chunk.num_draws
-    counted = [counted_rows(chunk, draws) for chunk in work.chunks]
+    counted = [valid_rows(chunk, draws) for chunk in work.chunks]
     masks = [
         "".join(
             "01"[row in rows] for row in range(chunk.first_draw, chunk.first_draw + chunk.num_draws)

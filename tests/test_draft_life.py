@@ -17,7 +17,7 @@ from toy_tokenizers import byte_level
 from toys import make_toy, random_ids
 
 from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingParams, rl
-from verbatim.core import DraftFigures, Request
+from verbatim.core import DraftStats, Request
 from verbatim.draft.ngram import Ngram
 
 PROMPTS = [random_ids(5 + 6 * i, seed=i) for i in range(4)]
@@ -275,7 +275,7 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
     with open_toy(module) as llm:
         plain = llm.generate(PROMPTS, ASKED)
         assert llm.stats()["draft"] is None
-        assert all(r.metrics.draft == DraftFigures() for r in plain)
+        assert all(r.metrics.draft == DraftStats() for r in plain)
         assert math.isnan(plain[0].metrics.draft.tokens_per_forward)
     asked = [*ASKED, LONG.replace(seed=9, draft=False)]
     prompts = [*PROMPTS, PROMPTS[0]]
@@ -284,8 +284,8 @@ def test_figures_of_requests_add_up_to_the_engines_and_say_what_became_of_drafts
         results = llm.generate(prompts, asked)
         assert all_facts(results[:4]) == all_facts(plain)
         said = llm.stats()["draft"]
-        total = llm.engine.drafting.figures  # type: ignore[union-attr]
-    assert results[4].metrics.draft == DraftFigures()  # it asked for none
+        total = llm.engine.drafting.totals  # type: ignore[union-attr]
+    assert results[4].metrics.draft == DraftStats()  # it asked for none
     each = [result.metrics.draft for result in results[:4]]
     assert total.num_drafted == [sum(f.num_drafted[j] for f in each) for j in range(3)]
     for name in ("num_forwards", "num_tokens", "num_cut"):

@@ -19,7 +19,7 @@ from toys import make_toy, random_ids
 
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
 from verbatim.draft import DraftModel
-from verbatim.draft.holdings import Holdings
+from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
 from verbatim.errors import ModelError, OutOfBlocks
 
@@ -61,15 +61,15 @@ def poison(llm: LLM) -> None:
     store.poison(list(range(store.num_blocks)))
 
     def begin(sequences: Any, lengths: Any) -> Any:
-        lines = plain(sequences, lengths)
+        drafts = plain(sequences, lengths)
         size = store.block_size
-        for line in lines:
-            held = proposer.holdings.of(line.sequence)
-            for i, block in enumerate(held.blocks[held.num_known // size :]):
-                rows = slice(held.num_known % size if i == 0 else 0, size)
+        for draft in drafts:
+            entry = proposer.cache.entry(draft.sequence)
+            for i, block in enumerate(entry.blocks[entry.num_valid // size :]):
+                rows = slice(entry.num_valid % size if i == 0 else 0, size)
                 for tensor in (tensor for layer in store.layers for tensor in layer):
                     tensor[block, :, rows] = math.nan if tensor.is_floating_point() else 255
-        return lines
+        return drafts
 
     proposer.begin = begin  # type: ignore[method-assign]
 
@@ -77,7 +77,7 @@ def poison(llm: LLM) -> None:
 def check_nothing_held(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
     proposer = proposer_of(llm)
-    assert proposer.holdings.num_used == 0
+    assert proposer.cache.num_used == 0
     assert llm.stats()["draft"]["errors"] == 0, llm.stats()["draft"]["last_error"]
 
 
@@ -209,7 +209,7 @@ def test_ids_that_the_draft_model_lacks_may_be_prompted_and_drawn() -> None:
         check_nothing_held(llm)
 
 
-# ---- what is computed, and what is held
+# ---- what is computed, and what is kept
 
 
 def test_nothing_is_computed_twice_and_samples_share_their_prompt() -> None:
@@ -259,7 +259,7 @@ def test_drafts_are_those_of_a_draft_model_that_computes_all_of_it_each_time() -
                 lengths: Any,
                 plain: Any = plain,
                 drafts: Any = drafts,
-                forget: Any = proposer.holdings.forget if afresh else lambda: None,
+                forget: Any = proposer.cache.clear if afresh else lambda: None,
             ) -> Any:
                 answers = []
                 for sequence, length in zip(sequences, lengths, strict=True):
@@ -329,26 +329,26 @@ def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_livi
     with LLM(make_toy("qwen3")) as llm:
         params = SamplingParams(max_tokens=9)
         a, b, c, d = (llm.engine.admission.admit(PROMPT, params).sequences[0] for _ in range(4))
-    holdings = Holdings(num_blocks=7, block_size=4)
-    assert holdings.reserve(holdings.of(a), 1, 8) == 8
-    assert holdings.reserve(holdings.of(b), 1, 8) == 8
-    assert holdings.reserve(holdings.of(c), 1, 7) == 8
-    assert holdings.num_used == 6
-    of_a, of_c = list(holdings.of(a).blocks), list(holdings.of(c).blocks)
+    cache = DraftCache(num_blocks=7, block_size=4)
+    assert cache.reserve(cache.entry(a), 1, 8) == 8
+    assert cache.reserve(cache.entry(b), 1, 8) == 8
+    assert cache.reserve(cache.entry(c), 1, 7) == 8
+    assert cache.num_used == 6
+    of_a, of_c = list(cache.entry(a).blocks), list(cache.entry(c).blocks)
     # b was not used for longest, and there are six in all.
-    held = holdings.of(d)
-    assert holdings.reserve(held, 5, 8, {d}) == 8
-    assert (holdings.of(a).blocks, holdings.of(c).blocks) == (of_a, of_c)
-    assert holdings.of(b).blocks == []
-    assert holdings.reserve(held, 25, 25, {d}) == 8  # never: nothing is taken
-    assert holdings.num_used == 2  # but the others had to go for it
-    assert holdings.reserve(held, 9, 99, {d}) == 24
+    entry = cache.entry(d)
+    assert cache.reserve(entry, 5, 8, {d}) == 8
+    assert (cache.entry(a).blocks, cache.entry(c).blocks) == (of_a, of_c)
+    assert cache.entry(b).blocks == []
+    assert cache.reserve(entry, 25, 25, {d}) == 8  # never: nothing is taken
+    assert cache.num_used == 2  # but the others had to go for it
+    assert cache.reserve(entry, 9, 99, {d}) == 24
     # Those who use theirs in this call keep them; who is gone has none.
-    assert holdings.reserve(holdings.of(a), 1, 4, {a, d}) == 0
-    del d, held
+    assert cache.reserve(cache.entry(a), 1, 4, {a, d}) == 0
+    del d, entry
     gc.collect()
-    assert holdings.num_used == 0
-    assert holdings.reserve(holdings.of(a), 1, 4, {a}) == 4
+    assert cache.num_used == 0
+    assert cache.reserve(cache.entry(a), 1, 4, {a}) == 4
 
 
 # ---- those who come and go
@@ -364,7 +364,7 @@ def test_aborted_and_timed_out_requests_leave_nothing_behind() -> None:
             stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
             for _ in range(4):
                 next(stream)
-            assert proposer_of(llm).holdings.num_used > 0
+            assert proposer_of(llm).cache.num_used > 0
             stream.close()
         late = SamplingParams(timeout_s=0.02, max_tokens=200, ignore_eos=True)
         assert llm.generate(PROMPT, late)[0].outputs[0].finish_reason == "timeout"
@@ -397,8 +397,8 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
         poison(llm)
         engine, proposer = llm.engine, proposer_of(llm)
         for owner, name, chance in (
-            (proposer.holdings, "of", 0.003),
-            (proposer.holdings, "reserve", 0.01),
+            (proposer.cache, "entry", 0.003),
+            (proposer.cache, "reserve", 0.01),
             (proposer.runner, "forward", 0.05),
             (proposer.runner, "sample", 0.02),
             (proposer, "computed", 0.003),
@@ -441,12 +441,12 @@ def test_k_and_v_of_other_weights_are_forgotten() -> None:
     with LLM(model, draft=draft, num_draft_tokens=2) as llm:
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=40, ignore_eos=True))
         next(stream), next(stream)
-        (held,) = list(proposer_of(llm).holdings._held.values())
+        (entry,) = list(proposer_of(llm).cache._entries.values())
         with torch.no_grad():
             draft.lm_head.weight.mul_(2)
         next(stream)
-        (again,) = list(proposer_of(llm).holdings._held.values())
-        assert again is not held and again.num_known > len(PROMPT)
+        (again,) = list(proposer_of(llm).cache._entries.values())
+        assert again is not entry and again.num_valid > len(PROMPT)
         stream.close()
     # A model that drafts for itself, and is updated.
     with LLM(model, draft=model, num_draft_tokens=3) as llm:
@@ -471,7 +471,7 @@ def test_sleeping_gives_its_memory_back_and_waking_takes_it_again(tmp_path: Path
             stream = llm.stream(PROMPT, params)
             ids = list(next(stream).token_ids)
             llm.sleep(weights=weights)
-            assert store.nbytes == 0 and proposer_of(llm).holdings.num_used == 0
+            assert store.nbytes == 0 and proposer_of(llm).cache.num_used == 0
             small = proposer_of(llm).runner.module  # type: ignore[attr-defined]
             assert all(p.isnan().all() for p in small.parameters()) == weights
             llm.wake()
@@ -535,7 +535,7 @@ def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
         assert all_facts(llm.generate(prompts, params)) == expected
         assert llm.stats()["draft"]["errors"] > 0
         assert llm.stats()["draft"]["last_error"] == "OSError: no more"
-        assert proposer_of(llm).holdings.num_used == 0
+        assert proposer_of(llm).cache.num_used == 0
     # One that is edited beyond what can be followed.
     with LLM(model, draft=(draft := make_toy("llama")), num_draft_tokens=3) as llm:
         del draft.model.layers[2]
@@ -549,7 +549,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused_by_name(tmp_path: Path
     model = make_toy("qwen3", vocab_size=size)
     make_toy("llama", vocab_size=size).save_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(InvalidRequest, match=r"tokenizer is another one; id \d+ is '.*' there and"):
+    with pytest.raises(
+        InvalidRequest, match=r"tokenizer differs from the model's: id \d+ is '.*' there and"
+    ):
         LLM(model, tokenizer=ours, draft=tmp_path)
     # Without one of ours there are only the sizes, which may differ by padding.
     LLM(model, draft=tmp_path).close()

@@ -71,7 +71,7 @@ def held(engine: Engine, sequence: Sequence) -> tuple[int, ...]:
     return (
         sequence.num_computed,
         len(sequence.blocks),
-        sequence.num_remembered,
+        sequence.num_indexed,
         pool.num_free,
         pool.num_used,
         pool.num_cached,
@@ -229,7 +229,7 @@ def test_wrong_drafts_cost_nobody_a_row_a_block_or_a_step(seed: int) -> None:
     drafted = trace(engine, admission, script)
     assert all_facts(drafted[0]) == all_facts(plain[0])
     assert drafted[1:] == plain[1:]
-    assert engine.drafting is not None and sum(engine.drafting.figures.num_drafted) > 0
+    assert engine.drafting is not None and sum(engine.drafting.totals.num_drafted) > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -309,7 +309,7 @@ def test_a_look_at_the_next_token_sees_what_is_drawn_and_asks_nobody_for_drafts(
         seen = engine.peek()
         assert seen is not None and drafter.num_calls == calls
         chunks, draws = seen
-        assert draws.ids[chunks[0].first_draw + chunks[0].num_prompt_targets] == said[known]
+        assert draws.ids[chunks[0].first_draw + chunks[0].num_prompt_rows] == said[known]
         engine.step()
         check(engine)
     assert facts(result_of(request)) == facts(plain)
@@ -364,7 +364,7 @@ class DraftMachine(EngineMachine):
         num_blocks=st.integers(9, 40),
         max_batch_tokens=st.sampled_from([3, 7, 16, 64]),
         max_sequences=st.sampled_from([1, 2, 3, 8]),
-        max_prompt_targets=st.sampled_from([1, 3, 64]),
+        max_prompt_rows=st.sampled_from([1, 3, 64]),
         prefix_cache=st.booleans(),
         length=st.sampled_from([None, 1, 2, 3, 5, 8]),
         seed=st.integers(0, 99),

@@ -220,7 +220,7 @@ def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
     monkeypatch.setattr(llm.engine.runner, "forward", counted)
     for most in (1, 7, 64):
         rows.clear()
-        llm.engine.scheduler.max_prompt_targets = most
+        llm.engine.scheduler.max_prompt_rows = most
         assert all_facts(llm.generate(prompts, params)) == expected
         assert max(rows) <= most + len(prompts)
 

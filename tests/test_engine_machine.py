@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(9, 40),
         max_batch_tokens=st.sampled_from([3, 7, 16, 64]),
         max_sequences=st.sampled_from([1, 2, 3, 8]),
-        max_prompt_targets=st.sampled_from([1, 3, 64]),
+        max_prompt_rows=st.sampled_from([1, 3, 64]),
         prefix_cache=st.booleans(),
     )
     def open(self, **options: Any) -> None:

@@ -751,7 +751,7 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self.inside)
 
-    def check_room(self, count: int) -> None: ...
+    def check_queue(self, count: int) -> None: ...
 
     def add(self, request: Request, deliver: Any) -> None:
         with self.alone():

@@ -343,7 +343,7 @@ def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
         scoring = llm.engine.admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
         other = llm.engine.admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
         engine.abort(large)
-        engine.scheduler.max_prompt_targets = 1
+        engine.scheduler.max_prompt_rows = 1
         for request in (scoring, scoring_too := _again(llm), other):
             engine.submit(request)
         for _ in range(3):

@@ -69,7 +69,7 @@ def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
     *others, last = [ours["refused"] for ours in told]
     assert last.startswith("InvalidRequest: prompt: id 1000000 is outside")
     assert set(others) == {
-        f"RequestFailed: rank {world - 1} could not go on, so no rank of its process group does"
+        f"RequestFailed: rank {world - 1} failed, so all ranks of its process group stop"
     }
     failed, stopped, pressed, asleep = (
         [ours[name] for ours in told] for name in ("failed", "stopped", "pressed", "asleep")
@@ -79,7 +79,7 @@ def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
     assert asleep.pop(1) == "VerbatimError: the engine sleeps; call wake() first"
     for errors in (stopped, pressed):
         assert errors.pop(1) == "KeyboardInterrupt: "
-    assert all("rank 1 could not go on" in error for error in stopped + pressed + asleep)
+    assert all("rank 1 failed" in error for error in stopped + pressed + asleep)
     assert [ours["scored"] for ours in told] == [
         [min(rank, 2), 2, 5 + rank] for rank in range(world)
     ]

@@ -112,7 +112,7 @@ class Spy:
     def __init__(self, llm: LLM) -> None:
         runner: Any = llm.engine.runner
         proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
-        self.mtp, self.figures = runner.mtp, llm.engine.drafting.figures  # type: ignore[union-attr]
+        self.mtp, self.figures = runner.mtp, llm.engine.drafting.totals  # type: ignore[union-attr]
         self.logits: list[Tensor] = []  # of the latest proposal, [R, V] of each forward
         self.drafts: dict[Any, list[int]] = {}  # by the ids so far, with sample index
         self.all_logits: dict[Any, list[Tensor]] = {}

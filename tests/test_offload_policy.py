@@ -443,8 +443,8 @@ def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folder)
 
 def test_logits_of_prompts_are_bounded_by_the_budget(folder):
     with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
-        assert llm.engine.scheduler.max_prompt_targets == llm.engine.runner.plan.prompt_rows
-        assert llm.engine.scheduler.max_prompt_targets < 256
+        assert llm.engine.scheduler.max_prompt_rows == llm.engine.runner.plan.prompt_rows
+        assert llm.engine.scheduler.max_prompt_rows < 256
 
 
 def test_nothing_is_measured_unless_the_policy_needs_it(folder, monkeypatch):

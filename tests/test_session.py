@@ -233,7 +233,7 @@ def test_kv_of_a_live_module_from_before_an_idle_time_is_for_its_session_alone()
         session.generate(list(range(20, 60)), P8)
         for _ in range(2):
             session.generate([50] * 9, P8)  # other weights could stand there, which nobody can see
-        held = session._holding
+        held = session._cache
         assert len(held.blocks) > 4 and not set(held.blocks) & set(llm.engine.scheduler.pool._keys)
 
 
@@ -302,10 +302,10 @@ def test_idle_kv_goes_before_anybody_is_preempted_and_the_words_stay(toy: str) -
     with open_llm(toy, **options) as llm, llm.session(100, seed=7) as session:
         for turn, expected in zip(turns, spoken, strict=True):
             assert said(session.generate(*turn)) == expected
-            held, before = len(session._holding.blocks), llm.stats()["preemptions"]
+            held, before = len(session._cache.blocks), llm.stats()["preemptions"]
             assert held == -(-(session.position - 1) // 16)
             llm.generate([[9] * 100], P8)
-            assert len(session._holding.blocks) < held
+            assert len(session._cache.blocks) < held
             assert llm.stats()["preemptions"] == before
             results = llm.generate(prompts[:9], params[:9])
             assert [facts(r) for r in results] == want[:9]
@@ -346,9 +346,9 @@ def test_eviction_sleep_and_new_weights_drop_idle_kv() -> None:
             lambda: (llm.sleep(), llm.wake()),
             lambda: llm.weights_changed(),
         ):
-            assert session._holding.blocks
+            assert session._cache.blocks
             drop()
-            assert not session._holding.blocks and llm.stats()["blocks_used"] == 0
+            assert not session._cache.blocks and llm.stats()["blocks_used"] == 0
             result = session.generate([50], P8)
             assert said(result) == alone(llm, result.prompt_token_ids, P8)
         weight = llm.engine.runner.module.model.layers[0].mlp.down_proj.weight
@@ -380,7 +380,7 @@ def test_an_idle_session_gives_its_room_to_others_and_takes_it_again() -> None:
         idle = llm.session(64, seed=7, idle_timeout_s=0.05)
         first = idle.generate(PROMPT, P8)
         with llm.session(64, wait_s=20.0) as other:
-            assert not idle._holding.num_reserved
+            assert not idle._cache.num_reserved
             assert llm.stats()["blocks_used"] == 0
             with pytest.raises(OutOfBlocks):
                 idle.generate([50], P8)
@@ -532,7 +532,7 @@ def test_routing_is_recorded_over_turns() -> None:
         result = session.generate([51], forced)
         assert said(result) == alone(llm, result.prompt_token_ids, forced)
         assert said(result) != alone(llm, result.prompt_token_ids, P8)
-        assert not session._holding.blocks
+        assert not session._cache.blocks
         result = session.generate([52], P8)
         assert said(result) == alone(llm, result.prompt_token_ids, P8)
 
@@ -689,7 +689,7 @@ def test_saved_kv_is_used_where_it_is_the_same(
     other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)  # other weights of the same shape
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_dtype=kv_dtype)
     with llm, llm.session(60, load=path) as session:
-        assert not session._holding.blocks
+        assert not session._cache.blocks
         assert said(session.generate([50], P8)) == alone(llm, session.token_ids[:46], P8)
 
 
@@ -703,11 +703,11 @@ def test_saved_kv_of_a_single_token_is_known_by_its_weights(
         session.position = 1
         session.save(path, kv=True)
         with llm.session(load=path) as same:
-            assert same._holding.blocks
+            assert same._cache.blocks
     other = toys.make_toy("llama", vocab_size=VOCAB, seed=1)
     llm = LLM(other, tokenizer=toy_tokenizers.byte_level().hf, kv_memory="400KB")
     with llm, llm.session(load=path) as session:
-        assert not session._holding.blocks
+        assert not session._cache.blocks
 
 
 def test_text_after_a_rollback_is_the_same_from_a_file(tmp_path: Path) -> None:
@@ -846,7 +846,7 @@ class SessionMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if self.session is not None:
             self.llm.engine.scheduler.pool.check()
-            held = self.session._holding
+            held = self.session._cache
             assert self.llm.stats()["blocks_used"] == len(set(held.blocks)) == len(held.blocks)
             assert len(held.blocks) == -(-len(held.token_ids) // 16)
 

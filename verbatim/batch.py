@@ -1,4 +1,4 @@
-"""What crosses from the engine to the place where the model lives, and back. Plain data: it can be pickled.
+"""The data exchanged between engine and runner. Plain data that can be pickled.
 
 `T` is the number of flat token rows, `S` the number of sequences, `R` the number of rows that need
 logits, `V` the vocabulary.
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from verbatim.params import SamplingParams
 
-_FEW = 512  # numbers that are faster reckoned with in Python than by calls of torch
+_FEW = 512  # up to so many numbers, Python is faster than torch
 
-SCRATCH_BLOCK = 0  # never given to a sequence: padding reads and writes it
-DRAW_FAILED = -1  # the id of a row from which nothing can be drawn
+SCRATCH_BLOCK = 0  # never allocated to a sequence: padding reads and writes it
+DRAW_FAILED = -1  # the id of a row with no drawable token
 
 
 @dataclass(slots=True)
 class Batch:
     """A complete description of one forward over many sequences, without padding.
 
-    The rows of a sequence stand together and in order; `query_starts[s]` to `query_starts[s + 1]` are
-    the rows of sequence `s`. Its row `j` of `q` has position `context_lens[s] - q + j`, and attends to
+    The rows of a sequence are contiguous and in order: rows `query_starts[s]` to `query_starts[s + 1]`
+    belong to sequence `s`. Its row `j` of `q` has position `context_lens[s] - q + j`, and attends to
     every earlier position of that sequence through `block_tables[s]`.
     """
 
@@ -36,8 +36,8 @@ class Batch:
     context_lens: Tensor  # [S] int32, positions in the KV store once this forward has written
     block_tables: Tensor  # [S, blocks] int32, padded with SCRATCH_BLOCK
     logit_rows: Tensor  # [R] int64, indices into the T rows, ascending
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), made first
-    wants_hidden: bool = False  # hand back what the head saw in the logit rows
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before all else
+    wants_hidden: bool = False  # return the input of the LM head for the logit rows
     forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router is free
 
     @property
@@ -49,7 +49,7 @@ class Batch:
         return self.context_lens.shape[0]
 
     def to(self, device: torch.device) -> Batch:
-        """This batch with its tensors on `device`."""
+        """Return this batch with its tensors on `device`."""
         moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
@@ -58,15 +58,15 @@ class Batch:
         return replace(self, **moved)
 
     def slots(self, block_size: int) -> Tensor:
-        """Where each row's K and V go: block times `block_size` plus offset, `[T]` int64."""
+        """Return the KV slot of each row: block times `block_size` plus offset, `[T]` int64."""
         if self.num_tokens + self.block_tables.numel() <= _FEW:
             positions, starts = self.positions.tolist(), self.query_starts.tolist()
-            found = [
+            slots = [
                 table[position // block_size] * block_size + position % block_size
                 for s, table in enumerate(self.block_tables.tolist())
                 for position in positions[starts[s] : starts[s + 1]]
             ]
-            return torch.tensor(found, dtype=torch.int64)
+            return torch.tensor(slots, dtype=torch.int64)
         lens = self.query_starts.diff().long()
         rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
         blocks = self.block_tables[rows, self.positions // block_size].long()
@@ -74,7 +74,7 @@ class Batch:
 
 
 def block_tables(blocks: list[list[int]]) -> Tensor:
-    """`Batch.block_tables` of sequences that hold these blocks."""
+    """Return `Batch.block_tables` from the block list of each sequence."""
     width = max(map(len, blocks))
     padded = [row + [SCRATCH_BLOCK] * (width - len(row)) for row in blocks]
     return torch.tensor(padded, dtype=torch.int32)
@@ -100,17 +100,16 @@ class SampleRow:
         params: the request's own parameters.
         seed, sample_index, position: the identity of the draw; `position` is that of the token to be
             drawn, absolute in its sequence (the first new token after a prompt of P ids has P).
-        prompt_ids, output_ids: the history that penalties and `bad_words` look at; empty where
-            nothing asks for it.
+        prompt_ids, output_ids: the history for penalties and `bad_words`; empty if not needed.
         banned_ids: ids that can't be drawn at this step (`min_tokens`, completed `bad_words`).
-        target: not None makes this a row of a prompt: nothing is drawn, and the log-prob of this id
-            is reported instead.
-        num_logprobs: how many of the likeliest ids to report.
-        mask: the ids that a structure allows: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
-        processed: `[V]` float32, the row after the request's own processors; what is drawn from in
-            place of the logits. The log-probs of the model stay those of the logits.
-        num_candidates: above 0 makes this a row of a beam: nothing is drawn, and the likeliest
-            continuations are reported.
+        target: if not None, this is a prompt-logprob row: nothing is drawn, and the log-prob of this
+            id is returned.
+        num_logprobs: number of likeliest ids to return.
+        mask: the ids that the grammar allows: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
+        processed: `[V]` float32, the row after the request's own processors, to draw from in place of
+            the logits. The model's log-probs are still those of the logits.
+        num_candidates: if above 0, this is a row of a beam: nothing is drawn, and so many candidates
+            are returned.
     """
 
     params: SamplingParams
@@ -132,35 +131,35 @@ class SamplePlan:
     """The draws to make, in order."""
 
     rows: list[SampleRow]
-    logits_rows: list[int] | None = None  # the row of logits of each; None: one each, in order
+    logits_rows: list[int] | None = None  # the logits row of each; None: one each, in order
 
 
 class Candidate(NamedTuple):
-    """One way for a beam to go on."""
+    """One continuation of a beam."""
 
     token_id: int
     logprob: float  # of the raw model distribution
-    score: float  # the same after penalties, biases, bans and structure, which beams are ranked by
+    score: float  # for ranking: the log-prob after penalties, biases, bans and structure
 
 
 @dataclass(slots=True)
 class Draws:
-    """What was drawn, row by row."""
+    """The results of a `SamplePlan`, row by row."""
 
     ids: list[int]  # the drawn id, or the row's target
     logprobs: list[float]  # of the raw model distribution at temperature 1
     sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
-    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # of rows of beams alone
+    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # by row, of beams only
 
     def some(self, rows: Sequence[int]) -> Draws:
-        """Those of these rows; none of them is a beam's."""
+        """Return the results of these rows, none of which is a beam's."""
         if len(rows) == len(self.ids):
             return self
         columns = (self.ids, self.logprobs, self.sampled_logprobs, self.top_ids, self.top_logprobs)
         return Draws(*([column[i] for i in rows] for column in columns))  # type: ignore[arg-type]
 
     def top(self, row: int) -> list[tuple[int, float]]:
-        """The likeliest ids of a row with their log-probs."""
+        """Return the likeliest ids of a row with their log-probs."""
         return list(zip(self.top_ids[row], self.top_logprobs[row], strict=True))

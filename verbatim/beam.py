@@ -1,9 +1,9 @@
-"""Beam search as transformers does it: which beams go on, which end, and when the search is over.
+"""Beam search with the semantics of transformers.
 
 Each step ranks every continuation of every live beam by its running score, the sum of its log-probs.
-Going down that ranking, those that end are hypotheses if they are among the first `num_beams`, and
-lost otherwise; of the others the first `num_beams` are the next live beams. A hypothesis of `l` tokens
-(the one that ended it included) with running score `s` has the score
+In that order, continuations that end become hypotheses if they are among the first `num_beams`, and are
+dropped otherwise; of the others the first `num_beams` are the next live beams. A hypothesis of `l` tokens
+(including the one that ended it) with running score `s` has the score
 
     s / l ** length_penalty
 
@@ -11,9 +11,9 @@ after Wu et al. 2016 (arXiv:1609.08144, section 7, without the coverage and the 
 `num_beams` best hypotheses are kept.
 
 The oracle is `GenerationMixin._beam_search` of transformers 5.17 to 5.23, for a batch of one prompt
-without sampling. One difference is meant: there, a search that runs out of beams goes on with copies
-of the first one, or past the end of a hypothesis, marked by a score near -1e9. Here nothing fills the
-gap: fewer beams are live, and fewer than `num_beams` hypotheses may be found, but each is real.
+without sampling. One difference is intended: there, a search that runs out of beams continues with copies
+of the first one, or past the end of a hypothesis, marked by a score near -1e9. Here fewer beams stay live,
+and fewer than `num_beams` hypotheses may be found.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Generic, Protocol, TypeVar
 
 from verbatim.batch import Candidate
 
-_MAX_EXPONENT = 250.0  # of ten: how far `l ** length_penalty` may go, so that scores stay finite
+_MAX_EXPONENT = 250.0  # limits `l ** length_penalty` to 10 ** 250, so that scores stay finite
 
 
 class BeamState(Protocol):
-    """What the caller keeps of a beam: its ids, its text, its place in the KV store."""
+    """The caller's state of a beam: its ids, its text, its KV blocks."""
 
     @property
     def finished(self) -> bool:
@@ -49,9 +49,9 @@ class Beam(Generic[State]):
 
     Attributes:
         state: the caller's.
-        score: of a live beam the sum of its candidates' scores, of a hypothesis that over its length
-            to the penalty.
-        parent: its place among the live beams of the step before.
+        score: of a live beam, the sum of its candidates' scores; of a hypothesis, that sum divided by
+            length ** length_penalty.
+        parent: index of its parent among the live beams of the step before.
     """
 
     state: State
@@ -63,23 +63,23 @@ class BeamSearch(Generic[State]):
     """The beams of one prompt.
 
     Attributes:
-        live: the beams to go on with, best first; at first the root alone.
+        live: the live beams, best first; at first only the root.
         finished: the best hypotheses so far, best first, at most `num_beams`. Of equal ones the earlier
-            stands first.
-        over: nothing more is to be done; the hypotheses are final.
-        num_candidates: how many candidates the row of each live beam must report (or all there are). With
-            as many, enough are left to go on with where every beam meets every end of sequence.
+            comes first.
+        over: the search has ended; the hypotheses are final.
+        num_candidates: number of candidates needed for each live beam (or all there are). It leaves
+            enough continuations even if every end-of-sequence id is among each beam's candidates.
 
     Args:
         root: the state of the prompt, before any token.
         num_beams: 1 or more.
         length_penalty: above 0 favours long hypotheses, since scores are negative.
         early_stopping: when to end, besides when no beam is live. True: with `num_beams` hypotheses. False:
-            when moreover the best live beam, ended as it stands, would be no better than the worst of
-            them. "never": the same, but where `length_penalty` is above 0 the beam is taken to keep its
-            running score up to `max_tokens`, the best that could become of it.
-        num_eos: how many single ids end a completion.
-        max_tokens: the longest completion. That `grow` ends a beam there is up to the caller.
+            when in addition the best live beam, ended now, would be no better than the worst of them.
+            "never": the same, but with `length_penalty` above 0 the beam is assumed to keep its running
+            score up to `max_tokens`, its best possible outcome.
+        num_eos: number of single ids that end a completion.
+        max_tokens: maximum length of a completion; `grow` must end beams there.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class BeamSearch(Generic[State]):
     def advance(
         self, rows: Sequence[Sequence[Candidate]], grow: Callable[[State, Candidate], State]
     ) -> list[Beam[State]]:
-        """Take one step.
+        """Advance the search by one token.
 
         Args:
             rows: for each of `live` its likeliest candidates by `score`, likeliest first, ties by the
-                lowest id; what has a score of -inf can't be.
-            grow: makes the state of a beam that takes a candidate on; must leave the state it is given
-                as it is. Called in order of rank, for those alone that go on or end.
+                lowest id; a score of -inf marks an impossible candidate.
+            grow: returns the state of a beam extended by a candidate, without changing the given state.
+                Called in order of rank, only for continuations that are selected or end.
 
         Returns:
             `live` after the step; empty when the search is over. Equal running scores keep the
@@ -140,22 +140,22 @@ class BeamSearch(Generic[State]):
         return self.live
 
     def cut(self) -> None:
-        """End the search from outside: the live beams become hypotheses as they stand."""
+        """End the search now; the live beams become hypotheses."""
         length = max(1, self._num_tokens)
         live, self.live, self.over = self.live, [], True
         self._keep([Beam(b.state, self._final(b.score, length), b.parent) for b in live])
 
     def best(self, n: int) -> list[Beam[State]]:
-        """The `n` best hypotheses, best first; fewer where fewer were found."""
+        """Return the `n` best hypotheses, best first; fewer if fewer were found."""
         return self.finished[:n]
 
     def _ranked(
         self, rows: Sequence[Sequence[Candidate]]
     ) -> Iterator[tuple[float, int, Candidate]]:
-        """The continuations that are looked at, best first: running score, parent, candidate.
+        """Yield the best continuations, best first: running score, parent, candidate.
 
-        The sum is float32 at each step, as transformers has it; rounding keeps a row in its order, so
-        that rows can be merged without a sort.
+        The sum is rounded to float32 at each step, as in transformers. Rounding keeps each row sorted, so
+        rows can be merged without a sort.
         """
 
         def continuations(parent: int) -> Iterator[tuple[float, int, Candidate]]:
@@ -172,11 +172,11 @@ class BeamSearch(Generic[State]):
         return islice(merged, self.num_candidates)
 
     def _keep(self, ended: list[Beam[State]]) -> None:
-        merged = sorted(self.finished + ended, key=lambda beam: -beam.score)  # equal ones stay put
+        merged = sorted(self.finished + ended, key=lambda beam: -beam.score)  # a stable sort
         self.finished = merged[: self._num_beams]
 
     def _may_improve(self) -> bool:
-        """Whether the best live beam could still become one of the hypotheses that are kept."""
+        """Return whether the best live beam could still become one of the best hypotheses."""
         if len(self.finished) < self._num_beams:
             return True
         if self._early_stopping is True:

@@ -1,4 +1,4 @@
-"""The nouns: a `Request` from admission to result, its `Sequence`s, and what is handed back.
+"""The nouns: `Request` and its `Sequence`s, and the results returned to the caller.
 
 Ids are the truth; text is a view of them.
 """
@@ -26,8 +26,8 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end of sequence, a stop id or a stop string; `stop_reason` says which
     LENGTH = "length"  # `max_tokens`, or the length limit
-    TIMEOUT = "timeout"  # `timeout_s` was over
-    ABORT = "abort"  # the caller went away
+    TIMEOUT = "timeout"  # `timeout_s` passed
+    ABORT = "abort"  # aborted by the caller
     ERROR = "error"
 
 
@@ -35,48 +35,48 @@ StopReason = int | str | tuple[int, ...] | None  # the id, the string or the ids
 
 
 class Watch(Protocol):
-    """Follows one completion token by token, and says what its text is and when it ends."""
+    """Detokenizes one completion token by token, and detects its end."""
 
     @property
     def text(self) -> str:
-        """The text so far, cut where a stop string begins; without what was told before it was resumed."""
+        """The text so far, cut where a stop string begins, without the text before a resume."""
         ...
 
     @property
     def whole_text(self) -> str:
-        """The same with what was told before."""
+        """The text so far, with the text before a resume."""
         ...
 
     def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
-        """Take the next token in; the reason if it ends the completion."""
+        """Append the next token; return the finish and stop reason if it ends the completion."""
         ...
 
     def take(self) -> str:
-        """Text that is final and was not handed out before."""
+        """Return the final text that no earlier call returned."""
         ...
 
     def finish(self, reason: FinishReason) -> None:
-        """End it for a reason that no token gave."""
+        """End the completion for a reason other than its last token."""
         ...
 
     def fork(self) -> Watch:
-        """A copy that goes its own way from here."""
+        """Return an independent copy."""
         ...
 
 
 class GrammarState(Protocol):
-    """Where one completion stands in the structure it must have."""
+    """The state of one completion in its grammar."""
 
     def mask(self) -> Tensor:
-        """The ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
+        """Return the allowed next ids: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
         ...
 
     def push(self, token_id: int) -> bool:
-        """Take the next token in; True if nothing can follow it, not even an end of sequence."""
+        """Append the next token; return True if no token can follow, not even an end of sequence."""
         ...
 
     def fork(self) -> GrammarState:
-        """A copy that goes its own way from here."""
+        """Return an independent copy."""
         ...
 
 
@@ -84,58 +84,60 @@ class GrammarState(Protocol):
 class Completion:
     """One finished completion of a prompt.
 
-    `token_ids`, `logprobs`, `sampled_logprobs` and, where asked for, `top_logprobs` have the same
-    length always: every token through the one that completed a stop. Only `text` is cut.
+    `token_ids`, `logprobs`, `sampled_logprobs` and, if requested, `top_logprobs` always have the same
+    length: every token through the one that completed a stop. Only `text` is cut.
     """
 
-    index: int  # which of the request's `n`
-    sample_index: int  # of its noise; `index`, unless the request was told to start elsewhere
+    index: int  # 0 to `n - 1`
+    sample_index: int  # of its noise: `index` plus the request's first sample index
     text: str  # "" where the engine has no tokenizer
     token_ids: list[int]
-    logprobs: list[float]  # of the raw model distribution at temperature 1, one a token
-    sampled_logprobs: list[float] | None  # of the distribution drawn from; 0.0 at temperature 0;
-    # None for beams, which are not drawn
+    logprobs: list[float]  # of the raw model distribution at temperature 1, one per token
+    # Of the distribution drawn from; 0.0 at temperature 0. None for beams, which are not drawn.
+    sampled_logprobs: list[float] | None
     top_logprobs: list[TopLogprobs] | None  # only with SamplingParams(logprobs=N)
     finish_reason: FinishReason
     stop_reason: StopReason
     seed: int  # reproduces this completion, together with `sample_index`
-    # Of the weights each token was made with, as `update_weights` counts them; as long as `token_ids`.
+    # The weight version that generated each token, as counted by `update_weights`; one per token.
     weight_versions: list[int]
-    score: float | None = None  # of a beam: its summed log-probs over its length to the penalty
-    hidden_states: Tensor | None = None  # [N, H]: what the head saw when it made each token
-    # [P + N - 1, layers, k] int16: the experts each token was sent to. Fewer positions where it was
-    # aborted, or ran out of time, while its K and V were evicted.
+    score: float | None = None  # of a beam: summed log-probs / length ** length_penalty
+    hidden_states: Tensor | None = None  # [N, H]: input of the LM head for each token
+    # [P + N - 1, layers, k] int16: the experts selected for each token. Fewer positions if the request
+    # was aborted or timed out while its K and V were evicted.
     routing: Tensor | None = None
 
 
 @dataclass(slots=True)
-class DraftFigures:
-    """What drafting came to, for one request or since an engine was opened.
+class DraftStats:
+    """Statistics of speculative decoding, of one request or since the engine was opened.
 
     Entry `j` of a list counts the `j + 1`-th tokens of drafts.
     """
 
-    num_drafted: list[int] = field(default_factory=list)  # tokens that a forward looked at
-    num_accepted: list[int] = field(default_factory=list)  # of those: what the model drew itself
-    num_forwards: int = 0  # in which a sequence that could be drafted for drew tokens, each counted
-    num_tokens: int = 0  # drawn in those
-    num_cut: int = 0  # proposed ids that can't come next, or were too many; with all behind them
-    num_errors: int = 0  # times that the proposer raised, or answered nonsense
+    num_drafted: list[int] = field(default_factory=list)  # draft tokens that were verified
+    num_accepted: list[int] = field(default_factory=list)  # of those: equal to the model's own draw
+    # Forwards in which a sequence with drafting enabled drew tokens, counted per sequence.
+    num_forwards: int = 0
+    num_tokens: int = 0  # tokens drawn in those forwards
+    # Proposed ids that were invalid or over the requested length, with all ids behind them.
+    num_cut: int = 0
+    num_errors: int = 0  # exceptions and invalid results of the proposer
     time_s: float = 0.0  # spent in the proposer
 
     @property
     def acceptance(self) -> list[float]:
-        """Of the tokens drafted at each place of a draft, the share that stood; NaN for none."""
+        """Acceptance rate at each position of a draft; NaN where none was drafted."""
         pairs = zip(self.num_accepted, self.num_drafted, strict=True)
         return [accepted / drafted if drafted else math.nan for accepted, drafted in pairs]
 
     @property
     def tokens_per_forward(self) -> float:
-        """Drawn for a sequence in one forward, at the mean; 1 without drafts, NaN before any."""
+        """Mean number of tokens drawn per sequence and forward; 1 without drafts, NaN before any."""
         return self.num_tokens / self.num_forwards if self.num_forwards else math.nan
 
     def note(self, drafted: int, accepted: int) -> None:
-        """A forward has looked at `drafted` tokens, of which the first `accepted` stand."""
+        """Count a draft of `drafted` verified tokens, of which the first `accepted` were accepted."""
         missing = [0] * (drafted - len(self.num_drafted))
         self.num_drafted += missing
         self.num_accepted += missing
@@ -146,41 +148,40 @@ class DraftFigures:
 
 @dataclass(slots=True)
 class Metrics:
-    """Where a request's time went. Seconds on a monotonic clock."""
+    """Timings of one request, in seconds on a monotonic clock."""
 
     queue_s: float = 0.0  # from arrival to its first forward
     first_token_s: float = 0.0  # from arrival to its first token
     total_s: float = 0.0  # from arrival to its last token
-    per_token_s: float = 0.0  # from the first token to the last, over the tokens between
-    num_cached_tokens: int = 0  # prompt tokens whose KV was there already
+    per_token_s: float = 0.0  # mean time between two tokens
+    num_cached_tokens: int = 0  # prompt tokens with cached KV
     preemptions: int = 0
-    draft: DraftFigures = field(default_factory=DraftFigures)
+    draft: DraftStats = field(default_factory=DraftStats)
 
 
 @dataclass(slots=True)
 class Result:
-    """What became of one prompt."""
+    """The output of one prompt."""
 
     request_id: str
     prompt: str | None  # None where ids were given
     prompt_token_ids: list[int]
-    prompt_logprobs: list[float | None] | None  # P entries, the first None; when asked for
+    prompt_logprobs: list[float | None] | None  # P entries, the first None; if requested
     prompt_top_logprobs: list[TopLogprobs | None] | None
     outputs: list[Completion]  # in order of `index`
-    num_cached_tokens: int  # prompt tokens whose KV was reused instead of computed
+    num_cached_tokens: int  # prompt tokens with reused KV
     metrics: Metrics
-    weight_version: int  # of the weights at its end
-    prompt_hidden_states: Tensor | None = (
-        None  # [P - 1, H]: what the head saw before each prompt token
-    )
+    weight_version: int  # of the weights when it finished
+    # [P - 1, H]: input of the LM head that predicts each prompt token after the first
+    prompt_hidden_states: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one completion of a streamed request.
+    """The output that one step added to one completion of a streamed request.
 
-    The `text`s of a completion's deltas join to its final text; nothing that might belong to a stop
-    string or to half a character is sent before it is known.
+    The `text`s of a completion's deltas join to its final text. Text that may be the beginning of a stop
+    string, or of an incomplete character, is delayed until that is decided.
     """
 
     request_id: str
@@ -193,42 +194,41 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
-    num_accepted: int = 0  # of `token_ids`: so many of the first were drafted, and stand
+    num_accepted: int = 0  # the first so many of `token_ids` were accepted draft tokens
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One growing row of ids with its block table: one sample, or one beam, of one request."""
+    """The ids and the block table of one sample, or one beam, of one request."""
 
     request: Request
     index: int
     watch: Watch
     grammar: GrammarState | None = None
     output_ids: list[int] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)  # one a token
+    weight_versions: list[int] = field(default_factory=list)  # one per token
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)  # [H] each, one a token
+    hidden: list[Tensor] = field(default_factory=list)  # [H] each, one per token
     routing: Tensor | None = None  # read from its blocks when it ends
-    number: int = 0  # the order of arrival among equals, kept through any preemption
+    number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
-    num_remembered: int = 0  # its first blocks that others can find by their keys
-    # By layer of those that draft for the model: positions whose K and V are in its blocks.
+    num_indexed: int = 0  # leading blocks that are in the prefix cache
+    # By MTP layer: positions whose K and V are in its blocks.
     num_draft_computed: dict[int, int] = field(default_factory=dict)
-    candidates: list[Candidate] | None = (
-        None  # how a beam may go on, until its request's others know
-    )
+    # Candidates of a beam's next token, until all beams of its request have theirs.
+    candidates: list[Candidate] | None = None
     score: float = 0.0  # of a beam
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
-    num_sent: int = 0  # tokens already handed out as deltas
+    num_sent: int = 0  # tokens already sent as deltas
 
     @property
     def sample_index(self) -> int:
-        """Which of the noise's samples this sequence draws with."""
+        """The sample index of this sequence's noise."""
         return self.request.first_sample + self.index
 
     @property
@@ -237,7 +237,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Rows that still need a forward before the next token can be drawn."""
+        """Number of tokens to compute before the next one can be drawn."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -245,21 +245,21 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def unread_prompt_row(self) -> int | None:
-        """The first prompt position whose row is still to be reported on; None where nothing is."""
+    def next_prompt_row(self) -> int | None:
+        """The first position whose prompt-logprob row is missing; None if none is."""
         request = self.request
-        if not request.reads_prompt_rows or self.index != 0:
+        if not request.needs_prompt_rows or self.index != 0:
             return None
-        known = request.num_prompt_rows_read
-        return known if known < request.num_given - 1 else None
+        done = request.num_prompt_rows_done
+        return done if done < request.num_input_tokens - 1 else None
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller goes first, and is preempted last."""
+        """Scheduling order: the smallest is scheduled first and preempted last."""
         return (self.request.rank, self.number)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Ids at positions `start` to `stop`, prompt and completion as one row."""
+        """Return the ids at positions `start` to `stop` of prompt and completion."""
         prompt = self.request.prompt_ids
         if stop <= len(prompt):
             return prompt[start:stop]
@@ -267,15 +267,13 @@ class Sequence:
             return self.output_ids[start - len(prompt) : stop - len(prompt)]
         return prompt[start:] + self.output_ids[: stop - len(prompt)]
 
-    def rewind_drafters(self, num_slots: int) -> None:
-        """Of what drafting layers have computed of it, at most the first `num_slots` are there."""
+    def truncate_draft_cache(self, num_slots: int) -> None:
+        """Keep at most the first `num_slots` draft-cache slots of each MTP layer valid."""
         for layer, count in self.num_draft_computed.items():
             self.num_draft_computed[layer] = min(count, num_slots)
 
     def push(self, token_id: int) -> None:
-        """Grow by one token; its watch decides whether that ends it, or its structure where nothing can
-        follow.
-        """
+        """Append one token; finish the sequence if the token ends it or completes its grammar."""
         self.output_ids.append(token_id)
         self.weight_versions.append(self.request.weight_version)
         ended = self.watch.push(token_id)
@@ -287,7 +285,7 @@ class Sequence:
             self.finish_reason, self.stop_reason = ended
 
     def fork(self, index: int) -> Sequence:
-        """A copy of what was made so far, without blocks, that goes its own way from here."""
+        """Return an independent copy of the output so far, without blocks."""
         return Sequence(
             self.request,
             index,
@@ -304,57 +302,59 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Holding:
-    """One session's share of the KV store.
+class SessionCache:
+    """The KV cache of one session between its turns.
 
     Attributes:
-        max_length: tokens that it may come to.
-        idle_timeout_s: how long it may be unused until its blocks and its room are given back; None for ever.
-        token_ids: whose K and V are in `blocks`, one a position.
-        blocks: held while it is idle; during a turn its sequence has them.
-        num_remembered: its first blocks that others can find by their keys.
-        num_draft_computed: as of a `Sequence`.
-        is_private: what it holds was computed before everything was forgotten, and nobody else may find it.
-        num_reserved: blocks of the pool that no other session may count on.
+        max_length: maximum number of tokens of the conversation.
+        idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
+        token_ids: the tokens of which `blocks` hold K and V, one per position.
+        blocks: held while the session is idle; during a turn its sequence holds them.
+        num_indexed, num_draft_computed: as in `Sequence`.
+        is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
+            before the prefix cache was cleared.
+        num_reserved: number of pool blocks reserved for this session.
         in_use: a turn is under way.
-        last_used: when the last one ended, on the monotonic clock.
-        closed: nothing is kept any more.
+        last_used: end of the last turn, on the monotonic clock.
+        closed: the session is closed and keeps no more blocks.
+        turn: the sequence that holds the blocks during a turn.
     """
 
     max_length: int
     idle_timeout_s: float | None = None
     token_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    num_remembered: int = 0
+    num_indexed: int = 0
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     is_private: bool = False
     num_reserved: int = 0
     in_use: bool = False
     last_used: float = field(default_factory=time.monotonic)
     closed: bool = False
-    turn: Sequence | None = None  # which has its blocks now
+    turn: Sequence | None = None
 
     def cut(self, num_tokens: int, block_size: int) -> list[int]:
-        """Keep the first `num_tokens` positions; the blocks that hold none of them."""
+        """Keep the first `num_tokens` positions; return the blocks that are no longer needed."""
         needed = -(-num_tokens // block_size)
         rest = self.blocks[needed:]
         del self.blocks[needed:], self.token_ids[num_tokens:]
-        self.num_remembered = min(self.num_remembered, len(self.token_ids) // block_size)
+        self.num_indexed = min(self.num_indexed, len(self.token_ids) // block_size)
         for layer, count in self.num_draft_computed.items():
-            # A slot of a drafting layer depends on the tokens behind it, too.
+            # A slot of an MTP layer also depends on the tokens after it.
             self.num_draft_computed[layer] = min(count, max(0, len(self.token_ids) - 1 - layer))
         return rest
 
 
-PRIORITY_STEP_S = 60.0  # how long a request waits until it goes before one a priority above it
+# How much earlier a request must arrive to go before one of the next better priority.
+PRIORITY_STEP_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and everything asked of it; the same object from admission to result.
+    """One prompt with its parameters, from admission to result.
 
-    Its first sequence computes the prompt; the others begin where that is done. A beam search has as
-    many sequences as there are beams alive, best first, and in the end those that are handed out.
+    The first sequence computes the prompt; the others fork from it. During a beam search `sequences` are
+    the live beams, best first; at its end, the best hypotheses.
     """
 
     request_id: str
@@ -363,26 +363,26 @@ class Request:
     params: SamplingParams
     seed: int
     max_tokens: (
-        int  # settled: `resumed_ids`, and `params.max_tokens` or what the length limit leaves
+        int  # including `resumed_ids`; resolved from `params.max_tokens` and the length limit
     )
     eos_ids: frozenset[int]  # empty with `ignore_eos`
     bad_word_ids: list[tuple[int, ...]]
     arrival: float  # time.monotonic()
-    begin: Callable[[Request], None]  # makes its first sequences, with nothing done yet
+    begin: Callable[[Request], None]  # creates its initial sequences
     first_sample: int = 0  # sample index of completion 0
-    resumed_ids: list[int] = field(default_factory=list)  # of its completion, made before
-    resumed_text: str = ""  # what was told of those
-    holding: Holding | None = None  # of the session whose turn it is
+    resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
+    resumed_text: str = ""  # their text, already sent
+    session_cache: SessionCache | None = None  # of a session's turn
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
     prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_hidden: list[Tensor] = field(default_factory=list)  # [H] each, for positions 1, 2, ...
     metrics: Metrics = field(default_factory=Metrics)
-    begun: bool = False  # some of it was scheduled once
-    num_closed: int = 0  # sequences whose end was handed out
-    weight_version: int = 0  # of the weights its next token is made with
-    streamed: bool = False  # somebody reads it while it grows, so that what was sent must stand
+    was_scheduled: bool = False
+    num_ended: int = 0  # sequences with a final delta
+    weight_version: int = 0  # of the weights that generate its next token
+    streamed: bool = False  # its deltas are sent to a reader, so it can't restart once one was sent
     error: BaseException | None = None
     result: Result | None = None  # set once, when the last sequence has ended
 
@@ -391,38 +391,41 @@ class Request:
         return self.result is not None or self.error is not None
 
     @property
-    def num_given(self) -> int:
-        """Tokens that stand before the first one that it makes."""
+    def num_input_tokens(self) -> int:
+        """Number of tokens before the first generated one."""
         return len(self.prompt_ids) + len(self.resumed_ids)
 
     @property
-    def makes_nothing(self) -> bool:
-        """Was it asked for no token?"""
+    def is_prefill_only(self) -> bool:
+        """Whether the request generates no tokens."""
         return self.max_tokens == len(self.resumed_ids)
 
-    def begin_again(self) -> None:
-        """As if nothing had been done for it yet; its seed and its place among others stay."""
+    def restart(self) -> None:
+        """Discard all output and start over, with the same seed and rank."""
         self.prompt_logprobs, self.prompt_top_logprobs, self.prompt_hidden = [], [], []
-        self.metrics, self.begun, self.num_closed = Metrics(), False, 0
+        self.metrics, self.was_scheduled, self.num_ended = Metrics(), False, 0
         self.begin(self)
 
     @property
     def rank(self) -> float:
-        """Smaller goes first: the arrival, moved by the priority. So nobody waits for ever."""
+        """Scheduling order, smallest first: the arrival time, shifted by the priority.
+
+        New arrivals get ever larger ranks, so no request starves.
+        """
         return self.arrival + PRIORITY_STEP_S * self.params.priority
 
     def note_token(self) -> None:
-        """It has made a token; the first one's time is kept."""
+        """Record the time of the first token."""
         if self.metrics.first_token_s == 0.0:
             self.metrics.first_token_s = time.monotonic() - self.arrival
 
     @property
-    def reads_prompt_rows(self) -> bool:
-        """Does it report something of every prompt position, so that none can come from a cache?"""
+    def needs_prompt_rows(self) -> bool:
+        """Whether logits or hidden states of every prompt position are requested, which no cache has."""
         return self.params.prompt_logprobs is not None or self.params.hidden_states
 
     @property
-    def num_prompt_rows_read(self) -> int:
-        """Prompt positions whose report is in; they stay in through an eviction."""
+    def num_prompt_rows_done(self) -> int:
+        """Number of prompt positions with results, which an eviction does not discard."""
         wanted_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
         return len(self.prompt_hidden if wanted_hidden else self.prompt_logprobs)

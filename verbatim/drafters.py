@@ -1,11 +1,11 @@
-"""From `LLM(draft=...)` to a proposer that is ready to guess."""
+"""Opens the proposer of `LLM(draft=...)`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.choice import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
+from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
 from verbatim.draft.early_exit import EarlyExitProposer
 from verbatim.draft.model import DraftModelProposer
 from verbatim.draft.mtp import MtpProposer
@@ -29,18 +29,18 @@ from verbatim.placement.resident import Resident, open_resident
 from verbatim.protocols import Proposer, Runner
 from verbatim.source import open_model
 
-_KV_SHARE = 0.1  # of the memory that is available when a draft model is opened
+_KV_SHARE = 0.1  # of the memory available when a draft model is opened
 
 
 def open_drafting(
     drafts: DraftOptions, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Drafting | None:
-    """Whoever drafts for `runner`, and what the engine needs besides; None where nobody does."""
+    """Open the proposer for `runner`; return None without `draft`."""
     proposer = open_proposer(drafts.draft, runner, options, loaded)
     if proposer is None:
         return None
-    number = drafts.num_tokens
-    lengths = AdaptiveLengths() if number is None else FixedLengths(number)
+    num_tokens = drafts.num_tokens
+    lengths = AdaptiveLengths() if num_tokens is None else FixedLengths(num_tokens)
     if isinstance(proposer, DraftModelProposer):
         live = proposer.live
     else:
@@ -57,7 +57,7 @@ def open_drafting(
 def open_proposer(
     draft: Drafter | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Proposer | None:
-    """Whoever drafts for `runner`."""
+    """Return the proposer for `runner`; None without `draft`."""
     if isinstance(draft, Mtp):
         if isinstance(runner, Clustered):
             return StagedMtp(runner, options.max_batch_tokens)
@@ -77,19 +77,19 @@ def open_proposer(
 def _open_draft_model(
     draft: DraftModel, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> DraftModelProposer:
-    """A model that drafts for `runner`, with K and V of its own.
+    """Open a draft model for `runner`, with its own KV store.
 
     Raises:
-        ModelError, UnsupportedModel, NotSupported: it can't be opened.
-        InvalidRequest: it has another vocabulary.
-        OutOfBlocks: its `kv_memory` is too small for one block.
+        ModelError, UnsupportedModel, NotSupported: the draft model can't be opened.
+        InvalidRequest: the vocabularies differ.
+        OutOfBlocks: `kv_memory` is too small for one block.
     """
     try:
         small = open_model(draft.model, None, draft.dtype, None, False)
     except ModelError as error:
-        if isinstance(draft.model, str):  # which may be another drafter's name, misspelt
-            said = f"draft={draft.model!r}, which is none of {NAMES}: {error}"
-            raise type(error)(said) from error
+        if isinstance(draft.model, str):  # it may be a misspelt proposer name
+            message = f"draft={draft.model!r}, which is none of {NAMES}: {error}"
+            raise type(error)(message) from error
         raise
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
@@ -100,17 +100,17 @@ def _open_draft_model(
     )
     if draft.kv_memory is None:
         per_token = bytes_per_token(anatomy.layers, options.kv_dtype or anatomy.dtype)
-        as_many = runner.num_blocks * runner.block_size * per_token
-        kv_bytes = min(as_many, int(available_memory() * _KV_SHARE))
+        full_bytes = runner.num_blocks * runner.block_size * per_token
+        kv_bytes = min(full_bytes, int(available_memory() * _KV_SHARE))
     else:
         kv_bytes = memory_bytes(draft.kv_memory, total_memory())
     limit, _ = max_length_of(inner.config)
     try:
-        own = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
+        draft_runner = open_resident(decoder, small, replace(options, kv_bytes=kv_bytes), limit)
     except OutOfBlocks as error:
         raise OutOfBlocks(f"DraftModel: {error}") from None
     return DraftModelProposer(
-        own,
+        draft_runner,
         vocab_size=runner.vocab_size,
         num_embeddings=num_embeddings(inner, anatomy.vocab_size),
         max_length=limit,

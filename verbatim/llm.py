@@ -14,7 +14,7 @@ from torch import nn
 
 from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, settle_device
-from verbatim.draft.choice import DraftOptions, settle_draft, settle_draft_tokens
+from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
@@ -157,8 +157,8 @@ class LLM:
         if in_few_bits is not None:
             refuse_unpacked(model, placement, in_few_bits)
         drafts = DraftOptions(
-            settle_draft(draft),
-            num_tokens=settle_draft_tokens(num_draft_tokens, draft),
+            resolve_draft(draft),
+            num_tokens=resolve_draft_tokens(num_draft_tokens, draft),
         )
         refuse_on_gpu(
             placed,

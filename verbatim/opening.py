@@ -6,14 +6,14 @@ import warnings
 from typing import Any
 
 from verbatim import kernels
-from verbatim.draft.choice import DraftOptions, EarlyExit
+from verbatim.draft.config import DraftOptions, EarlyExit
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
 from verbatim.engine.collective import collective_of
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.engine import Engine
 from verbatim.engine.handle import Collective, EngineHandle
-from verbatim.engine.holdings import batches_of
+from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
@@ -148,7 +148,7 @@ def open_engine(
 def _tell_what_is_held(runner: Clustered, scheduler: Scheduler) -> None:
     """Let a runner that has lost K and V compute again those that are in use."""
     size, rows = scheduler.block_size, scheduler.max_batch_tokens
-    runner.supervisor.held = lambda: batches_of(scheduler.held(), size, rows)
+    runner.supervisor.held = lambda: recompute_batches(scheduler.keep_running_only(), size, rows)
     runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
 
 

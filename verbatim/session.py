@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from verbatim.core import Delta, FinishReason, Holding, Request, Result
+from verbatim.core import Delta, FinishReason, Request, Result, SessionCache
 from verbatim.engine.admission import Prompt
 from verbatim.engine.calls import TaskWaiter, ThreadWaiter
 from verbatim.engine.handle import EngineHandle
@@ -66,17 +66,17 @@ class Session:
         self._request: Request | None = None
         if max_length is None and saved is not None:
             max_length = min(saved.max_length, engine.admission.max_length)
-        self._holding = Holding(
+        self._cache = SessionCache(
             _settle_length(max_length, len(self._ids), engine),
             _seconds("idle_timeout_s", idle_timeout_s),
         )
         sessions = engine.sessions
-        self._let_go = weakref.finalize(self, sessions.leave, self._holding)
+        self._let_go = weakref.finalize(self, sessions.close_session, self._cache)
         self._let_go.atexit = False  # nothing outlives the process
         self._reserve()
-        sessions.end(self._holding)
+        sessions.release(self._cache)
         if saved is not None and saved.kv is not None:
-            saved.put_kv(engine, self._holding)
+            saved.put_kv(engine, self._cache)
 
     @property
     def token_ids(self) -> list[int]:
@@ -119,7 +119,7 @@ class Session:
     @property
     def max_length(self) -> int:
         """Maximum tokens of the session."""
-        return self._holding.max_length
+        return self._cache.max_length
 
     @property
     def seed(self) -> int:
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        return self._holding.closed or self._handle.closed
+        return self._cache.closed or self._handle.closed
 
     def generate(
         self, inputs: Prompt | None = None, params: SamplingParams | None = None
@@ -230,7 +230,7 @@ class Session:
                 self.params,
                 self._skips_special_tokens,
             )
-            write_session(path, self._handle, saved, self._holding if kv else None)
+            write_session(path, self._handle, saved, self._cache if kv else None)
 
     def close(self) -> None:
         """Free K, V and the reservation; a turn in progress ends as "abort". May be called again."""
@@ -268,18 +268,18 @@ class Session:
         return self._request
 
     def _release(self) -> None:
-        self._handle.sessions.end(self._holding)
+        self._handle.sessions.release(self._cache)
         self._request = None
         self._busy.release()
 
     def _reserve(self) -> None:
         waiter = ThreadWaiter()
-        for patience_s in self._handle.sessions.begin(self._holding, self._wait_s, waiter.wake):
+        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
             waiter.wait(patience_s)
 
     async def _areserve(self) -> None:
         waiter = TaskWaiter()
-        for patience_s in self._handle.sessions.begin(self._holding, self._wait_s, waiter.wake):
+        for patience_s in self._handle.sessions.acquire(self._cache, self._wait_s, waiter.wake):
             await waiter.wait(patience_s)
 
     @contextmanager
@@ -299,7 +299,7 @@ class Session:
     def _check_open(self) -> None:
         if self._handle.closed:
             raise EngineClosed("this LLM has been closed")
-        if self._holding.closed:
+        if self._cache.closed:
             raise EngineClosed("this session has been closed")
 
     def _admit(self, inputs: Prompt | None, params: SamplingParams) -> Request:
@@ -323,7 +323,7 @@ class Session:
             inputs if isinstance(inputs, str) else None,
             ids,
             params,
-            self._holding,
+            self._cache,
             resumed_ids=resumed_ids,
             resumed_text=resumed_text,
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verbatim.core import Holding
+from verbatim.core import SessionCache
 from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import num_in_common
 from verbatim.errors import InvalidRequest, NotSupported
@@ -76,7 +76,7 @@ class SavedSession:
     skips_special_tokens: bool = True
     kv: SavedKV | None = None
 
-    def put_kv(self, engine: EngineHandle, holding: Holding) -> None:
+    def put_kv(self, engine: EngineHandle, cache: SessionCache) -> None:
         """Put K and V in the store, for the session to hold, if they are what it would compute itself and
         there are free blocks for them; else they are left out, and computed in the next turn.
         """
@@ -93,20 +93,23 @@ class SavedSession:
         def put() -> None:
             store, pool = runner.store, engine.scheduler.pool
             count = -(-kv.num_tokens // store.block_size)
-            if not _fits(kv, store, count) or pool.num_free < count or holding.closed:
+            if not _fits(kv, store, count) or pool.num_free < count or cache.closed:
                 return
             blocks = pool.take(count)
             for (k, v), (saved_k, saved_v) in zip(store.layers, kv.layers, strict=True):
                 k[blocks], v[blocks] = saved_k, saved_v
-            engine.sessions.put(holding, self.token_ids[: kv.num_tokens], blocks)
+            engine.sessions.load(cache, self.token_ids[: kv.num_tokens], blocks)
 
         engine.call(put)
 
 
 def write_session(
-    path: str | os.PathLike[str], engine: EngineHandle, saved: SavedSession, holding: Holding | None
+    path: str | os.PathLike[str],
+    engine: EngineHandle,
+    saved: SavedSession,
+    cache: SessionCache | None,
 ) -> None:
-    """Write a session, with K and V as far as `holding` has them.
+    """Write a session, with K and V as far as `cache` has them.
 
     Raises:
         NotSupported: K and V, or params, that can't be written.
@@ -126,7 +129,7 @@ def write_session(
         "model": _identity(engine),
         "numerics_key": _numerics_key(engine),
     }
-    kv = None if holding is None else _taken_kv(engine, saved.token_ids, holding)
+    kv = None if cache is None else _taken_kv(engine, saved.token_ids, cache)
     if kv is not None:
         plain["kv"] = {
             "num_layers": len(kv.layers),
@@ -333,7 +336,7 @@ def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
-def _taken_kv(engine: EngineHandle, token_ids: list[int], holding: Holding) -> SavedKV | None:
+def _taken_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -> SavedKV | None:
     """A copy of K and V that a session holds; None where it holds none."""
     reason = _why_no_kv(engine)
     if reason is not None:
@@ -342,9 +345,9 @@ def _taken_kv(engine: EngineHandle, token_ids: list[int], holding: Holding) -> S
     assert isinstance(runner, Resident)
 
     def take() -> tuple[list[tuple[Tensor, Tensor]], int]:
-        num_tokens = num_in_common(holding.token_ids, token_ids)
+        num_tokens = num_in_common(cache.token_ids, token_ids)
         store = runner.store
-        blocks = holding.blocks[: -(-num_tokens // store.block_size)]
+        blocks = cache.blocks[: -(-num_tokens // store.block_size)]
         layers = [(k[blocks], v[blocks]) for k, v in store.layers if blocks]
         used = num_tokens - (len(blocks) - 1) * store.block_size
         for tensor in (tensor for layer in layers for tensor in layer):

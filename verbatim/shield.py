@@ -1,4 +1,4 @@
-"""Ctrl-C at the right moment: a step is broken off where nothing counts yet, or not at all."""
+"""Deferral of Ctrl-C, so that it interrupts a step only where no state has changed yet."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from typing import Any
 
 
 class Shield:
-    """Holds SIGINT back, but for the moments when it is let through.
+    """Defers SIGINT within `up`, except within `down`.
 
-    Python raises KeyboardInterrupt between any two instructions of the main thread. While blocks change
-    hands or a request grows, that would leave the engine in a state that no other caller could go on
-    from. Other threads, and programs whose handler is not Python's, are left alone.
+    Python raises KeyboardInterrupt between any two instructions of the main thread. During the allocation
+    of blocks or the commit of a step, that would leave the engine inconsistent. Other threads, and SIGINT
+    handlers that are not Python functions, are not affected.
     """
 
     def __init__(self) -> None:
         self._handler: Callable[..., Any] | None = None
-        self._held: tuple[Any, ...] | None = None  # what the handler is to be called with
+        self._pending: tuple[Any, ...] | None = None  # arguments of the deferred handler call
 
     @property
-    def held(self) -> bool:
-        """Has somebody pressed Ctrl-C, which is held back?"""
-        return self._held is not None
+    def pending(self) -> bool:
+        """Whether a SIGINT is deferred."""
+        return self._pending is not None
 
     @contextmanager
     def up(self) -> Iterator[Shield]:
-        """Hold SIGINT back for the length of the block; what came meanwhile is handled at its end."""
+        """Defer SIGINT during the block, and handle it at the end."""
         handler = None
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler) or handler == self._hold:
+        if not callable(handler) or handler == self._defer:
             yield self
             return
-        self._handler, self._held = handler, None
-        signal.signal(signal.SIGINT, self._hold)
+        self._handler, self._pending = handler, None
+        signal.signal(signal.SIGINT, self._defer)
         try:
             yield self
         finally:
             signal.signal(signal.SIGINT, handler)
-            held, self._handler, self._held = self._held, None, None
-            if held is not None:
-                handler(*held)
+            pending, self._handler, self._pending = self._pending, None, None
+            if pending is not None:
+                handler(*pending)
 
     @contextmanager
     def down(self) -> Iterator[None]:
-        """Let it through for the length of a block inside of `up`."""
+        """Allow SIGINT during a block within `up`; a deferred one is handled at its beginning."""
         handler = self._handler
         if handler is None:
             yield
             return
         try:
             signal.signal(signal.SIGINT, handler)
-            if self._held is not None:
-                held, self._held = self._held, None
-                handler(*held)
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                handler(*pending)
             yield
         finally:
-            signal.signal(signal.SIGINT, self._hold)
+            signal.signal(signal.SIGINT, self._defer)
 
-    def _hold(self, *args: Any) -> None:
-        self._held = args
+    def _defer(self, *args: Any) -> None:
+        self._pending = args

@@ -1,6 +1,6 @@
-"""Proposers: who guesses the next tokens of a sequence before the model has seen them."""
+"""Proposers of draft tokens for speculative decoding."""
 
-from verbatim.draft.choice import DraftModel, EarlyExit
+from verbatim.draft.config import DraftModel, EarlyExit
 from verbatim.draft.ngram import Ngram
 from verbatim.model.mtp_source import Mtp
 from verbatim.protocols import Proposer

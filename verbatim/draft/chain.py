@@ -1,4 +1,4 @@
-"""Drafting by decoding ahead with something smaller than the model, which draws with the model's noise."""
+"""Autoregressive drafting with a cheaper forward than the model's, and with the request's own noise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from verbatim.batch import Batch, SamplePlan, SampleRow, block_tables
 from verbatim.core import GrammarState, Sequence
@@ -16,37 +15,33 @@ from verbatim.sampling.stopping import single_stop_ids
 
 
 @dataclass(slots=True)
-class Line:
-    """One sequence while it is drafted for."""
+class ActiveDraft:
+    """The draft of one sequence under construction."""
 
     sequence: Sequence
-    length: int  # tokens that are wanted
-    blocks: list[int]  # where the drafter keeps K and V of it
+    length: int  # desired number of tokens
+    blocks: list[int]  # of the drafter's K and V
     ids: list[int] = field(default_factory=list)  # drafted so far
-    grammar: GrammarState | None = None  # where its structure stands behind them
-    last_ids: frozenset[int] = frozenset()  # behind which nothing comes
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.ids) < self.length
+    grammar: GrammarState | None = None  # state after `ids`
+    stop_ids: frozenset[int] = frozenset()  # ids that end the sequence
 
 
 @dataclass(slots=True)
 class Rows:
-    """What one forward of a drafter computes of one line; its last row predicts the next token."""
+    """The rows of one draft in one forward of the drafter; the last one predicts the next token."""
 
-    start: int  # position of the first, as the drafter's blocks count
+    start: int  # slot of the first row in the drafter's blocks
     token_ids: list[int]
 
 
 class Chain:
-    """The loop of all proposers that decode ahead: forward, draw, once for each token of the longest draft.
+    """Base class of autoregressive proposers: forward and draw once for each token of the longest draft.
 
-    What is drawn is drawn as the engine would draw it there, with the request's own parameters, noise and
-    structure; only its processors in Python are left out. A line ends early where nothing can be drawn.
+    Tokens are drawn as in the engine, with the request's parameters, noise and grammar, but without its
+    logits processors. A draft ends early if no token can be drawn.
 
     Args:
-        max_rows: of one forward; longer ones are cut in pieces.
+        max_rows: maximum number of rows of one forward; more are split over several.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -54,95 +49,98 @@ class Chain:
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         """See `Proposer`."""
-        lines = self.begin(sequences, lengths)
-        for line in lines:
-            request = line.sequence.request
-            line.last_ids = single_stop_ids(request.params, request.eos_ids)
-            if line.sequence.grammar is not None:
-                line.grammar = line.sequence.grammar.fork()
-        step, live = 0, [line for line in lines if line.wants_more]
+        drafts = self.begin(sequences, lengths)
+        for draft in drafts:
+            request = draft.sequence.request
+            draft.stop_ids = single_stop_ids(request.params, request.eos_ids)
+            if draft.sequence.grammar is not None:
+                draft.grammar = draft.sequence.grammar.fork()
+        step, live = 0, [draft for draft in drafts if draft.length > 0]
         while live:
-            rows = [self.rows(line, step) for line in live]
+            rows = [self.rows(draft, step) for draft in live]
             drawn = self._draw(self.forwarder(step), live, rows)
-            for line, row in zip(live, rows, strict=True):
-                self.computed(line, step, row)
+            for draft, row in zip(live, rows, strict=True):
+                self.computed(draft, step, row)
             live = [
-                line
-                for line, token_id in zip(live, drawn, strict=True)
-                if _extend(line, token_id) and line.wants_more
+                draft
+                for draft, token_id in zip(live, drawn, strict=True)
+                if _extend(draft, token_id) and len(draft.ids) < draft.length
             ]
             step += 1
-        return [line.ids for line in lines]
+        return [draft.ids for draft in drafts]
 
-    # ---- what each of them says for itself
+    # ---- implemented by subclasses
 
-    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[Line]:
-        """The lines, with blocks for all that will be computed of them; shorter where there are too few."""
+    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
+        """Start one draft per sequence with its blocks; shorter if there are too few blocks."""
         raise NotImplementedError
 
     def forwarder(self, step: int) -> Forwarder:
-        """What computes the `step + 1`-th tokens."""
+        """Return the forwarder that predicts the `step + 1`-th draft tokens."""
         raise NotImplementedError
 
-    def rows(self, line: Line, step: int) -> Rows:
-        """What it computes for them: whatever is missing up to the row that predicts the token."""
+    def rows(self, draft: ActiveDraft, step: int) -> Rows:
+        """Return the missing rows, through the one that predicts the `step + 1`-th draft token."""
         raise NotImplementedError
 
-    def computed(self, line: Line, step: int, rows: Rows) -> None:
-        """Those rows are computed."""
+    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
+        """Mark rows as computed."""
 
     # ----
 
-    def _draw(self, forwarder: Forwarder, lines: list[Line], rows: list[Rows]) -> list[int]:
-        """The next token of each line; -1 where none can be drawn."""
-        pieces: list[tuple[Line, Rows, bool]] = []  # whether it ends in the row that predicts
+    def _draw(self, forwarder: Forwarder, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
+        """Return the next token of each draft; -1 if none can be drawn."""
+        # The last item: whether the piece contains the predicting row.
+        pieces: list[tuple[ActiveDraft, Rows, bool]] = []
         drawn: dict[int, int] = {}
         room = self._max_rows
 
         def run() -> None:
             nonlocal pieces, room
-            last = [line for line, _, ends in pieces if ends]
+            last = [draft for draft, _, ends in pieces if ends]
             forward = forwarder.forward(_batch(pieces))
             if last:
-                plan = SamplePlan([_row(line) for line in last])
+                plan = SamplePlan([_row(draft) for draft in last])
                 ids = forwarder.sample(forward, plan).ids
-                drawn.update({id(line): token_id for line, token_id in zip(last, ids, strict=True)})
+                drawn.update(
+                    {id(draft): token_id for draft, token_id in zip(last, ids, strict=True)}
+                )
             pieces, room = [], self._max_rows
 
-        for line, row in zip(lines, rows, strict=True):
+        for draft, row in zip(drafts, rows, strict=True):
             start, left = row.start, row.token_ids
             while left:
                 piece, left = left[:room], left[room:]
-                pieces.append((line, Rows(start, piece), not left))
+                pieces.append((draft, Rows(start, piece), not left))
                 start, room = start + len(piece), room - len(piece)
                 if not room:
                     run()
         if pieces:
             run()
-        return [drawn[id(line)] for line in lines]
+        return [drawn[id(draft)] for draft in drafts]
 
 
-def _row(line: Line) -> SampleRow:
-    mask = None if line.grammar is None else line.grammar.mask()
-    row = draw_row(line.sequence, line.ids, mask)
-    row.num_logprobs = 0  # nobody reads them
+def _row(draft: ActiveDraft) -> SampleRow:
+    mask = None if draft.grammar is None else draft.grammar.mask()
+    row = draw_row(draft.sequence, draft.ids, mask)
+    row.num_logprobs = 0  # not read
     return row
 
 
-def _extend(line: Line, token_id: int) -> bool:
-    """Put a drawn token behind a line; False where it ends there."""
+def _extend(draft: ActiveDraft, token_id: int) -> bool:
+    """Append a drawn token to a draft; return whether a token can follow."""
     if token_id < 0:
         return False
-    line.ids.append(token_id)
-    if token_id in line.last_ids:
+    draft.ids.append(token_id)
+    if token_id in draft.stop_ids:
         return False
     try:
-        return line.grammar is None or not line.grammar.push(token_id)
-    except Exception:  # the structure gives up behind this token, which may never be drawn
+        return draft.grammar is None or not draft.grammar.push(token_id)
+    except Exception:  # the error counts only if the model draws this token
         return False
 
 
-def _batch(pieces: SequenceOf[tuple[Line, Rows, bool]]) -> Batch:
+def _batch(pieces: SequenceOf[tuple[ActiveDraft, Rows, bool]]) -> Batch:
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts, context_lens, logit_rows = [0], [], []
@@ -155,14 +153,10 @@ def _batch(pieces: SequenceOf[tuple[Line, Rows, bool]]) -> Batch:
         if ends:
             logit_rows.append(len(token_ids) - 1)
     return Batch(
-        token_ids=_long(token_ids),
-        positions=_long(positions),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
         query_starts=torch.tensor(query_starts, dtype=torch.int32),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_tables=block_tables([line.blocks for line, _, _ in pieces]),
-        logit_rows=_long(logit_rows),
+        block_tables=block_tables([draft.blocks for draft, _, _ in pieces]),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
     )
-
-
-def _long(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)

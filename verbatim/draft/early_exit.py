@@ -1,4 +1,4 @@
-"""Drafting with the model's own first layers."""
+"""Drafts from the model's own first layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Sequence
-from verbatim.draft.chain import Chain, Line, Rows
+from verbatim.draft.chain import ActiveDraft, Chain, Rows
 from verbatim.kv.store import KVStore
 from verbatim.model.borrow import threads
 from verbatim.model.early_exit import EarlyExit
@@ -15,17 +15,17 @@ from verbatim.sampling.sampler import sample_rows
 
 
 class EarlyExitProposer(Chain):
-    """Decodes ahead with the first layers, on the sequences' own blocks.
+    """Drafts with the first layers, on the sequences' own blocks.
 
-    It has nothing to catch up with: what stands there of all layers stands there of the first ones. What
-    it writes behind that, the model's own forward writes once more, for the tokens that are looked at; the
-    other positions are read by nobody until they are written.
+    It has no cache of its own: positions computed by all layers are computed by the first ones. The K
+    and V that it writes for draft tokens are overwritten by the model's verifying forward; positions that
+    are not verified are never read before they are written again.
 
     Args:
         layers: the first layers.
         store: K and V of the whole model.
-        max_rows: of one forward.
-        num_threads: of torch's pool while they run; None leaves torch's setting.
+        max_rows: maximum number of rows of one forward.
+        num_threads: torch threads during a forward; None leaves torch's setting.
     """
 
     def __init__(
@@ -36,22 +36,22 @@ class EarlyExitProposer(Chain):
         self._store = store
         self._num_threads = num_threads
 
-    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[Line]:
+    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
         pairs = zip(sequences, lengths, strict=True)
-        return [Line(sequence, length, sequence.blocks) for sequence, length in pairs]
+        return [ActiveDraft(sequence, length, sequence.blocks) for sequence, length in pairs]
 
     def forwarder(self, step: int) -> Forwarder:
         return self
 
-    def rows(self, line: Line, step: int) -> Rows:
-        sequence = line.sequence
+    def rows(self, draft: ActiveDraft, step: int) -> Rows:
+        sequence = draft.sequence
         if step:
-            return Rows(sequence.num_tokens + step - 1, line.ids[-1:])
+            return Rows(sequence.num_tokens + step - 1, draft.ids[-1:])
         start = sequence.num_computed
         return Rows(start, sequence.token_ids(start, sequence.num_tokens))
 
-    def computed(self, line: Line, step: int, rows: Rows) -> None:
-        """Nothing to note: the whole model computes them again."""
+    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
+        """Do nothing: the whole model computes these rows again."""
 
     def forward(self, batch: Batch) -> Forward:
         """See `Forwarder`."""
@@ -64,9 +64,9 @@ class EarlyExitProposer(Chain):
             return sample_rows(forward.logits, plan)
 
     def info(self) -> dict[str, Any]:
-        """How much of the model it runs."""
+        """Return the number of layers, as plain values."""
         return {"layers": self.layers.num_layers}
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
         self.layers.close()

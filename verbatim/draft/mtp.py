@@ -1,4 +1,4 @@
-"""Drafting with the layers for multi-token prediction that came with a model."""
+"""Drafts from a model's multi-token prediction (MTP) layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Sequence
-from verbatim.draft.chain import Chain, Line, Rows
+from verbatim.draft.chain import ActiveDraft, Chain, Rows
 from verbatim.model.borrow import threads
 from verbatim.model.mtp import MtpLayers
 from verbatim.protocols import Forward, Forwarder
@@ -16,7 +16,7 @@ from verbatim.sampling.sampler import sample_rows
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer as a `Forwarder`."""
+    """One MTP layer as a `Forwarder`."""
 
     layers: MtpLayers
     k: int
@@ -29,18 +29,18 @@ class _Layer:
 
 
 class MtpChain(Chain):
-    """The j-th token of a draft comes from layer j, and those behind the layers from the last one, chained.
+    """Drafts the j-th token with layer j, and tokens beyond the layers with the last layer, chained.
 
-    Layers catch up when they are asked: they compute all slots that they have not, from what the model and
-    the layers before have left in the sequence's blocks, up to the one that predicts. So an evicted
-    sequence, or one that begins with a cached prefix, is drafted for as if nothing had happened.
+    A layer first computes all its missing slots, from the hidden states that the model and the layers
+    before left in the sequence's blocks. So evicted sequences, and those with a cached prefix, need no
+    special case.
 
-    Sequences that share a block both write its slots: the same values, but for the last few, which hold
-    either's next tokens. That costs a little acceptance, and copying blocks for it would cost more.
+    Sequences that share a block both write its slots. The values are equal but for the last few, which
+    depend on each sequence's next tokens. That costs a little acceptance; copying blocks would cost more.
 
     Args:
-        layers: each runs one.
-        max_rows: of one forward.
+        layers: a forwarder for each layer.
+        max_rows: maximum number of rows of one forward.
     """
 
     def __init__(self, layers: SequenceOf[Forwarder], max_rows: int) -> None:
@@ -48,39 +48,38 @@ class MtpChain(Chain):
         self._forwarders = layers
         self._count = len(layers)
 
-    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[Line]:
-        return [Line(s, n, s.blocks) for s, n in zip(sequences, lengths, strict=True)]
+    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
+        return [ActiveDraft(s, n, s.blocks) for s, n in zip(sequences, lengths, strict=True)]
 
     def forwarder(self, step: int) -> Forwarder:
         return self._forwarders[self._layer(step)]
 
-    def rows(self, line: Line, step: int) -> Rows:
-        sequence, k = line.sequence, self._layer(step)
-        known = sequence.num_tokens
-        if step > k:  # behind its own last slot, on the token that was drafted last
-            return Rows(known - 1 + step - self._count, line.ids[-1:])
+    def rows(self, draft: ActiveDraft, step: int) -> Rows:
+        sequence, k = draft.sequence, self._layer(step)
+        num_tokens = sequence.num_tokens
+        if step > k:  # the slot after the layer's last one, from the last draft token
+            return Rows(num_tokens - 1 + step - self._count, draft.ids[-1:])
         start = sequence.num_draft_computed.get(k, 0)
-        first = start + 1 + k  # behind all known tokens where those are fewer than the layers
-        ids = sequence.token_ids(first, known) + line.ids[max(0, first - known) :]
+        first = start + 1 + k  # may exceed `num_tokens` if the sequence is shorter than the layers
+        ids = sequence.token_ids(first, num_tokens) + draft.ids[max(0, first - num_tokens) :]
         return Rows(start, ids)
 
-    def computed(self, line: Line, step: int, rows: Rows) -> None:
-        # Those on tokens that are only drafted are computed again on what was drawn there.
+    def computed(self, draft: ActiveDraft, step: int, rows: Rows) -> None:
+        # Slots that depend on draft tokens are computed again from the drawn ones.
         if step < self._count:
-            final = max(0, line.sequence.num_tokens - 1 - step)
-            line.sequence.num_draft_computed[step] = final
+            final = max(0, draft.sequence.num_tokens - 1 - step)
+            draft.sequence.num_draft_computed[step] = final
 
     def _layer(self, step: int) -> int:
         return min(step, self._count - 1)
 
 
 class MtpProposer(MtpChain):
-    """Drafts with the layers of a model in this process.
+    """Drafts with the MTP layers of a model in this process.
 
     Args:
-        layers: of the model.
-        max_rows: of one forward.
-        num_threads: of torch's pool while it runs; None leaves torch's setting.
+        max_rows: maximum number of rows of one forward.
+        num_threads: torch threads during a proposal; None leaves torch's setting.
     """
 
     def __init__(self, layers: MtpLayers, max_rows: int, num_threads: int | None) -> None:

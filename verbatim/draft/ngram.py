@@ -1,4 +1,4 @@
-"""Prompt lookup: a sequence goes on as it did the last time it said the same."""
+"""Prompt lookup: drafts the continuation of an earlier match in the same sequence."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import weakref
 from verbatim.core import Sequence
 from verbatim.errors import InvalidRequest
 
-_MAX_CANDIDATES = 16  # earlier places that are compared at most
+_MAX_CANDIDATES = 16  # maximum number of earlier matches that are compared
 MAX_MATCH = 32  # a match of this many tokens is as good as any longer one
 
 
 class Ngram:
-    """Drafts what followed the longest earlier match of a sequence's last tokens, in prompt or completion.
+    """Drafts the tokens after the longest earlier match of a sequence's last tokens.
 
-    Costs no forward, and pays where completions repeat their prompt: summaries, edits, code, extraction.
+    Matches are looked up in prompt and completion. Costs no forward, and pays where completions repeat
+    their prompt: summaries, edits, code, extraction.
 
     Args:
-        min_match: tokens that must agree, 1 to 32. With 1 nearly every sequence is drafted for, and
-            most drafts are wrong.
+        min_match: minimum length of a match in tokens, 1 to 32. With 1 nearly every sequence gets drafts,
+            and most of them are wrong.
 
     Raises:
         InvalidRequest: `min_match` is not an integer, or out of range.
@@ -35,7 +36,7 @@ class Ngram:
         """See `Proposer`."""
         drafts = []
         for sequence, length in zip(sequences, lengths, strict=True):
-            # Out of its place while it grows: one that Ctrl-C left half-way is never met again.
+            # Popped while it changes: a history left inconsistent by Ctrl-C is never used again.
             history = self._histories.pop(sequence, None) or History(self.min_match)
             history.extend(sequence.token_ids(len(history.ids), sequence.num_tokens))
             self._histories[sequence] = history
@@ -44,32 +45,32 @@ class Ngram:
 
 
 class History:
-    """Ids in the order they came, with hash chains as in LZ77 (Ziv and Lempel 1977; RFC 1951, section 4).
+    """The ids of a sequence with hash chains as in LZ77 (Ziv and Lempel 1977; RFC 1951, section 4).
 
-    For every run of `min_match` ids its last place is kept, and for every place the one before that held
-    the same run. So taking in an id and looking up the end cost the same however long the history is.
+    Stores the last position of every run of `min_match` ids, and for every position the previous one of
+    the same run. Appending an id and looking up the end take constant time.
     """
 
     def __init__(self, min_match: int) -> None:
         self.ids: list[int] = []
         self._min_match = min_match
-        self._last: dict[tuple[int, ...], int] = {}  # where a run of ids ended last
-        self._before: list[int] = []  # by end: where the same run ended before, -1 for nowhere
+        self._last: dict[tuple[int, ...], int] = {}  # last end position of a run of ids
+        self._before: list[int] = []  # by end position: the previous end of the same run, or -1
 
     def extend(self, ids: list[int]) -> None:
-        """Take in more ids."""
-        size, known = self._min_match, self.ids
+        """Append ids."""
+        size = self._min_match
         for token_id in ids:
-            known.append(token_id)
-            run = tuple(known[-size:])
+            self.ids.append(token_id)
+            run = tuple(self.ids[-size:])
             self._before.append(self._last.get(run, -1) if len(run) == size else -1)
             if len(run) == size:
-                self._last[run] = len(known) - 1
+                self._last[run] = len(self.ids) - 1
 
     def continuation(self, length: int) -> list[int]:
-        """What followed the longest earlier match of the end, the latest of several as long; [] for none.
+        """Return `length` ids after the longest, then latest, earlier match of the end; [] if none.
 
-        A match that reaches to the end itself goes on with its own continuation, as a repetition does.
+        A continuation that reaches the end of the history repeats from its start.
         """
         ids, best, best_size = self.ids, -1, self._min_match - 1
         place = self._before[-1] if ids else -1
@@ -86,7 +87,7 @@ class History:
         return [ids[best + 1 + j % period] for j in range(length)]
 
     def _match(self, place: int) -> int:
-        """How many ids up to `place` equal those up to the end."""
+        """Return how many ids up to `place` equal those up to the end, at most `MAX_MATCH`."""
         ids, last = self.ids, len(self.ids) - 1
         size = self._min_match
         while size < MAX_MATCH and size <= place and ids[place - size] == ids[last - size]:

@@ -1,4 +1,4 @@
-"""Drafting with layers for multi-token prediction that are on the last stage, beside the last layers."""
+"""Drafts from multi-token prediction (MTP) layers on the last stage of a cluster."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from verbatim.protocols import Forward
 
 
 @dataclass(slots=True)
-class _Asked(Forward):
-    """Rows that are computed when somebody draws from them: the stage is asked for both at once."""
+class _DeferredForward(Forward):
+    """A forward that runs with the draw, in one message to the stage."""
 
     batch: Batch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer as a `Forwarder`."""
+    """One MTP layer as a `Forwarder`."""
 
     runner: Clustered
     k: int
@@ -31,18 +31,18 @@ class _Layer:
     def forward(self, batch: Batch) -> Forward:
         if not len(batch.logit_rows):
             self.runner.draft(self.k, batch, None)
-        return _Asked(torch.empty(0), batch=batch)
+        return _DeferredForward(torch.empty(0), batch=batch)
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        assert isinstance(forward, _Asked) and forward.batch is not None
+        assert isinstance(forward, _DeferredForward) and forward.batch is not None
         return self.runner.draft(self.k, forward.batch, plan)
 
 
 class StagedMtp(MtpChain):
-    """Asks the last stage for each token of a draft, which costs a message there and back.
+    """Drafts with the last stage; each token costs one round trip.
 
-    Who takes a lost stage's place has the hidden states of all that is held, as it computes them again with K
-    and V, and its layers catch up. The step in which a stage is lost goes on without drafts.
+    The replacement of a lost stage recomputes the hidden states with K and V, and its MTP layers compute
+    their missing slots from them. The step in which a stage is lost runs without drafts.
     """
 
     def __init__(self, runner: Clustered, max_rows: int) -> None:
@@ -54,6 +54,6 @@ class StagedMtp(MtpChain):
         try:
             if self._runner.supervisor.in_order:
                 return super().propose(sequences, lengths)
-        except StageGone:  # the forward that comes next finds it a successor
+        except StageGone:  # the next forward replaces the stage
             pass
         return [[] for _ in sequences]

@@ -1,4 +1,4 @@
-"""From a prompt and its params to a `Request`: bad input is refused here, before any forward runs."""
+"""Validates prompts and parameters, and creates `Request`s, before any forward runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
 from verbatim.beam import BeamSearch
-from verbatim.core import GrammarState, Holding, Request, Sequence
+from verbatim.core import GrammarState, Request, Sequence, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.protocols import Runner
@@ -27,14 +27,15 @@ Prompt = str | SequenceOf[int]
 
 
 class Admission:
-    """Checks prompts against one model's limits.
+    """Creates requests within one model's limits.
 
     Args:
-        tokenizer: None where only ids go in and out.
-        runner: where the model lives; it says what can be asked of the model.
-        max_length: prompt and completion together, in tokens.
+        tokenizer: None if prompts and outputs are ids only.
+        runner: provides the model's vocabulary and capabilities.
+        max_length: of prompt and completion together, in tokens.
+        limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
-        drafts: somebody guesses tokens ahead.
+        drafts: the engine uses speculative decoding.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class Admission:
         self.eos_ids = eos_ids
         self.drafts = drafts
         self._count = itertools.count(1)
-        self._compiler: GrammarCompiler | None = None  # made when a structure is first asked for
+        self._compiler: GrammarCompiler | None = None  # created for the first structured request
 
     def admit(self, prompt: Prompt, params: SamplingParams, *, first_sample: int = 0) -> Request:
-        """A request for `prompt`, which is a string or a sequence of ids.
+        """Return a request for `prompt`, a string or a sequence of ids.
 
         Args:
             first_sample: the sample index of completion 0.
 
         Raises:
-            InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, a
-                structure that can't be had.
-            PromptTooLong: no room for a single token.
-            NotSupported: something that this model or the combination can't do.
+            InvalidRequest: an empty prompt, an id outside the vocabulary, text without a tokenizer, an
+                invalid structure.
+            PromptTooLong: prompt and completion exceed the length limit.
+            NotSupported: not supported by this model, or not in this combination.
         """
         self._check_params(params)
         text = prompt if isinstance(prompt, str) else None
@@ -78,18 +79,18 @@ class Admission:
         prompt: str | None,
         prompt_ids: list[int],
         params: SamplingParams,
-        holding: Holding,
+        session_cache: SessionCache,
         *,
         resumed_ids: SequenceOf[int] = (),
         resumed_text: str = "",
     ) -> Request:
-        """A request of a session, within its `max_length`.
+        """Return a request for one turn of a session, within the session's `max_length`.
 
         Args:
-            prompt: what was given as text.
+            prompt: the prompt text, if given as text.
             prompt_ids: all ids before the completion.
-            resumed_ids: those of the completion that are there already.
-            resumed_text: what was told of their text.
+            resumed_ids: tokens of the completion that exist already.
+            resumed_text: their text, already sent.
 
         Raises:
             As `admit`; NotSupported for several completions.
@@ -98,17 +99,17 @@ class Admission:
         for name in ("n", "num_beams"):
             if getattr(params, name) != 1:
                 raise NotSupported(
-                    f"{name}={getattr(params, name)} in a session: a conversation goes on in one way; "
+                    f"{name}={getattr(params, name)} in a session: a turn has one completion; "
                     "use generate with session.token_ids for several"
                 )
         return self._request(
             prompt,
             prompt_ids,
             params,
-            limit=(holding.max_length, "the session's max_length"),
+            limit=(session_cache.max_length, "the session's max_length"),
             resumed_ids=list(resumed_ids),
             resumed_text=resumed_text,
-            holding=holding,
+            session_cache=session_cache,
         )
 
     def _request(
@@ -121,7 +122,7 @@ class Admission:
         limit: tuple[int, str] | None = None,
         resumed_ids: SequenceOf[int] = (),
         resumed_text: str = "",
-        holding: Holding | None = None,
+        session_cache: SessionCache | None = None,
     ) -> Request:
         limit_tokens, source = limit or (self.max_length, self.limit_source)
         num_given = len(ids) + len(resumed_ids)
@@ -153,7 +154,7 @@ class Admission:
             first_sample=first_sample,
             resumed_ids=list(resumed_ids),
             resumed_text=resumed_text,
-            holding=holding,
+            session_cache=session_cache,
         )
         if params.min_tokens > request.max_tokens:
             raise InvalidRequest(
@@ -165,7 +166,7 @@ class Admission:
         return request
 
     def _begin(self, request: Request) -> None:
-        """Give a request its first sequences."""
+        """Create the initial sequences of a request."""
         params, first = request.params, self._sequence(request)
         if params.num_beams > 1:
             request.sequences = [first]
@@ -200,13 +201,13 @@ class Admission:
         return sequence
 
     def compiles(self, params: SamplingParams) -> bool:
-        """Would `admit` compile a structure, which can take seconds?"""
+        """Return whether `admit` would compile a structure, which can take seconds."""
         if all(getattr(params, name) is None for name in STRUCTURES):
             return False
         return self._compiler is None or not self._compiler.knows(params)
 
     def _grammar(self, request: Request) -> GrammarState | None:
-        """Where a completion begins in the structure that is asked for; None where none is."""
+        """Return the initial grammar state of a completion; None for unstructured output."""
         params = request.params
         name = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
         if name is None:
@@ -219,10 +220,10 @@ class Admission:
         return self._compiler.start(params, ends=bool(request.eos_ids))
 
     def prompt_ids(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
-        """The ids of a prompt.
+        """Return the ids of a prompt.
 
         Args:
-            begins: nothing stands before it, so the tokenizer's own rule adds its special tokens to a string.
+            begins: it is the beginning of the sequence, so the tokenizer adds its special tokens to text.
 
         Raises:
             InvalidRequest: as `admit`.
@@ -233,8 +234,8 @@ class Admission:
             outside = [value for value in ids if value >= self.vocab_size]
             if outside:
                 raise InvalidRequest(
-                    f"prompt: the tokenizer gives id {outside[0]}, which is outside of the model's "
-                    f"0 to {self.vocab_size - 1}; it belongs to another model"
+                    f"prompt: the tokenizer returns id {outside[0]}, outside of the model's 0 to "
+                    f"{self.vocab_size - 1}; it belongs to another model"
                 )
         else:
             ids = [self._id(value) for value in _plain(prompt)]
@@ -261,8 +262,8 @@ class Admission:
                 )
         if params.num_beams > 1 and params.draft and self.drafts:
             raise NotSupported(
-                f"num_beams={params.num_beams} on an engine that drafts: a beam's next token is not drawn, "
-                "so none can be guessed; set draft=False for this request"
+                f"num_beams={params.num_beams} on an engine with drafts: beam search can't verify draft "
+                "tokens; set draft=False for this request"
             )
         if params.hidden_states and not self.runner.has_hidden:
             raise NotSupported(f"hidden_states: {self.runner.hidden_reason}")
@@ -275,7 +276,7 @@ class Admission:
             )
 
     def _check_replay(self, params: SamplingParams, most_tokens: int) -> None:
-        """Does the recorded routing fit this model and this request?"""
+        """Raise InvalidRequest if the recorded routing does not fit the model or the request."""
         routing, runner = params.replay_routing, self.runner
         if routing is None:
             return
@@ -292,13 +293,13 @@ class Admission:
             )
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = []
+        ids: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                found += self._need_tokenizer("bad_words as strings").encode_fragment(word)
+                ids += self._need_tokenizer("bad_words as strings").encode_fragment(word)
             else:
-                found.append(tuple(word))
-        return found
+                ids.append(tuple(word))
+        return ids
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -307,10 +308,10 @@ class Admission:
 
 
 def _resume(sequence: Sequence, watch: StopWatch) -> None:
-    """Put a new sequence behind the tokens of its completion that are there already.
+    """Start a new sequence after the existing tokens of its completion.
 
     Raises:
-        InvalidRequest: they don't fit the structure that is asked for, or it is complete with them.
+        InvalidRequest: the tokens don't fit the requested structure, or complete it.
     """
     request, grammar = sequence.request, sequence.grammar
     ids = request.resumed_ids
@@ -325,11 +326,11 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
         if not fits or ended:
             how = "the structure is complete" if fits else f"token {count + 1} does not fit it"
             raise InvalidRequest(
-                f"{name} for a completion that goes on behind {len(ids)} tokens: {how}"
+                f"{name} for a completion that continues after {len(ids)} tokens: {how}"
             )
     watch.resume(ids, request.resumed_text)
     sequence.output_ids = list(ids)
-    # What was told of them before is not told again; these only keep the lists as long as the ids.
+    # Placeholders that keep the lists as long as the ids; they are never returned.
     sequence.weight_versions = [0] * len(ids)
     sequence.logprobs = [math.nan] * len(ids)
     sequence.sampled_logprobs = [math.nan] * len(ids)
@@ -338,7 +339,7 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
 
 
 def _plain(prompt: Any) -> list[Any]:
-    """A list of Python numbers from a list, a tuple, an array or a one-dimensional tensor."""
+    """Return a list of Python numbers from a list, a tuple, an array or a one-dimensional tensor."""
     if getattr(prompt, "ndim", 1) != 1 or isinstance(prompt, bytes | bytearray | Mapping | Set):
         raise InvalidRequest(f"prompt={prompt!r}: must be a string or a list of token ids")
     try:

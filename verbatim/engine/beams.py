@@ -1,7 +1,7 @@
-"""Beams: sequences of one request that wait for each other, and are born and dropped at every step.
+"""Beam search in the engine: the beams of a request are sequences that are forked and removed every step.
 
-A beam's row is not drawn. It reports its likeliest candidates, and when all live beams have, the search
-decides which go on. Beams need not run in the same step, nor keep their blocks while they wait.
+A beam's row is not drawn; it yields its likeliest candidates. When all live beams have theirs, the search
+selects the next beams. Beams need not run in the same step, nor keep their blocks while they wait.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import RequestFailed
 
 
-def note(
+def add_candidates(
     beam: Sequence, draws: Draws, row: int, hidden: Tensor | None, scheduler: Scheduler
 ) -> list[Sequence]:
-    """Take in how one beam may go on; the completions if that ends the search."""
+    """Store a beam's candidates, and advance the search if all beams have theirs.
+
+    Returns:
+        The completions, if the search ended.
+    """
     beam.candidates = draws.candidates[row]
     beam.request.note_token()
-    # What belongs to the next token is kept with the beam, which hands it down to each of its heirs.
+    # The entries of the next token are kept with the beam, and copied to its children.
     if hidden is not None:
         beam.hidden.append(hidden)
     if beam.request.params.logprobs is not None:
@@ -35,32 +39,32 @@ def _advance(request: Request, scheduler: Scheduler) -> list[Sequence]:
     rows = [parent.candidates for parent in parents if parent.candidates is not None]
     if len(rows) < len(parents):
         return []
-    live = search.advance(rows, _heir)
-    for heir in live:
-        scheduler.fork(parents[heir.parent], heir.state)
+    live = search.advance(rows, _child)
+    for child in live:
+        scheduler.fork(parents[child.parent], child.state)
     for parent in parents:
         scheduler.remove(parent)
-    request.sequences = [heir.state for heir in live]
+    request.sequences = [child.state for child in live]
     if not search.over:
         return []
     if not search.finished:
         raise RequestFailed(
-            f"request {request.request_id}: no beam can go on; the request's bans and its structure "
-            "leave nothing"
+            f"request {request.request_id}: no beam can continue; the request's bans and its structure "
+            "leave no token"
         )
-    return cut(request)
+    return finish_search(request)
 
 
-def _heir(parent: Sequence, candidate: Candidate) -> Sequence:
-    """The beam that goes on from `parent` with one more token; it may end with it."""
-    heir = parent.fork(0)
-    heir.logprobs.append(candidate.logprob)
-    heir.push(candidate.token_id)
-    return heir
+def _child(parent: Sequence, candidate: Candidate) -> Sequence:
+    """Return a fork of `parent` with one more token, which may finish it."""
+    child = parent.fork(0)
+    child.logprobs.append(candidate.logprob)
+    child.push(candidate.token_id)
+    return child
 
 
-def cut(request: Request) -> list[Sequence]:
-    """End the search where it stands; the request's sequences are then its best completions."""
+def finish_search(request: Request) -> list[Sequence]:
+    """End the search, make its best hypotheses the request's sequences, and return them."""
     search = request.search
     assert search is not None
     if not search.over:
@@ -69,7 +73,8 @@ def cut(request: Request) -> list[Sequence]:
     for index, beam in enumerate(search.best(request.params.n)):
         sequence = beam.state
         sequence.index, sequence.score = index, beam.score
-        for entries in (sequence.top_logprobs, sequence.hidden):  # an heir's, if it had none yet
+        # A live beam with candidates has an entry for the next token already.
+        for entries in (sequence.top_logprobs, sequence.hidden):
             del entries[len(sequence.output_ids) :]
         request.sequences.append(sequence)
     return request.sequences

@@ -1,6 +1,6 @@
-"""The only place where a request grows.
+"""Commits the draws of a step: the only place where a request's output grows.
 
-End of sequence, stop ids, stop strings and length are decided together, token by token, so that ids,
+End of sequence, stop ids, stop strings and length are checked together, token by token, so that ids,
 log-probs and top-n lists always have the same length.
 """
 
@@ -22,7 +22,7 @@ from verbatim.core import (
     Sequence,
 )
 from verbatim.engine import beams
-from verbatim.engine.draw import drawing
+from verbatim.engine.draw import drawing_sequences
 from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.work import Chunk
 
@@ -30,58 +30,57 @@ from verbatim.engine.work import Chunk
 def commit(
     chunk: Chunk, draws: Draws, hidden: Tensor | None, scheduler: Scheduler
 ) -> list[Sequence]:
-    """Take in what one step computed for one sequence: one token, or more where a draft stands.
+    """Append the results of one step to one sequence: one token, or more if draft tokens are accepted.
 
     Args:
-        hidden: `[R, H]` of the step's rows of logits, where anybody wanted them.
+        hidden: `[R, H]` of the step's logits rows, if a request wants them.
 
     Returns:
-        The sequences of its request that have news for the caller; none while it is in prefill.
+        The sequences of its request that have a delta to deliver; none during prefill.
     """
     sequence, request = chunk.sequence, chunk.sequence.request
     scheduler.advance(chunk)
-    last = chunk.first_logits_row + chunk.num_prompt_targets  # the row that is drawn from, if any
+    last = chunk.first_logits_row + chunk.num_prompt_rows  # the first row to draw from, if any
     if request.params.hidden_states and hidden is not None:
         request.prompt_hidden += hidden[chunk.first_logits_row : last].clone()
-    targets = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_targets)
-    for row in targets if request.params.prompt_logprobs is not None else ():
+    prompt_rows = range(chunk.first_draw, chunk.first_draw + chunk.num_prompt_rows)
+    for row in prompt_rows if request.params.prompt_logprobs is not None else ():
         request.prompt_logprobs.append(draws.logprobs[row])
         request.prompt_top_logprobs.append(draws.top(row))
-    if request.makes_nothing and sequence.num_uncomputed == 0:
+    if request.is_prefill_only and sequence.num_uncomputed == 0:
         for sibling in request.sequences[1:]:
             scheduler.fork(sequence, sibling)
         return finish(request, FinishReason.LENGTH)
     if not chunk.draws:
         return []
-    drawn = hidden[last:] if request.params.hidden_states and hidden is not None else None
+    drawn_hidden = hidden[last:] if request.params.hidden_states and hidden is not None else None
     if request.search is not None:
-        seen = None if drawn is None else drawn[0].clone()
-        return beams.note(sequence, draws, targets.stop, seen, scheduler)
-    drawers = drawing(chunk)
-    for sibling in drawers[1:]:
+        beam_hidden = None if drawn_hidden is None else drawn_hidden[0].clone()
+        return beams.add_candidates(sequence, draws, prompt_rows.stop, beam_hidden, scheduler)
+    samples = drawing_sequences(chunk)
+    for sibling in samples[1:]:
         scheduler.fork(sequence, sibling)
-    rows = counted_rows(chunk, draws)[len(targets) :]
-    if len(drawers) > 1:
-        for row, drawer in zip(rows, drawers, strict=True):
-            grow(drawer, draws, [row], drawn)
+    rows = valid_rows(chunk, draws)[len(prompt_rows) :]
+    if len(samples) > 1:
+        for row, sample in zip(rows, samples, strict=True):
+            grow(sample, draws, [row], drawn_hidden)
     else:
-        chunk.num_accepted = grow(sequence, draws, rows, drawn) - 1
+        chunk.num_accepted = grow(sequence, draws, rows, drawn_hidden) - 1
         if chunk.max_draft:
             scheduler.accept(sequence, chunk.num_accepted)
-    return list(drawers)
+    return list(samples)
 
 
-def counted_rows(chunk: Chunk, draws: Draws) -> range:
-    """The chunk's rows of `draws` that tell something: all but those behind drafted tokens that the model
-    has not drawn itself.
+def valid_rows(chunk: Chunk, draws: Draws) -> range:
+    """Return the chunk's rows of `draws` through the first rejected draft token.
 
-    A row from which nothing can be drawn counts only if it is the first: behind a draft the sequence may
-    have ended before it comes to that, and if not, the next step finds it.
+    A failed draw is valid only in the first row: after a draft, the sequence may end before it, and if
+    not, the draw fails again in the next step.
     """
     rows = range(chunk.first_draw, chunk.first_draw + chunk.num_draws)
     if not chunk.draft.ids:
         return rows
-    drawn = [draws.ids[row] for row in rows]  # in prefill nothing is drafted: all are draws
+    drawn = [draws.ids[row] for row in rows]  # a chunk with a draft has no prompt rows
     count = 1
     while (
         count < len(drawn)
@@ -96,10 +95,10 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
     """Append the ids drawn in `rows`, in order, through the first that ends the sequence.
 
     Args:
-        hidden: what the head saw in those rows, one behind the other; None where nobody wants it.
+        hidden: input of the LM head in those rows; None if not requested.
 
     Returns:
-        How many were appended.
+        The number of tokens appended.
     """
     before, request = len(sequence.output_ids), sequence.request
     for place, row in enumerate(rows):
@@ -117,29 +116,29 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
 
 
 def finish(request: Request, reason: FinishReason) -> list[Sequence]:
-    """End what has not ended, for a reason that no token gave: an abort, a length of nothing."""
+    """Finish the unfinished sequences of a request with `reason`, and return those to deliver."""
     if request.search is not None:
-        ending = beams.cut(request)
+        sequences = beams.finish_search(request)
     else:
-        ending = [sequence for sequence in request.sequences if not sequence.finished]
-    for sequence in ending:
+        sequences = [sequence for sequence in request.sequences if not sequence.finished]
+    for sequence in sequences:
         if not sequence.finished:
             sequence.finish_reason = reason
             sequence.watch.finish(reason)
-    return ending
+    return sequences
 
 
 def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
-    """Everything that was added since the last one; the request's last one carries its result.
+    """Return the output since the last delta; the request's final delta carries its result.
 
     Args:
-        num_accepted: of what was added, so many of the first tokens were drafted.
+        num_accepted: the number of leading new tokens that are accepted draft tokens.
     """
     request = sequence.request
     new = slice(sequence.num_sent, None)
     sequence.num_sent = len(sequence.output_ids)
-    request.num_closed += sequence.finished
-    if request.num_closed == len(request.sequences):
+    request.num_ended += sequence.finished
+    if request.num_ended == len(request.sequences):
         request.result = _result(request)
     return Delta(
         request_id=request.request_id,
@@ -180,7 +179,7 @@ def _result(request: Request) -> Result:
 def _completion(sequence: Sequence) -> Completion:
     request = sequence.request
     assert sequence.finish_reason is not None
-    new = slice(len(request.resumed_ids), None)  # what it has made itself
+    new = slice(len(request.resumed_ids), None)
     return Completion(
         index=sequence.index,
         sample_index=sequence.sample_index,

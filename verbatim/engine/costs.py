@@ -1,33 +1,33 @@
-"""What something costs by its size, on a machine that has other things to do."""
+"""Measured durations by size, robust to other load on the machine."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
 
-_WINDOW = 6  # measurements that are remembered, of steps of one size
+_WINDOW = 6  # measurements kept for each size
 
 
 class Costs:
-    """Seconds of something by its number of rows, as measured lately.
+    """Recent durations of an operation by its number of rows.
 
-    A machine that has other things to do adds to some measurements and takes from none. So of the last few
-    one of the smallest counts, and what was not measured for long is forgotten, to be tried again.
+    Other load on the machine only ever lengthens measurements, so a low quantile of the last few counts.
+    Old measurements are dropped, so that their sizes are tried again.
     """
 
     def __init__(self) -> None:
         self._rows: list[int] = []  # ascending
         self._measured: dict[int, deque[float]] = {}
-        self._last: dict[int, int] = {}  # the step in which each was measured last
-        self._expected: dict[int, float | None] = {}  # until something is measured again
+        self._last: dict[int, int] = {}  # step of the last measurement
+        self._expected: dict[int, float | None] = {}  # memo until the next measurement
 
     @property
     def known(self) -> bool:
-        """Was anything measured?"""
+        """Whether there are measurements."""
         return bool(self._rows)
 
     def note(self, rows: int, seconds: float, step: int) -> None:
-        """One more measurement."""
+        """Add a measurement."""
         self._expected.clear()
         rows = _coarse(rows)
         if rows not in self._measured:
@@ -37,7 +37,7 @@ class Costs:
         self._last[rows] = step
 
     def forget(self, before: int) -> None:
-        """Forget what was measured last before a step; but not the one measured latest of all."""
+        """Drop the sizes not measured since step `before`, but keep the latest of all."""
         old = [rows for rows, step in self._last.items() if step < before]
         if old and len(old) == len(self._rows):
             old.remove(max(old, key=self._last.__getitem__))
@@ -47,7 +47,7 @@ class Costs:
         self._expected.clear()
 
     def expected(self, rows: int) -> float | None:
-        """Seconds for `rows`; None where that is too far from all that was measured."""
+        """Return the seconds for `rows`; None if that is too far from all measured sizes."""
         if rows not in self._expected:
             self._expected[rows] = self._between(rows)
         return self._expected[rows]
@@ -58,7 +58,7 @@ class Costs:
             return None
         place = bisect_left(known, rows)
         if place == len(known):
-            # Hoped to be free, so that it is tried, but in steps.
+            # Assumed to cost no more, so that it is tried, within limits.
             return self._at(known[-1]) if rows <= 2 * known[-1] + 8 else None
         above = known[place]
         if above == rows or place == 0:
@@ -68,11 +68,11 @@ class Costs:
         return (1 - share) * self._at(below) + share * self._at(above)
 
     def _at(self, rows: int) -> float:
-        lately = sorted(self._measured[rows])
-        return lately[len(lately) // 4]
+        seconds = sorted(self._measured[rows])
+        return seconds[len(seconds) // 4]
 
 
 def _coarse(rows: int) -> int:
-    """Rows to a precision of an eighth, so that few numbers stand for all."""
+    """Round up to a precision of an eighth, so that few sizes are measured."""
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step

@@ -1,4 +1,4 @@
-"""Between the engine and its proposer: how long a draft is, what of it can stand, and what came of it."""
+"""Speculative decoding in the engine: draft lengths, validation of proposals, statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.core import DraftFigures, GrammarState, Sequence
+from verbatim.core import DraftStats, GrammarState, Sequence
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.engine.work import Chunk, Draft
 from verbatim.protocols import Proposer
@@ -22,14 +22,13 @@ _log = logging.getLogger("verbatim")
 
 
 class Drafting:
-    """Asks a proposer for drafts, and trusts nothing that it answers.
+    """Gets drafts from a proposer, and validates them.
 
     Args:
-        proposer: who guesses.
-        lengths: how many tokens are asked for.
-        vocab_size: ids are below it.
-        owns: the proposer was made for this engine alone, and sleeps and ends with it.
-        runs_live_module: proposing makes forwards of a module that somebody else owns.
+        lengths: chooses the draft lengths.
+        vocab_size: upper limit of token ids, exclusive.
+        owns: the proposer was opened for this engine, and sleeps and closes with it.
+        runs_live_module: proposing runs forwards of a module that belongs to the caller.
     """
 
     def __init__(
@@ -44,22 +43,22 @@ class Drafting:
         self.proposer = proposer
         self._owns = owns
         self.runs_live_module = runs_live_module
-        self.figures = DraftFigures()
+        self.totals = DraftStats()  # since the engine was opened
         self.last_error: str | None = None
         self._lengths = lengths
         self._proposing_s = 0.0  # of this step
         self._vocab_size = vocab_size
 
     def lengths(self, running: Iterable[Sequence]) -> dict[Sequence, int]:
-        """How long a draft each sequence that decodes should get, where one is worth while."""
+        """Return the desired draft length of each decoding sequence that should get a draft."""
         self._proposing_s = 0.0
         if not self._lengths.begin_step():
             return {}
-        decoding = {s: _room(s) for s in running if _is_drafted(s)}
+        decoding = {s: _max_draft(s) for s in running if _is_drafted(s)}
         return self._lengths.choose(decoding) if decoding else {}
 
     def propose(self, chunks: list[Chunk]) -> None:
-        """Give drafts to the chunks that have room for one. Raises nothing but Ctrl-C."""
+        """Set the drafts of the chunks with draft rows; a failure means no drafts. Raises only Ctrl-C."""
         chunks = [chunk for chunk in chunks if chunk.max_draft]
         if not chunks:
             return
@@ -67,95 +66,95 @@ class Drafting:
         begin = time.perf_counter()
         try:
             proposed = self.proposer.propose(list(sequences), list(lengths))
-            answers = list(islice(proposed, len(chunks) + 1))  # one that never ends is too long
-            if len(answers) != len(chunks):
-                given = len(answers) if len(answers) < len(chunks) else f"more than {len(chunks)}"
-                raise ValueError(f"{given} drafts for {len(chunks)} sequences")
-            for chunk, answer in zip(chunks, answers, strict=True):
-                chunk.draft, num_cut = vetted(
-                    chunk.sequence, answer, chunk.max_draft, self._vocab_size
+            drafts = list(islice(proposed, len(chunks) + 1))  # `proposed` may be endless
+            if len(drafts) != len(chunks):
+                count = len(drafts) if len(drafts) < len(chunks) else f"more than {len(chunks)}"
+                raise ValueError(f"{count} drafts for {len(chunks)} sequences")
+            for chunk, draft in zip(chunks, drafts, strict=True):
+                chunk.draft, num_cut = validate_draft(
+                    chunk.sequence, draft, chunk.max_draft, self._vocab_size
                 )
-                for figures in self._figures_of(chunk):
-                    figures.num_cut += num_cut
+                for stats in self._stats_of(chunk):
+                    stats.num_cut += num_cut
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # whatever it is, no draft is needed to go on
+        except BaseException as error:  # decoding continues without drafts
             for chunk in chunks:
                 chunk.draft = Draft()
             for request in {chunk.sequence.request for chunk in chunks}:
                 request.metrics.draft.num_errors += 1
-            self.figures.num_errors += 1
+            self.totals.num_errors += 1
             self._report(error)
-        spent = time.perf_counter() - begin
-        self._proposing_s = spent
-        self._lengths.note_proposal(chunks, spent)
-        self.figures.time_s += spent
+        spent_s = time.perf_counter() - begin
+        self._proposing_s = spent_s
+        self._lengths.note_proposal(chunks, spent_s)
+        self.totals.time_s += spent_s
         for chunk in chunks:
-            chunk.sequence.request.metrics.draft.time_s += spent / len(chunks)
+            chunk.sequence.request.metrics.draft.time_s += spent_s / len(chunks)
 
     def note_step(self, chunks: list[Chunk], spent_s: float) -> None:
-        """A whole step has taken this long."""
+        """Record the duration of a step, including drafting."""
         self._lengths.note_step(chunks, spent_s - self._proposing_s)
 
     def note_commit(self, chunk: Chunk) -> None:
-        """What became of a chunk's draft."""
+        """Record the acceptance of a chunk's draft."""
         request = chunk.sequence.request
         if not chunk.draws or not request.params.draft:
             return
         if chunk.max_draft:
             self._lengths.note_draft(chunk.sequence, len(chunk.draft.ids), chunk.num_accepted)
-        for figures in self._figures_of(chunk):
-            figures.num_forwards += 1
-            figures.num_tokens += 1 + chunk.num_accepted
+        for stats in self._stats_of(chunk):
+            stats.num_forwards += 1
+            stats.num_tokens += 1 + chunk.num_accepted
             if chunk.draft.ids:
-                figures.note(len(chunk.draft.ids), chunk.num_accepted)
+                stats.note(len(chunk.draft.ids), chunk.num_accepted)
 
-    def tell(self, method: str, *args: Any) -> None:
-        """Call "sleep", "wake" or "close" of a proposer that was opened for this engine, if it has it."""
+    def call(self, method: str, *args: Any) -> None:
+        """Call "sleep", "wake" or "close" of an owned proposer, if it has the method."""
         function = getattr(self.proposer, method, None) if self._owns else None
         if function is not None:
             function(*args)
 
     def info(self) -> dict[str, Any]:
-        """Who drafts, and what it holds besides the model, as plain values."""
-        own = getattr(self.proposer, "info", None) if self._owns else None
+        """Return the proposer's name and its options, as plain values."""
+        info = getattr(self.proposer, "info", None) if self._owns else None
         return {
             "proposer": type(self.proposer).__name__,
             "num_draft_tokens": self._lengths.fixed,
-            **({} if own is None else own()),
+            **({} if info is None else info()),
         }
 
     def stats(self) -> dict[str, Any]:
-        """What drafting came to since the engine was opened, as plain values."""
-        figures = self.figures
+        """Return the statistics since the engine was opened, as plain values."""
+        totals = self.totals
         return {
-            "acceptance": figures.acceptance,
-            "tokens_per_forward": figures.tokens_per_forward,
-            "forwards": figures.num_forwards,
-            "tokens": figures.num_tokens,
-            "drafted": sum(figures.num_drafted),
-            "accepted": sum(figures.num_accepted),
-            "cut": figures.num_cut,
-            "errors": figures.num_errors,
+            "acceptance": totals.acceptance,
+            "tokens_per_forward": totals.tokens_per_forward,
+            "forwards": totals.num_forwards,
+            "tokens": totals.num_tokens,
+            "drafted": sum(totals.num_drafted),
+            "accepted": sum(totals.num_accepted),
+            "cut": totals.num_cut,
+            "errors": totals.num_errors,
             "last_error": self.last_error,
-            "time_s": figures.time_s,
+            "time_s": totals.time_s,
         }
 
-    def _figures_of(self, chunk: Chunk) -> tuple[DraftFigures, DraftFigures]:
-        return self.figures, chunk.sequence.request.metrics.draft
+    def _stats_of(self, chunk: Chunk) -> tuple[DraftStats, DraftStats]:
+        return self.totals, chunk.sequence.request.metrics.draft
 
     def _report(self, error: BaseException) -> None:
-        said = type(error).__name__
-        with suppress(Exception):  # its text is made by code of the proposer's
-            said = f"{said}: {error}"
+        text = type(error).__name__
+        with suppress(Exception):  # `__str__` is the proposer's code, and may raise
+            text = f"{text}: {error}"
         if self.last_error is None:
             name = type(self.proposer).__name__
-            _log.warning("the proposer %s failed (%s); decoding goes on without drafts", name, said)
-        self.last_error = said
+            _log.warning("the proposer %s failed (%s); decoding goes on without drafts", name, text)
+        self.last_error = text
 
 
 def _is_drafted(sequence: Sequence) -> bool:
-    """Does it decode, and may it be drafted for?"""
+    """Return whether the sequence is decoding and drafts are enabled for it."""
     request = sequence.request
     return bool(
         request.params.draft
@@ -165,52 +164,47 @@ def _is_drafted(sequence: Sequence) -> bool:
     )
 
 
-def _room(sequence: Sequence) -> int:
-    """Tokens that a draft may have: behind the last of them, the model draws one more."""
+def _max_draft(sequence: Sequence) -> int:
+    """Return the maximum draft length: after the last draft token, the model draws one more."""
     return sequence.request.max_tokens - len(sequence.output_ids) - 1
 
 
-def vetted(
+def validate_draft(
     sequence: Sequence, proposed: Iterable[Any], length: int, vocab_size: int
 ) -> tuple[Draft, int]:
-    """What of a proposal is worth a row, and how many ids were cut because they can't be there at all.
+    """Return the usable part of a proposal, and the number of ids cut as invalid or too many.
 
-    What ends the sequence is drawn in the row before, and has none of its own. So it ends the draft, as
-    does what the structure does not allow; neither is counted as cut.
+    An id that ends the sequence, or that the grammar does not allow, ends the draft and is not part of
+    it; neither counts as cut.
     """
-    given, draft = list(islice(proposed, length + 1)), Draft()
+    values, draft = list(islice(proposed, length + 1)), Draft()
     request = sequence.request
-    last_ids = single_stop_ids(request.params, request.eos_ids)
+    stop_ids = single_stop_ids(request.params, request.eos_ids)
     grammar = None if sequence.grammar is None else sequence.grammar.fork()
-    for j, value in enumerate(given[:length]):
-        token_id = _as_id(value)
+    for j, value in enumerate(values[:length]):
+        try:
+            token_id = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            token_id = -1
         if not 0 <= token_id < vocab_size:
-            return draft, len(given) - j
-        if token_id in last_ids:
+            return draft, len(values) - j
+        if token_id in stop_ids:
             break
         mask = None
         if grammar is not None:
-            mask = _mask_behind(grammar, token_id)
+            mask = _next_mask(grammar, token_id)
             if mask is None:
                 break
         draft.ids.append(token_id)
         draft.masks.append(mask)
-    return draft, max(0, len(given) - length)
+    return draft, max(0, len(values) - length)
 
 
-def _mask_behind(grammar: GrammarState, token_id: int) -> Tensor | None:
-    """What a structure allows behind a token; None where that can't come, or nothing can follow it."""
+def _next_mask(grammar: GrammarState, token_id: int) -> Tensor | None:
+    """Return the grammar's mask after a token; None if the token is not allowed, or nothing can follow."""
     try:
         if not bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1):
             return None
         return None if grammar.push(token_id) else grammar.mask()
-    except Exception:  # it gives up here; whether it comes to that is not said yet
+    except Exception:  # the error counts only if the model draws this token
         return None
-
-
-def _as_id(value: Any) -> int:
-    """A plain integer, whatever is given; -1 for what is none."""
-    try:
-        return -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return -1

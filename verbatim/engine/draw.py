@@ -1,7 +1,7 @@
-"""From a forward's logits to draws: what each row asks of the sampler, and who draws it.
+"""Builds the sample plan of a step, and draws.
 
-Rows are drawn where their logits are. Only those whose request has processors of its own come here, pass
-through them, and are drawn by the same function.
+Rows are drawn by the runner, where their logits are. Only rows of a request with its own logits processors
+are fetched, processed here, and drawn by the same function.
 """
 
 from __future__ import annotations
@@ -21,50 +21,52 @@ from verbatim.sampling.rows import draw_row
 from verbatim.sampling.sampler import merge, sample_rows
 
 Fail = Callable[[Request, BaseException], None]
-Placed = tuple[int, SampleRow]  # a row of the plan, and the row of logits that it is for
+IndexedRow = tuple[int, SampleRow]  # a row of the plan, with the index of its logits row
 
 
 def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> Draws:
-    """Draw for every chunk; each notes where its rows begin in the answer.
+    """Draw for every chunk, and set its `first_draw` and `num_draws`.
 
-    A request whose row can't even be made (its processor raises, its structure gives up) fails alone
-    and has no rows.
+    A request with a failing row (its processor raises, its grammar fails) fails alone and has no rows.
     """
     rows: list[SampleRow] = []
-    places: list[int] = []  # the row of logits of each
-    fetched: dict[int, Tensor] = {}  # rows of logits that processors have seen
+    logits_rows: list[int] = []
+    fetched: dict[int, Tensor] = {}  # logits rows for processors
 
-    def fetch(place: int) -> Tensor:
-        if place not in fetched:
-            fetched[place] = runner.logits(forward, [place])[0]
-        return fetched[place]
+    def fetch(index: int) -> Tensor:
+        if index not in fetched:
+            fetched[index] = runner.logits(forward, [index])[0]
+        return fetched[index]
 
     for chunk in chunks:
         try:
-            made = _target_rows(chunk)
-            made += _processed_rows(chunk, fetch) if _has_processors(chunk) else _draw_rows(chunk)
+            indexed = _prompt_rows(chunk)
+            if chunk.draws and chunk.sequence.request.params.logits_processors:
+                indexed += _processed_rows(chunk, fetch)
+            else:
+                indexed += _draw_rows(chunk)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a processor's sys.exit, a panic in a library: its own, too
+        except BaseException as error:  # also a processor's sys.exit, or a panic in a library
             fail(chunk.sequence.request, error)
             continue
-        chunk.first_draw, chunk.num_draws = len(rows), len(made)
-        rows += [row for _, row in made]
-        places += [place for place, _ in made]
-    here = [i for i, row in enumerate(rows) if row.processed is not None]
-    if not here:
-        return runner.sample(forward, SamplePlan(rows, places))
-    there = [i for i, row in enumerate(rows) if row.processed is None]
-    logits = torch.stack([fetched[places[i]] for i in here])
-    remote = SamplePlan([rows[i] for i in there], [places[i] for i in there])
-    parts = sample_rows(logits, SamplePlan([rows[i] for i in here])), runner.sample(forward, remote)
-    return merge(parts, (here, there))
+        chunk.first_draw, chunk.num_draws = len(rows), len(indexed)
+        rows += [row for _, row in indexed]
+        logits_rows += [index for index, _ in indexed]
+    local = [i for i, row in enumerate(rows) if row.processed is not None]
+    if not local:
+        return runner.sample(forward, SamplePlan(rows, logits_rows))
+    remote = [i for i, row in enumerate(rows) if row.processed is None]
+    logits = torch.stack([fetched[logits_rows[i]] for i in local])
+    remote_plan = SamplePlan([rows[i] for i in remote], [logits_rows[i] for i in remote])
+    local_draws = sample_rows(logits, SamplePlan([rows[i] for i in local]))
+    return merge((local_draws, runner.sample(forward, remote_plan)), (local, remote))
 
 
-def _target_rows(chunk: Chunk) -> list[Placed]:
+def _prompt_rows(chunk: Chunk) -> list[IndexedRow]:
     sequence, request = chunk.sequence, chunk.sequence.request
-    known = request.num_prompt_rows_read
-    targets = sequence.token_ids(known + 1, known + 1 + chunk.num_prompt_targets)
+    done = request.num_prompt_rows_done
+    targets = sequence.token_ids(done + 1, done + 1 + chunk.num_prompt_rows)
     return [
         (
             chunk.first_logits_row + i,
@@ -72,7 +74,7 @@ def _target_rows(chunk: Chunk) -> list[Placed]:
                 request.params,
                 request.seed,
                 sequence.sample_index,
-                known + 1 + i,
+                done + 1 + i,
                 target=target,
                 num_logprobs=request.params.prompt_logprobs or 0,
             ),
@@ -81,71 +83,64 @@ def _target_rows(chunk: Chunk) -> list[Placed]:
     ]
 
 
-def _draw_rows(chunk: Chunk) -> list[Placed]:
-    """One row for the sequence, one behind each token of its draft, and one for each sample that is born
-    with this draw.
-    """
+def _draw_rows(chunk: Chunk) -> list[IndexedRow]:
+    """Return one row for each sequence that draws, and one behind each token of the draft."""
     if not chunk.draws:
         return []
-    place = chunk.first_logits_row + chunk.num_prompt_targets
-    made = [(place, draw_row(s, (), _mask(s))) for s in drawing(chunk)]
-    for ahead, mask in enumerate(chunk.draft.masks, start=1):
-        row = draw_row(chunk.sequence, chunk.draft.ids[:ahead], mask)
-        made.append((place + ahead, row))
-    return made
+    first = chunk.first_logits_row + chunk.num_prompt_rows
+    rows = [
+        (first, draw_row(s, (), None if s.grammar is None else s.grammar.mask()))
+        for s in drawing_sequences(chunk)
+    ]
+    for num_drafts, mask in enumerate(chunk.draft.masks, start=1):
+        row = draw_row(chunk.sequence, chunk.draft.ids[:num_drafts], mask)
+        rows.append((first + num_drafts, row))
+    return rows
 
 
-def _has_processors(chunk: Chunk) -> bool:
-    return chunk.draws and bool(chunk.sequence.request.params.logits_processors)
+def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[IndexedRow]:
+    """Return `_draw_rows` after the request's processors, which are called exactly as without a draft.
 
-
-def _processed_rows(chunk: Chunk, fetch: Callable[[int], Tensor]) -> list[Placed]:
-    """`_draw_rows` of a request with processors, which are called exactly as if there were no draft.
-
-    So the row behind a drafted token is made only once the rows before have drawn that very token, and
-    that has not ended the sequence. If its processor raises there, those rows stand all the same.
+    So the row behind a draft token is processed only if that token is accepted and does not end the
+    sequence. If a processor raises there, the rows before remain valid.
     """
-    request, drawers = chunk.sequence.request, drawing(chunk)
+    request, samples = chunk.sequence.request, drawing_sequences(chunk)
     watch: Watch | None = None
-    made: list[Placed] = []
-    for place, row in _draw_rows(chunk):
-        logits = fetch(place)
+    rows: list[IndexedRow] = []
+    for index, row in _draw_rows(chunk):
+        logits = fetch(index)
         # As in transformers, processors of a beam search see log-probs.
         mass = Mass.of(logits) if request.search is not None else None
         row_in = logits.clone() if mass is None else mass.row(logits)
-        ahead = place - chunk.first_logits_row - chunk.num_prompt_targets
-        sequence = drawers[min(len(made), len(drawers) - 1)]  # who has a draft draws alone
-        history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:ahead]]
+        num_drafts = index - chunk.first_logits_row - chunk.num_prompt_rows
+        sequence = samples[min(len(rows), len(samples) - 1)]  # with a draft there is only one
+        history = [*request.prompt_ids, *sequence.output_ids, *chunk.draft.ids[:num_drafts]]
         try:
-            row.processed = _processed(request, torch.tensor(history, dtype=torch.int64), row_in)
+            row.processed = _process(request, torch.tensor(history, dtype=torch.int64), row_in)
         except RequestFailed as error:
-            if not ahead:
+            if not num_drafts:
                 raise
             chunk.error = error
             break
-        made.append((place, row))
-        if ahead < len(chunk.draft.ids):
+        rows.append((index, row))
+        if num_drafts < len(chunk.draft.ids):
             (drawn,) = sample_rows(logits[None], SamplePlan([row])).ids
-            if drawn != chunk.draft.ids[ahead]:
+            if drawn != chunk.draft.ids[num_drafts]:
                 break
             watch = watch or sequence.watch.fork()
             if watch.push(drawn) is not None:
                 break
-    return made
+    return rows
 
 
-def _mask(sequence: Sequence) -> Tensor | None:
-    return None if sequence.grammar is None else sequence.grammar.mask()
-
-
-def drawing(chunk: Chunk) -> list[Sequence]:
-    """The sequences that draw from the chunk's last row: all samples, where it is the prompt's."""
+def drawing_sequences(chunk: Chunk) -> list[Sequence]:
+    """Return the sequences that draw from the chunk's last row: for the prompt's last row, all samples."""
     sequence, request = chunk.sequence, chunk.sequence.request
     first = sequence.index == 0 and not sequence.output_ids and request.search is None
     return request.sequences if first else [sequence]
 
 
-def _processed(request: Request, ids: Tensor, row: Tensor) -> Tensor:
+def _process(request: Request, ids: Tensor, row: Tensor) -> Tensor:
     shape = row.shape
     for function in request.params.logits_processors:
         name = getattr(function, "__name__", type(function).__name__)
@@ -158,16 +153,16 @@ def _processed(request: Request, ids: Tensor, row: Tensor) -> Tensor:
                 f"request {request.request_id}: its logits processor {name} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not _is_row(row, shape):
-            given = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row)
+        if not _is_valid(row, shape):
+            returned = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row)
             raise RequestFailed(
-                f"request {request.request_id}: its logits processor {name} gave {given}, not a dense "
-                f"floating point tensor of shape {list(shape)} that holds numbers"
+                f"request {request.request_id}: its logits processor {name} returned {returned}, not a "
+                f"dense floating point tensor of shape {list(shape)} with data"
             )
     return row.detach().cpu().float().contiguous()
 
 
-def _is_row(row: object, shape: torch.Size) -> bool:
+def _is_valid(row: object, shape: torch.Size) -> bool:
     return (
         isinstance(row, Tensor)
         and row.layout is torch.strided

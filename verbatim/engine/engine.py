@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.batch import DRAW_FAILED, Draws
 from verbatim.core import Delta, FinishReason, Request, Sequence
-from verbatim.engine.commit import commit, counted_rows, delta, finish
+from verbatim.engine.commit import commit, delta, finish, valid_rows
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
@@ -21,13 +21,14 @@ from verbatim.shield import Shield
 
 
 class Engine:
-    """Runs requests to their end, one step at a time. Not safe for threads: its owner holds a lock.
+    """Runs requests to completion, one step at a time. Not thread-safe: the caller holds the engine lock.
 
     Args:
-        max_waiting: requests that may wait for a seat at most; None sets no limit.
-        drafting: guesses tokens ahead, for the model to look at several in one forward; None does not.
-        live: somebody else owns the model and may change its weights at any time. What can be seen of
-            that counts as an update; what can't is why cached prefixes go whenever nothing runs.
+        max_waiting: maximum number of waiting requests; None sets no limit.
+        drafting: speculative decoding; None disables it.
+        live: the model belongs to the caller, whose code may change the weights at any time. A detected
+            change counts as an update. Since some can't be detected, the prefix cache is cleared
+            whenever the engine was idle.
     """
 
     def __init__(
@@ -44,46 +45,47 @@ class Engine:
         self.scheduler = scheduler
         self.max_waiting = max_waiting
         self.live = live
-        self.num_tokens = 0  # made since it was opened
+        self.num_tokens = 0  # generated since it was opened
         self.weight_version = 0  # raised by each update of the weights
-        self.on_end: Callable[[Request], object] = lambda request: None  # with a result or an error
+        # Called when a request has a result or an error.
+        self.on_end: Callable[[Request], object] = lambda request: None
         self._active: dict[str, tuple[Request, Callable[[Delta], None]]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self.shield = Shield()  # of the thread that makes a step
+        self.shield = Shield()  # of the thread that runs the step
         self._stamp = runner.stamp() if live else None
 
     @property
     def sessions(self) -> Sessions:
-        """What is held for conversations between their turns."""
+        """The session caches."""
         return self.scheduler.sessions
 
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def check_room(self, count: int) -> None:
-        """Raise QueueFull if `count` more requests are more than may wait."""
+    def check_queue(self, count: int) -> None:
+        """Raise QueueFull if `count` more requests exceed the queue limit."""
         if self.max_waiting is None:
             return
         waiting, running = self.scheduler.num_new, len(self.scheduler.running)
-        seats = max(0, self.scheduler.max_sequences - running)
-        if waiting + count > self.max_waiting + seats:
+        free_slots = max(0, self.scheduler.max_sequences - running)
+        if waiting + count > self.max_waiting + free_slots:
             raise QueueFull(
-                f"{waiting} requests wait and {running} run; {count} more are over the limits of "
+                f"{waiting} requests wait and {running} run; {count} more exceed "
                 f"max_waiting={self.max_waiting} and max_sequences={self.scheduler.max_sequences}"
             )
 
     def add(self, request: Request, deliver: Callable[[Delta], None]) -> None:
-        """Take a request in; `deliver` gets its deltas, during the steps that make them."""
+        """Add a request; `deliver` is called with its deltas, within the steps that generate them."""
         if self.live and not self.has_work:
             self.scheduler.pool.forget()
-            self.sessions.forget_keys()
+            self.sessions.make_private()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
-        if request.makes_nothing and not (
-            request.reads_prompt_rows or request.params.record_routing
+        if request.is_prefill_only and not (
+            request.needs_prompt_rows or request.params.record_routing
         ):
-            self._end(request, FinishReason.LENGTH)  # nothing to compute: no forward
+            self._finish(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
         if request.params.timeout_s is not None:
             deadline = request.arrival + request.params.timeout_s
@@ -94,18 +96,18 @@ class Engine:
         self.scheduler.add(request.sequences[0])
 
     def step(self) -> bool:
-        """Schedule, forward, sample, commit. False when there was nothing to do.
+        """Schedule, forward, sample, commit; return False if there was nothing to do.
+
+        The caller defers Ctrl-C with `shield`. It is allowed in the forward and the draw, before any
+        request has changed.
 
         Raises:
-            TierFailed: a part of the model is out of reach. The requests of the step have failed with it, and
-                the engine is of no more use.
-
-        Its caller holds Ctrl-C back by `shield`, which lets it through in the forward and the draw, where
-        nothing counts yet and every request stays as it was.
+            TierFailed: a part of the model is unreachable. The requests of the step have failed with this
+                error, and the engine can't be used any more.
         """
         self.expire(time.monotonic())
         if self.live and self.has_work and self.runner.stamp() != self._stamp:
-            self._renew(None, restart=False)
+            self._use_new_weights(None, restart=False)
         begin, drafting = time.perf_counter(), self.drafting
         lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
         work = self.scheduler.schedule(lengths)
@@ -114,12 +116,14 @@ class Engine:
         try:
             forward, draws = self._compute(work, drafting if lengths else None)
         except Exception as error:
-            self._fail_all(work, error)  # whoever waits for one of these finds it there
+            for chunk in work.chunks:
+                if not chunk.sequence.request.finished:
+                    self.fail(chunk.sequence.request, error)
             if isinstance(error, TierFailed):
                 raise
             return True
         except BaseException:
-            self.scheduler.interrupted(work)
+            self.scheduler.roll_back(work)
             raise
         self._commit(work, forward, draws)
         if drafting is not None:
@@ -127,18 +131,18 @@ class Engine:
         return True
 
     def peek(self) -> tuple[list[Chunk], Draws] | None:
-        """What the next step would draw, which computes it once more; None when there is nothing to do."""
+        """Return the draws of the next step without committing them; None if there is nothing to do."""
         work = self.scheduler.schedule()
         if work is None:
             return None
         try:
             _, draws = self._compute(work, None)
         finally:
-            self.scheduler.interrupted(work)
+            self.scheduler.roll_back(work)
         return work.chunks, draws
 
     def _compute(self, work: Schedule, drafting: Drafting | None) -> tuple[Forward, Draws]:
-        """The middle of a step, where nothing counts yet and Ctrl-C is let through."""
+        """Draft, forward and sample, with Ctrl-C allowed."""
         with self.shield.down():
             if drafting is not None:
                 drafting.propose(work.chunks)
@@ -146,35 +150,38 @@ class Engine:
             return forward, draw(self.runner, forward, work.chunks, self.fail)
 
     def _commit(self, work: Schedule, forward: Forward, draws: Draws) -> None:
-        """Let every sequence of the step grow, and hand out what is new."""
+        """Append the drawn tokens to their sequences, and deliver the deltas."""
         for chunk in work.chunks:
             request = chunk.sequence.request
             if request.finished:  # it failed in this step
                 continue
             try:
-                if any(draws.ids[row] == DRAW_FAILED for row in counted_rows(chunk, draws)):
-                    raise RequestFailed(_nothing_to_draw(request))
-                grown = commit(chunk, draws, forward.hidden, self.scheduler)
+                if any(draws.ids[row] == DRAW_FAILED for row in valid_rows(chunk, draws)):
+                    raise RequestFailed(
+                        f"request {request.request_id}: no token can be drawn; the model's logits are "
+                        "not numbers, or the request's bans, structure and filters leave nothing"
+                    )
+                changed = commit(chunk, draws, forward.hidden, self.scheduler)
                 if self.drafting is not None:
                     self.drafting.note_commit(chunk)
-                for sequence in grown:
-                    self._hand_out(sequence, chunk.num_accepted)
+                for sequence in changed:
+                    self._emit(sequence, chunk.num_accepted)
                 if chunk.error is not None and not request.finished:
                     self.fail(request, chunk.error)
             except Exception as error:
-                self.fail(request, error)  # whatever it is, it is this request's
+                self.fail(request, error)  # the other requests go on
 
-    def _hand_out(self, sequence: Sequence, num_accepted: int = 0) -> None:
-        """Send what is new; a sequence that has ended gives its blocks back, or to its session."""
+    def _emit(self, sequence: Sequence, num_accepted: int = 0) -> None:
+        """Deliver a delta; free the blocks of a finished sequence, or save them in its session."""
         request = sequence.request
         self.num_tokens += len(sequence.output_ids) - sequence.num_sent
         if sequence.finished:
             if request.params.record_routing:
                 sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
-            self.sessions.keep(sequence)
+            self.sessions.save(sequence)
             self.scheduler.remove(sequence)
         if request.request_id not in self._active:
-            return  # whoever took the last delta has aborted it
+            return  # aborted by the receiver of its last delta
         deliver = self._active[request.request_id][1]
         added = delta(sequence, num_accepted)
         if request.finished:
@@ -182,41 +189,41 @@ class Engine:
             self.on_end(request)
         deliver(added)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """End a request as it is."""
-        running = list(request.sequences)
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Finish a request with the output it has."""
+        sequences = list(request.sequences)  # `finish` replaces those of a beam search
         for sequence in finish(request, reason):
-            self._hand_out(sequence)
-        for sequence in running:
+            self._emit(sequence)
+        for sequence in sequences:
             self.scheduler.remove(sequence)
 
     def abort(self, request: Request) -> None:
-        """End a request now, keeping what it has; harmless when it has ended or never came in."""
+        """Finish a request now with the output it has; do nothing if it is finished or unknown."""
         if request.request_id in self._active:
-            self._end(request, FinishReason.ABORT)
+            self._finish(request, FinishReason.ABORT)
 
     def abort_all(self) -> None:
-        """End everything that runs or waits."""
+        """Abort all running and waiting requests."""
         for request, _ in list(self._active.values()):
-            self._end(request, FinishReason.ABORT)
+            self._finish(request, FinishReason.ABORT)
 
     def expire(self, now: float) -> None:
-        """End the requests whose time is over, at `now` on the monotonic clock."""
+        """Finish the requests whose deadline has passed at `now`, on the monotonic clock."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
             if request_id in self._active:
-                self._end(self._active[request_id][0], FinishReason.TIMEOUT)
+                self._finish(self._active[request_id][0], FinishReason.TIMEOUT)
 
     def next_deadline(self) -> float | None:
-        """When `expire` will have something to do, on the monotonic clock."""
+        """Return the earliest deadline on the monotonic clock; None if there is none."""
         while self._deadlines and self._deadlines[0][1] not in self._active:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error; the others go on."""
+        """Finish a request with an error."""
         if request.result is not None:
-            return  # all of it was made before something went wrong with handing it out
+            return  # it is complete; only its delivery failed
         request.error = error
         for sequence in request.sequences:
             if not sequence.finished:
@@ -226,25 +233,25 @@ class Engine:
         self.on_end(request)
 
     def evict_all(self) -> None:
-        """Give every block back; whoever runs is recomputed later, and nothing is cached any more."""
+        """Free every block and clear all caches; running requests are recomputed later."""
         self.scheduler.evict_all()
 
     def update_weights(
         self, write: Callable[[], None], *, version: int | None, restart: bool
     ) -> None:
-        """Let `write` change the model's weights, and compute again what the old ones had to do with.
+        """Change the model's weights with `write`, and discard all KV of the old ones.
 
         Args:
-            version: what the new ones are called; None counts on.
-            restart: whoever runs begins again, unless it is streamed and some of it was read; else
-                everybody goes on from the tokens it has.
+            version: of the new weights; None adds one to the present version.
+            restart: running requests start over, unless they are streamed and a delta was sent; else they
+                continue after the tokens they have.
         """
-        self.evict_all()  # first: new weights must never meet old K and V
+        self.evict_all()  # before the write: new weights must never read old K and V
         write()
-        self._renew(version, restart=restart)
+        self._use_new_weights(version, restart=restart)
 
-    def _renew(self, version: int | None, *, restart: bool) -> None:
-        """The weights are others now."""
+    def _use_new_weights(self, version: int | None, *, restart: bool) -> None:
+        """Discard all KV after a change of weights, and restart or continue the active requests."""
         self._stamp = self.runner.stamp() if self.live else None
         self.weight_version = self.weight_version + 1 if version is None else version
         self.evict_all()
@@ -253,40 +260,40 @@ class Engine:
             if restart and not (request.streamed and sent):
                 for sequence in request.sequences:
                     self.scheduler.remove(sequence)
-                request.begin_again()
+                request.restart()
                 self.scheduler.add(request.sequences[0])
             else:
-                self.scheduler.revise(request)
+                self.scheduler.discard_pending(request)
             request.weight_version = self.weight_version
 
     def sleep(self, weights: bool) -> None:
-        """Give memory back, as `Runner.sleep`; whoever drafts does, too."""
+        """Release memory, as `Runner.sleep`, also that of the proposer."""
         if self.drafting is not None:
-            self.drafting.tell("sleep", weights)
+            self.drafting.call("sleep", weights)
         try:
             self.runner.sleep(weights)
         except VerbatimError:  # refused
             if self.drafting is not None:
-                self.drafting.tell("wake")
+                self.drafting.call("wake")
             raise
 
     def wake(self) -> None:
-        """Take it again, as `Runner.wake`."""
+        """Allocate the memory again, as `Runner.wake`."""
         self.runner.wake()
         if self.drafting is not None:
-            self.drafting.tell("wake")
+            self.drafting.call("wake")
 
     def close(self) -> None:
-        """Give back memory, processes and files."""
+        """Release memory, processes and files."""
         self.sessions.close()
         try:
             if self.drafting is not None:
-                self.drafting.tell("close")
+                self.drafting.call("close")
         finally:
             self.runner.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since it was opened, and what is held now."""
+        """Return counters since the engine was opened, and the present load."""
         pool = self.scheduler.pool
         return {
             "forwards": self.runner.num_forwards,
@@ -304,16 +311,3 @@ class Engine:
             "draft": None if self.drafting is None else self.drafting.stats(),
             **self.runner.stats(),
         }
-
-    def _fail_all(self, work: Schedule, error: Exception) -> None:
-        """A forward that raises takes the requests of its batch with it, and frees their blocks."""
-        for chunk in work.chunks:
-            if not chunk.sequence.request.finished:
-                self.fail(chunk.sequence.request, error)
-
-
-def _nothing_to_draw(request: Request) -> str:
-    return (
-        f"request {request.request_id}: no token can be drawn; the model's logits are not numbers, or "
-        "the request's bans, structure and filters leave nothing"
-    )

@@ -481,7 +481,7 @@ class EngineHandle:
 
     def release_sessions(self) -> None:
         """Free the blocks of sessions that have ended, after the step under way."""
-        self._send(self._engine.sessions.settle)
+        self._send(self._engine.sessions.reclaim)
 
     def stats(self) -> dict[str, Any]:
         """Return counts since it was opened and what is held now; also when it is closed."""
@@ -557,7 +557,7 @@ class EngineHandle:
             known = any(request.finished or request in self._calls for request in requests)
             if known or len(set(requests)) < len(requests):
                 raise InvalidRequest("a request can't be submitted twice")
-            self._engine.check_room(len(self._entering) + len(requests))
+            self._engine.check_queue(len(self._entering) + len(requests))
             if call.driven:
                 self._start_thread()
             for request in requests:
@@ -687,7 +687,7 @@ class EngineHandle:
 
     def _take_in(self) -> None:
         """Do what messages say, and give new requests to the engine."""
-        self._engine.sessions.settle()
+        self._engine.sessions.reclaim()
         if self._entering:
             self._enter()
         for _ in range(self._inbox.qsize()):
@@ -758,7 +758,7 @@ class EngineHandle:
             return []
         chunks, draws = seen
         rows = [
-            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_targets)
+            (chunk.sequence.request, chunk.first_draw + chunk.num_prompt_rows)
             for chunk in chunks
             if chunk.draws and not chunk.sequence.request.finished
         ]
@@ -854,7 +854,7 @@ class EngineHandle:
             self._entering.clear()
             self._num_driven = 0
         self._start_afresh()
-        self._engine.sessions.forked()
+        self._engine.sessions.after_fork()
 
 
 class _Thread:

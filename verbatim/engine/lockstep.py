@@ -1,8 +1,8 @@
-"""Ranks that run side by side, with equally many forwards on each.
+"""Ranks in lockstep: every rank of a process group runs the same number of forwards.
 
-A model whose forward talks to other ranks hangs as soon as one of them makes a forward less. So nobody stops
-while anybody has work: a rank whose requests are done runs the model for nobody. Before each forward all
-meet, and whoever can't go on says so there and nowhere else.
+A model with collectives in its forward hangs if one rank runs fewer forwards. So a rank without requests
+runs dummy forwards while any rank has work. Before each forward, an all-reduce synchronizes the ranks; a
+rank that failed reports it there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Default arguments of this module hold the process group that is the default one at its first import, by
-# transformers if not here. That group outlives destroy_process_group, and its threads free tensors while
-# the interpreter ends, which aborts the process.
+# Default arguments of this module capture the default process group at its first import, by transformers
+# if not here. That group would outlive destroy_process_group, and its threads would free tensors while the
+# interpreter ends, which aborts the process. So it is imported before a group exists.
 if dist.is_available():
     import torch.distributed.nn
 
@@ -29,27 +29,27 @@ from verbatim.shield import Shield
 def run_together(
     begin: Callable[[], tuple[EngineHandle, list[Request]]], group: Any
 ) -> list[Result]:
-    """Run requests to their end on all ranks of a process group at once; a rank may have none.
+    """Run requests to completion on all ranks of a process group; a rank may have none.
 
-    Nobody else may use the engine meanwhile. Ctrl-C counts at the next meeting, a step later at most. A
-    forward that fails before its own talk to the other ranks leaves them waiting in theirs, until the
-    group's timeout.
+    The engine must not be used otherwise meanwhile. Ctrl-C takes effect at the next synchronization, at
+    most one step later. If a forward fails before its own collectives, the other ranks wait in theirs until
+    the group's timeout.
 
     Args:
-        begin: this rank's engine and requests. If it raises, all ranks raise.
-        group: of torch.distributed, with a backend that reduces tensors on the CPU (gloo); None stands for
-            this process alone.
+        begin: returns this rank's engine and requests. If it raises, all ranks raise.
+        group: a torch.distributed group with a backend that reduces CPU tensors (gloo); None for this
+            process alone.
 
     Raises:
-        InvalidRequest: it is no group, or this process is not in it.
-        NotSupported: drafts for which somebody else's module makes forwards of its own.
-        RequestFailed: another rank couldn't go on. What a request of this rank ended with.
+        InvalidRequest: `group` is not a group, or this process is not in it.
+        NotSupported: the proposer runs forwards of a live module.
+        RequestFailed: another rank failed. The error of a failed request of this rank is raised as it is.
     """
     if group is None:
         handle, requests = begin()
         return handle.run(requests)
     rank_of(group)
-    requests, error, gone = [], None, None
+    requests, error, failed_rank = [], None, None
     shield = Shield()
     with shield.up():
         try:
@@ -62,9 +62,10 @@ def run_together(
             except BaseException as raised:
                 error = raised
             while True:
-                left = sum(not request.finished for request in requests)
-                most, gone = _meet(group, left, failed=error is not None or shield.held)
-                if gone is not None or not most:
+                unfinished = sum(not request.finished for request in requests)
+                failed = error is not None or shield.pending
+                most_unfinished, failed_rank = _synchronize(group, unfinished, failed=failed)
+                if failed_rank is not None or not most_unfinished:
                     break
                 try:
                     _one_forward(handle)
@@ -72,11 +73,11 @@ def run_together(
                     error = raised
         finally:
             for request in requests:
-                handle.abort(request)  # those that have ended are left alone
+                handle.abort(request)  # does nothing to finished ones
         if error is not None:
             raise error
-    if gone is not None:
-        raise RequestFailed(f"rank {gone} could not go on, so no rank of its process group does")
+    if failed_rank is not None:
+        raise RequestFailed(f"rank {failed_rank} failed, so all ranks of its process group stop")
     for request in requests:
         if request.error is not None:
             raise request.error
@@ -84,24 +85,25 @@ def run_together(
 
 
 def _check_drafts(handle: EngineHandle) -> None:
-    """Forwards of drafts differ in number from rank to rank, and nobody can know if they talk to others."""
+    """Refuse proposers with forwards of a live module: their number differs between ranks."""
     drafting = handle.drafting
     if drafting is not None and drafting.runs_live_module:
         raise NotSupported(
             f"a process group with drafts by {type(drafting.proposer).__name__}: they run a live module "
-            "more often on some ranks than on others; leave draft at None, or take 'ngram'"
+            "more often on some ranks than on others; use draft=None or 'ngram'"
         )
 
 
-def _meet(group: Any, left: int, *, failed: bool) -> tuple[int, int | None]:
-    """The most that any rank has left, and a rank of the world that can't go on, if there is one."""
-    state = torch.tensor([left, dist.get_rank() if failed else -1])
+def _synchronize(group: Any, unfinished: int, *, failed: bool) -> tuple[int, int | None]:
+    """Return the maximum of `unfinished` over all ranks, and the world rank of a failed one, if any."""
+    state = torch.tensor([unfinished, dist.get_rank() if failed else -1])
     dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
     most, rank = state.tolist()
     return most, None if rank < 0 else rank
 
 
 def _one_forward(handle: EngineHandle) -> None:
+    """Run a step, or a dummy forward if the step runs none."""
     before = handle.runner.num_forwards
     handle.step()
     if handle.runner.num_forwards == before:

@@ -1,4 +1,4 @@
-"""What sessions keep of their conversations between two turns: K and V, and room for what is to come."""
+"""KV cache that sessions keep between two turns, and the blocks reserved for their growth."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from verbatim.core import Holding, Sequence
+from verbatim.core import Sequence, SessionCache
 from verbatim.errors import EngineClosed, OutOfBlocks
 from verbatim.kv.blocks import BlockPool
 
 
 class Sessions:
-    """The holdings of all open sessions, in one pool.
+    """The caches of all open sessions, in one block pool.
 
-    Blocks are taken and given back by whoever sits at the engine. Room is only a number: all sessions
-    together never reserve more than the pool has, so each of them can come to its `max_length`. It is
-    reserved and given back from any thread, also by the garbage collector.
+    Blocks are allocated and freed only under the engine lock. A reservation is only a number: all
+    sessions together never reserve more blocks than the pool has, so each can grow to its `max_length`.
+    Reservations are made and returned from any thread, also by the garbage collector.
 
-    K and V of idle sessions are there to save time. Whoever runs may have their blocks: of the session
-    that was not used for longest, the last ones first. What is lost is computed again in its next turn.
+    The KV of idle sessions only saves time. Running requests may reclaim its blocks: those of the least
+    recently used session first, from its last block back. Its next turn recomputes what was reclaimed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool = pool
         self.block_size = block_size
-        self.num_dropped = 0  # blocks that idle sessions gave up to others
-        self._idle: dict[Holding, None] = {}  # those that hold blocks; unused for longest first
-        self._open: dict[Holding, None] = {}  # those that have room
-        self._leaving: deque[Holding] = deque()  # whose blocks are to be given back
-        self._waiting: dict[Callable[[], None], None] = {}  # to be told when room is given back
+        self.num_dropped = 0  # blocks reclaimed from idle sessions
+        self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
+        self._open: dict[SessionCache, None] = {}  # with a reservation
+        self._closing: deque[SessionCache] = deque()  # with blocks to free
+        # Callbacks of threads and coroutines that wait for a reservation to be returned.
+        self._waiting: dict[Callable[[], None], None] = {}
         self._closed = False
-        self._lock = threading.RLock()  # of `_open` and the room; the collector may come in between
+        # Guards `_open` and the reservations. Reentrant: the garbage collector may close a session
+        # while this thread holds it.
+        self._lock = threading.RLock()
 
-    # ---- room: from any thread
+    # ---- reservations: from any thread
 
     @property
     def num_open(self) -> int:
@@ -44,30 +47,25 @@ class Sessions:
 
     @property
     def num_reserved(self) -> int:
-        """Blocks that are reserved by all."""
+        """Number of blocks that all sessions reserve."""
         with self._lock:
-            # A copy: the collector may close a session at any moment, also in the middle of the sum.
-            return sum(holding.num_reserved for holding in list(self._open))
+            # A copy: the garbage collector may close a session in the middle of the sum.
+            return sum(cache.num_reserved for cache in list(self._open))
 
-    @property
-    def has_leavers(self) -> bool:
-        """Is there anybody whose blocks `settle` would give back?"""
-        return bool(self._leaving)
-
-    def begin(
-        self, holding: Holding, wait_s: float | None, wake: Callable[[], None]
+    def acquire(
+        self, cache: SessionCache, wait_s: float | None, wake: Callable[[], None]
     ) -> Iterator[float | None]:
-        """Reserve room for a holding, unless it has some, and take it into use.
+        """Reserve blocks for a session, unless it has a reservation, and mark it in use.
 
-        Yields how many seconds to wait, None for as long as it takes, until `wake` is called; while it
-        yields there is no room.
+        Yields the seconds to wait until the next attempt, None for no limit; a call of `wake` ends the
+        wait. Returns once the reservation is made.
 
         Args:
             wait_s: how long to wait at most; None sets no limit.
 
         Raises:
-            OutOfBlocks: there was no room in all that time.
-            EngineClosed: the engine is closed, or the session.
+            OutOfBlocks: no reservation was possible within `wait_s`.
+            EngineClosed: the engine or the session is closed.
         """
         give_up = math.inf if wait_s is None else time.monotonic() + wait_s
         try:
@@ -76,181 +74,182 @@ class Sessions:
                 with self._lock:
                     if self._closed:
                         raise EngineClosed("this LLM has been closed")
-                    if holding.closed:
+                    if cache.closed:
                         raise EngineClosed("this session has been closed")
-                    if self._reserve(holding, now):
-                        holding.in_use = True
+                    if self._reserve(cache, now):
+                        cache.in_use = True
                         return
                     self._waiting[wake] = None
-                    next_look = min([give_up, *map(_deadline, list(self._open))])
+                    next_attempt = min([give_up, *map(_deadline, list(self._open))])
                 if now >= give_up:
-                    raise OutOfBlocks(self._no_room(holding, wait_s))
-                yield None if next_look == math.inf else max(1e-3, next_look - now)
+                    raise OutOfBlocks(self._no_blocks(cache, wait_s))
+                yield None if next_attempt == math.inf else max(1e-3, next_attempt - now)
         finally:
             self._waiting.pop(wake, None)
 
-    def _reserve(self, holding: Holding, now: float) -> bool:
-        needed = -(-holding.max_length // self.block_size)
-        if not holding.num_reserved:
+    def _reserve(self, cache: SessionCache, now: float) -> bool:
+        needed = -(-cache.max_length // self.block_size)
+        if not cache.num_reserved:
             for other in list(self._open):
                 if _deadline(other) <= now:
-                    self._forget(other)
+                    self._unreserve(other)
             if self.num_reserved + needed > self.pool.num_blocks - 1:
                 return False
-        holding.num_reserved = needed
-        self._open[holding] = None
+        cache.num_reserved = needed
+        self._open[cache] = None
         return True
 
-    def end(self, holding: Holding) -> None:
-        """A turn is over."""
-        holding.last_used = time.monotonic()
-        holding.in_use = False
-        if holding.idle_timeout_s is not None:
-            self._wake_all()  # those who wait know when to look again
+    def release(self, cache: SessionCache) -> None:
+        """Mark a session idle at the end of a turn."""
+        cache.last_used = time.monotonic()
+        cache.in_use = False
+        if cache.idle_timeout_s is not None:
+            self._wake_all()  # waiters recompute their next attempt
 
-    def leave(self, holding: Holding) -> None:
-        """A session ends; its blocks go back at the next step, or whenever somebody settles."""
+    def close_session(self, cache: SessionCache) -> None:
+        """Close a session; its blocks are freed at the next step or the next `reclaim`."""
         with self._lock:
-            holding.closed = True
-            self._forget(holding)
+            cache.closed = True
+            self._unreserve(cache)
 
-    def _forget(self, holding: Holding) -> None:
-        self._open.pop(holding, None)
-        holding.num_reserved = 0
-        self._leaving.append(holding)
+    def _unreserve(self, cache: SessionCache) -> None:
+        self._open.pop(cache, None)
+        cache.num_reserved = 0
+        self._closing.append(cache)
         self._wake_all()
 
     def _wake_all(self) -> None:
         for wake in list(self._waiting):
-            with suppress(RuntimeError):  # its event loop was closed; nobody waits there
+            with suppress(RuntimeError):  # the waiter's event loop is closed
                 wake()
 
-    def _no_room(self, holding: Holding, wait_s: float | None) -> str:
+    def _no_blocks(self, cache: SessionCache, wait_s: float | None) -> str:
         size, total = self.block_size, self.pool.num_blocks - 1
         return (
-            f"a session of max_length={holding.max_length} needs {-(-holding.max_length // size)} blocks of "
+            f"a session of max_length={cache.max_length} needs {-(-cache.max_length // size)} blocks of "
             f"{size} tokens; {self.num_reserved} of the {total} that kv_memory holds are reserved by "
             f"{self.num_open} open sessions, and none of them ended within wait_s={wait_s:g}"
         )
 
-    # ---- blocks: for whoever sits at the engine
+    # ---- blocks: under the engine lock
 
-    def settle(self) -> None:
-        """Give back the blocks of sessions that have ended, or were unused for too long."""
+    def reclaim(self) -> None:
+        """Free the blocks of sessions that are closed, or idle for longer than their timeout."""
         now = time.monotonic()
         with self._lock:
-            for holding in list(self._open):
-                if _deadline(holding) <= now:
-                    self._forget(holding)
-        while self._leaving:
-            holding = self._leaving[0]
-            if holding.closed or not holding.in_use:
-                self._drop(holding)
-            self._leaving.popleft()
+            for cache in list(self._open):
+                if _deadline(cache) <= now:
+                    self._unreserve(cache)
+        while self._closing:
+            cache = self._closing[0]
+            if cache.closed or not cache.in_use:
+                self._drop(cache)
+            self._closing.popleft()
 
-    def hand_over(self, sequence: Sequence) -> None:
-        """A turn begins: its sequence gets what is held of its tokens."""
-        holding, request = sequence.request.holding, sequence.request
-        if holding is None:
+    def attach(self, sequence: Sequence) -> None:
+        """Move the cached blocks of a session to the sequence of its new turn, up to their common prefix."""
+        cache, request = sequence.request.session_cache, sequence.request
+        if cache is None:
             return
-        holding.turn = sequence
-        kept = num_in_common(holding.token_ids, sequence.token_ids(0, len(holding.token_ids)))
+        cache.turn = sequence
+        kept = num_in_common(cache.token_ids, sequence.token_ids(0, len(cache.token_ids)))
         kept = min(kept, sequence.num_tokens - 1)
-        if sequence.unread_prompt_row is not None:
-            kept = min(kept, sequence.unread_prompt_row)
+        if sequence.next_prompt_row is not None:
+            kept = min(kept, sequence.next_prompt_row)
         if request.params.replay_routing is not None:
-            kept = 0  # K and V are to be what the routing makes of them
-        self.pool.give_back(holding.cut(kept, self.block_size))
-        if kept % self.block_size and not self.pool.is_shared(holding.blocks[-1]):
-            self.pool.forget_block(holding.blocks[-1])  # it will be written to
-        sequence.blocks, holding.blocks = holding.blocks, []
+            kept = 0  # the replayed routing changes K and V
+        self.pool.give_back(cache.cut(kept, self.block_size))
+        if kept % self.block_size and not self.pool.is_shared(cache.blocks[-1]):
+            self.pool.forget_block(cache.blocks[-1])  # the turn writes to it
+        sequence.blocks, cache.blocks = cache.blocks, []
         sequence.num_computed = kept
-        sequence.num_remembered = holding.num_remembered
-        sequence.num_draft_computed = holding.num_draft_computed.copy()
-        holding.is_private = holding.is_private and kept > 0
-        self._empty(holding)
+        sequence.num_indexed = cache.num_indexed
+        sequence.num_draft_computed = cache.num_draft_computed.copy()
+        cache.is_private = cache.is_private and kept > 0
+        self._clear(cache)
 
-    def keep(self, sequence: Sequence) -> None:
-        """A turn has ended: take over the blocks of its sequence, which are then the session's."""
-        holding = sequence.request.holding
-        if holding is None or holding.turn is not sequence:
+    def save(self, sequence: Sequence) -> None:
+        """Move the blocks of a finished turn's sequence to its session."""
+        cache = sequence.request.session_cache
+        if cache is None or cache.turn is not sequence:
             return
-        holding.turn = None
+        cache.turn = None
         if (
-            holding.closed
+            cache.closed
             or not sequence.blocks
-            or sequence.request.params.replay_routing is not None
+            or sequence.request.params.replay_routing
+            is not None  # K and V differ from the ids' own
         ):
-            return  # K and V are not what the ids alone would give, or nobody wants them
-        holding.token_ids = sequence.token_ids(0, sequence.num_computed)
-        holding.blocks, sequence.blocks = sequence.blocks, []
-        holding.num_remembered = sequence.num_remembered
-        holding.num_draft_computed = sequence.num_draft_computed.copy()
-        self.pool.give_back(holding.cut(sequence.num_computed, self.block_size))
-        if holding.blocks:
-            self._idle[holding] = None
+            return
+        cache.token_ids = sequence.token_ids(0, sequence.num_computed)
+        cache.blocks, sequence.blocks = sequence.blocks, []
+        cache.num_indexed = sequence.num_indexed
+        cache.num_draft_computed = sequence.num_draft_computed.copy()
+        self.pool.give_back(cache.cut(sequence.num_computed, self.block_size))
+        if cache.blocks:
+            self._idle[cache] = None
 
-    def put(self, holding: Holding, token_ids: list[int], blocks: list[int]) -> None:
-        """Let a session hold blocks that were filled with K and V of these tokens from elsewhere."""
-        assert not holding.blocks
-        holding.token_ids, holding.blocks, holding.is_private = token_ids, blocks, True
-        self._idle[holding] = None
+    def load(self, cache: SessionCache, token_ids: list[int], blocks: list[int]) -> None:
+        """Give a session blocks that were filled with the K and V of `token_ids` from a file."""
+        assert not cache.blocks
+        cache.token_ids, cache.blocks, cache.is_private = token_ids, blocks, True
+        self._idle[cache] = None
 
     def free_block(self) -> bool:
-        """Take a block from the session that was idle for longest; False where none holds any."""
-        holding = next(iter(self._idle), None)
-        if holding is None:
+        """Free one block of the least recently used idle session; False if there is none."""
+        cache = next(iter(self._idle), None)
+        if cache is None:
             return False
-        kept = (len(holding.blocks) - 1) * self.block_size
-        self.pool.give_back(holding.cut(kept, self.block_size))
+        kept = (len(cache.blocks) - 1) * self.block_size
+        self.pool.give_back(cache.cut(kept, self.block_size))
         self.num_dropped += 1
-        if not holding.blocks:
-            self._empty(holding)
+        if not cache.blocks:
+            self._clear(cache)
         return True
 
     def drop_kv(self) -> None:
-        """Give back all blocks of idle sessions; they stay open."""
-        for holding in list(self._idle):
-            self._drop(holding)
+        """Free all blocks of idle sessions; the sessions stay open."""
+        for cache in list(self._idle):
+            self._drop(cache)
 
-    def forget_keys(self) -> None:
-        """Nobody is to find any more what was computed until now."""
-        for holding in self._idle:
-            holding.is_private = True
+    def make_private(self) -> None:
+        """Hide the present blocks of idle sessions from prefix lookups."""
+        for cache in self._idle:
+            cache.is_private = True
 
-    def idle(self) -> list[Holding]:
-        """Those that hold blocks while nothing is done for them."""
+    def idle(self) -> list[SessionCache]:
+        """Return the caches that hold blocks and have no turn under way."""
         return list(self._idle)
 
     def close(self) -> None:
-        """Let nobody begin any more."""
+        """Refuse new turns, and end all waits."""
         self._closed = True
         self._wake_all()
 
-    def forked(self) -> None:
-        """In the child of a fork: whoever held the lock does not exist."""
+    def after_fork(self) -> None:
+        """Replace the lock in the child of a fork, where its holder does not exist."""
         self._lock = threading.RLock()
 
-    def _drop(self, holding: Holding) -> None:
-        self.pool.give_back(holding.cut(0, self.block_size))
-        self._empty(holding)
+    def _drop(self, cache: SessionCache) -> None:
+        self.pool.give_back(cache.cut(0, self.block_size))
+        self._clear(cache)
 
-    def _empty(self, holding: Holding) -> None:
-        """It holds no block."""
-        holding.token_ids, holding.num_remembered = [], 0
-        holding.num_draft_computed = {}
-        self._idle.pop(holding, None)
+    def _clear(self, cache: SessionCache) -> None:
+        """Reset a cache that holds no block."""
+        cache.token_ids, cache.num_indexed = [], 0
+        cache.num_draft_computed = {}
+        self._idle.pop(cache, None)
 
 
-def _deadline(holding: Holding) -> float:
-    """When it loses its room."""
-    if holding.in_use or holding.idle_timeout_s is None:
+def _deadline(cache: SessionCache) -> float:
+    """Return the time at which the session loses its reservation."""
+    if cache.in_use or cache.idle_timeout_s is None:
         return math.inf
-    return holding.last_used + holding.idle_timeout_s
+    return cache.last_used + cache.idle_timeout_s
 
 
 def num_in_common(ids: list[int], others: list[int]) -> int:
-    """With how many ids both begin."""
+    """Return the length of the common prefix of two lists of ids."""
     shorter = min(len(ids), len(others))
     if ids[:shorter] == others[:shorter]:
         return shorter

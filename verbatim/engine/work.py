@@ -1,4 +1,4 @@
-"""One step's work: whose rows are in it, and the batch that they make."""
+"""The work of one step: its chunks, and the batch that they form."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from verbatim.batch import Batch, block_tables
 from verbatim.core import Sequence
 
+Span = tuple[Sequence, int, int]  # positions from, to
+
 
 @dataclass(slots=True)
 class Draft:
-    """Ids that may come next, for the model to look at all at once.
+    """Proposed next tokens of a sequence, verified in one forward.
 
-    What stands in it can come next as far as anybody knows before the forward: ids of the vocabulary,
-    within the sequence's structure and length.
+    The ids are in the vocabulary, allowed by the sequence's grammar and within its length limit.
     """
 
     ids: list[int] = field(default_factory=list)
-    # Which ids the structure allows behind each of them (`SampleRow.mask`); None where there is none.
+    # The grammar's mask after each id (`SampleRow.mask`); None without a grammar.
     masks: list[torch.Tensor | None] = field(default_factory=list)
 
 
@@ -28,44 +29,46 @@ class Chunk:
     """The rows of one sequence in one batch."""
 
     sequence: Sequence
-    num_rows: int  # without those of its draft
-    num_prompt_targets: int  # leading logits rows that report on positions of the prompt
-    draws: bool  # the last logits row draws the next token, and those of the draft the next ones
-    max_draft: int = 0  # rows for which there is room behind
+    num_rows: int  # without the draft
+    num_prompt_rows: int  # leading logits rows that are prompt-logprob rows
+    draws: bool  # the last logits row, and those of the draft, draw tokens
+    max_draft: int = 0  # draft rows that are allocated
     draft: Draft = field(default_factory=Draft)
     first_logits_row: int = 0
-    first_draw: int = 0  # where its rows begin in the step's `Draws`
+    first_draw: int = 0  # index of its first row in the step's `Draws`
     num_draws: int = 0
-    num_accepted: int = 0  # tokens of the draft that stand
-    error: BaseException | None = None  # of the request, behind the tokens that stand
+    num_accepted: int = 0  # accepted draft tokens
+    error: BaseException | None = None  # fails the request after the accepted tokens
 
 
 @dataclass(slots=True)
 class Schedule:
-    """One step's work."""
+    """The work of one step."""
 
     chunks: list[Chunk]
-    block_copies: list[tuple[int, int]]  # (from, to), to be made first
+    block_copies: list[tuple[int, int]]  # (from, to), before the forward
 
     def batch(self) -> Batch:
-        """The forward to run, once the drafts are there; each chunk notes where its rows of logits begin."""
+        """Return the batch with the drafts of the chunks; set each chunk's `first_logits_row`."""
         token_ids: list[int] = []
         positions: list[int] = []
         query_starts = [0]
         context_lens: list[int] = []
         logit_rows: list[int] = []
+        spans: list[Span] = []
         for chunk in self.chunks:
             sequence, draft = chunk.sequence, chunk.draft.ids
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_rows
             first_row = len(token_ids)
+            spans.append((sequence, start, stop + len(draft)))
             token_ids += sequence.token_ids(start, stop) + draft
             positions += range(start, stop + len(draft))
             query_starts.append(len(token_ids))
             context_lens.append(stop + len(draft))
             chunk.first_logits_row = len(logit_rows)
-            if chunk.num_prompt_targets:
-                known = first_row + sequence.request.num_prompt_rows_read - start
-                logit_rows += range(known, known + chunk.num_prompt_targets)
+            if chunk.num_prompt_rows:
+                first_prompt_row = first_row + sequence.request.num_prompt_rows_done - start
+                logit_rows += range(first_prompt_row, first_prompt_row + chunk.num_prompt_rows)
             if chunk.draws:
                 logit_rows += range(len(token_ids) - 1 - len(draft), len(token_ids))
         requests = [chunk.sequence.request for chunk in self.chunks]
@@ -78,22 +81,22 @@ class Schedule:
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
             block_copies=self.block_copies,
             wants_hidden=any(request.params.hidden_states for request in requests),
-            forced_experts=_forced_experts(self.chunks, len(token_ids)),
+            forced_experts=forced_experts(spans),
         )
 
 
-def _forced_experts(chunks: list[Chunk], num_rows: int) -> torch.Tensor | None:
-    """`Batch.forced_experts`: the recorded routing of the rows that have one."""
-    recorded = [chunk.sequence.request.params.replay_routing for chunk in chunks]
-    known = next((routing for routing in recorded if routing is not None), None)
-    if known is None:
+def forced_experts(spans: list[Span]) -> torch.Tensor | None:
+    """Return `Batch.forced_experts` of these rows from the routings that requests replay."""
+    replayed = [sequence.request.params.replay_routing for sequence, _, _ in spans]
+    first = next((routing for routing in replayed if routing is not None), None)
+    if first is None:
         return None
-    forced = torch.full((num_rows, *known.shape[1:]), -1, dtype=torch.int16)
+    num_rows = sum(stop - start for _, start, stop in spans)
+    forced = torch.full((num_rows, *first.shape[1:]), -1, dtype=torch.int16)
     row = 0
-    for chunk, routing in zip(chunks, recorded, strict=True):
+    for (_, start, stop), routing in zip(spans, replayed, strict=True):
         if routing is not None:
-            start = chunk.sequence.num_computed
-            mine = routing[start : start + chunk.num_rows + len(chunk.draft.ids)]
-            forced[row : row + len(mine)] = mine
-        row += chunk.num_rows + len(chunk.draft.ids)
+            experts = routing[start:stop]  # may end before `stop`
+            forced[row : row + len(experts)] = experts
+        row += stop - start
     return forced

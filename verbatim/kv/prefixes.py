@@ -31,7 +31,7 @@ class Prefixes:
         self.pool.share(blocks)
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.block_size
-        sequence.num_remembered = len(blocks)
+        sequence.num_indexed = len(blocks)
 
     def in_flight(self, sequence: Sequence) -> bytes | None:
         """The key of the last block of its prefix that somebody else is about to compute."""
@@ -59,7 +59,7 @@ class Prefixes:
         if not self._takes_part(sequence):
             return []
         full = sequence.num_computed // self.block_size
-        first = sequence.num_remembered
+        first = sequence.num_indexed
         if full == first:
             return []
         keys = self._keys(sequence)
@@ -67,13 +67,13 @@ class Prefixes:
             block = self.pool.remember(sequence.blocks[i], keys[i])
             if block != sequence.blocks[i]:  # somebody else's, who perhaps was not drafted for
                 sequence.blocks[i] = block
-                sequence.rewind_drafters(i * self.block_size)
-        sequence.num_remembered = full
+                sequence.truncate_draft_cache(i * self.block_size)
+        sequence.num_indexed = full
         return self._drop(sequence, set(keys[first:full]))
 
     def withdraw(self, sequence: Sequence) -> list[bytes]:
         """It has lost its blocks; the keys that it had promised and not computed."""
-        sequence.num_remembered = 0
+        sequence.num_indexed = 0
         return self._drop(sequence, None)
 
     def _drop(self, sequence: Sequence, kept: set[bytes] | None) -> list[bytes]:
@@ -88,12 +88,12 @@ class Prefixes:
 
     def _takes_part(self, sequence: Sequence) -> bool:
         request = sequence.request
-        is_private = request.holding is not None and request.holding.is_private
+        is_private = request.session_cache is not None and request.session_cache.is_private
         return self.enabled and request.params.replay_routing is None and not is_private
 
     def _wanted(self, sequence: Sequence) -> list[bytes]:
         """The keys of the blocks that may be found instead of computed."""
-        limit, unread = sequence.num_tokens - 1, sequence.unread_prompt_row
+        limit, unread = sequence.num_tokens - 1, sequence.next_prompt_row
         if unread is not None:
             limit = min(limit, unread)
         return self._keys(sequence)[: limit // self.block_size]

@@ -15,7 +15,7 @@ from torch import Tensor
 from verbatim.compat.integers import integer
 from verbatim.compat.petals.given import Columns
 from verbatim.compat.petals.turn import Turn, Wish
-from verbatim.core import Holding
+from verbatim.core import SessionCache
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
     EngineClosed,
@@ -59,11 +59,11 @@ class InferenceSession:
         self._llm, self._max_length = llm, length
         self._seed = SamplingParams(seed=seed).seed  # checked there
         self._columns: Columns | None = None
-        self._holdings: list[Holding] = []
+        self._caches: list[SessionCache] = []
         self._turn: Turn | None = None
         self._closed = False
         self._busy = threading.Lock()
-        self._end = weakref.finalize(self, _release, llm.engine.sessions, self._holdings)
+        self._end = weakref.finalize(self, _release, llm.engine.sessions, self._caches)
         self._end.atexit = False  # nothing outlives the process
 
     @property
@@ -154,10 +154,10 @@ class InferenceSession:
                     f"{length - width} new ones make {length}; the session's max_length is "
                     f"{self._max_length}"
                 )
-            if not self._holdings:
-                self._holdings += [Holding(self._max_length) for _ in range(past.num_rows)]
+            if not self._caches:
+                self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
             try:
-                turn = Turn(self._llm, wish, past, given, seed=seed, holdings=self._holdings)
+                turn = Turn(self._llm, wish, past, given, seed=seed, session_caches=self._caches)
                 with self._in_use(turn):
                     made = turn.run()
             except BaseException:
@@ -169,8 +169,8 @@ class InferenceSession:
 
     def _begin_again(self) -> None:
         """As if there had been no call, but for the seed."""
-        _release(self._llm.engine.sessions, self._holdings)
-        self._holdings.clear()
+        _release(self._llm.engine.sessions, self._caches)
+        self._caches.clear()
         self._columns = None
 
     def _past(self, given: Columns | None, copies: int) -> Columns:
@@ -201,14 +201,14 @@ class InferenceSession:
     def _in_use(self, turn: Turn) -> Iterator[None]:
         sessions = self._llm.engine.sessions
         try:
-            for holding in self._holdings:
-                list(sessions.begin(holding, 0.0, lambda: None))
+            for cache in self._caches:
+                list(sessions.acquire(cache, 0.0, lambda: None))
             self._turn = turn
             yield
         finally:
             self._turn = None
-            for holding in self._holdings:
-                sessions.end(holding)
+            for cache in self._caches:
+                sessions.release(cache)
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
@@ -227,9 +227,9 @@ class InferenceSession:
             raise EngineClosed("this session has been closed")
 
 
-def _release(sessions: Sessions, holdings: list[Holding]) -> None:
-    for holding in holdings:
-        sessions.leave(holding)
+def _release(sessions: Sessions, caches: list[SessionCache]) -> None:
+    for cache in caches:
+        sessions.close_session(cache)
 
 
 def active_session(llm: LLM) -> InferenceSession | None:

@@ -13,7 +13,7 @@ from verbatim.compat.petals.following import Following
 from verbatim.compat.petals.given import Columns
 from verbatim.compat.petals.processors import Chain, Processors
 from verbatim.compat.petals.settings import Settings
-from verbatim.core import Completion, FinishReason, Holding, Request
+from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import RequestFailed
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
@@ -50,13 +50,13 @@ class Turn:
         given: Columns | None,
         *,
         seed: int,
-        holdings: list[Holding] | None = None,
+        session_caches: list[SessionCache] | None = None,
     ) -> None:
         """
         Args:
             past: what stood before, of a session.
             given: None goes on with `past`; rows that have ended don't, unless all have.
-            holdings: of the session's rows.
+            session_caches: of the session's rows.
         """
         self._llm, self._wish, self._past_width = llm, wish, past.width
         settings = wish.settings
@@ -81,10 +81,12 @@ class Turn:
         self.requests: list[Request] = []
         prompts = self._before.rows()
         for row in self._rows:
-            holding = None if holdings is None else holdings[row]
-            self.requests.append(self._admit(row, prompts[row], seed, holding))
+            session_cache = None if session_caches is None else session_caches[row]
+            self.requests.append(self._admit(row, prompts[row], seed, session_cache))
 
-    def _admit(self, row: int, prompt: list[int], seed: int, holding: Holding | None) -> Request:
+    def _admit(
+        self, row: int, prompt: list[int], seed: int, session_cache: SessionCache | None
+    ) -> Request:
         settings, admission = self._wish.settings, self._llm.engine.admission
         chain = None
         if self._processors.chained:
@@ -108,9 +110,9 @@ class Turn:
             logits_processors=() if chain is None else (chain,),
             **fields,
         )
-        if holding is None or settings.num_beams > 1:
+        if session_cache is None or settings.num_beams > 1:
             return admission.admit(prompt, params, first_sample=row)
-        request = admission.admit_turn(None, prompt, params, holding)
+        request = admission.admit_turn(None, prompt, params, session_cache)
         request.first_sample = row
         return request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from verbatim.core import Completion, DraftFigures, FinishReason, Metrics, Result
+from verbatim.core import Completion, DraftStats, FinishReason, Metrics, Result
 
 Message = dict[str, Any]
 
@@ -29,7 +29,7 @@ def unpack_results(packed: list[Message]) -> list[Result]:
 
 
 def _result(plain: Message) -> Result:
-    metrics = {**plain["metrics"], "draft": DraftFigures(**plain["metrics"]["draft"])}
+    metrics = {**plain["metrics"], "draft": DraftStats(**plain["metrics"]["draft"])}
     return Result(
         **{
             **plain,

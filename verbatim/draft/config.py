@@ -87,7 +87,7 @@ _BY_NAME: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "mtp": Mtp, "early
 NAMES = ", ".join(map(repr, _BY_NAME))
 
 
-def settle_draft(draft: Any) -> Drafter | None:
+def resolve_draft(draft: Any) -> Drafter | None:
     """Return the drafter that `draft` names.
 
     Raises:
@@ -107,7 +107,7 @@ def settle_draft(draft: Any) -> Drafter | None:
     )
 
 
-def settle_draft_tokens(value: Any, draft: Any) -> int | None:
+def resolve_draft_tokens(value: Any, draft: Any) -> int | None:
     """Validate `num_draft_tokens`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the K and V in use stand for: the tokens, sequence by sequence, from which they can be had again."""
+"""Batches that recompute the K and V of sequences after their loss."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 
 from verbatim.batch import Batch, block_tables
 from verbatim.core import Sequence
+from verbatim.engine.work import Span, forced_experts
 
-_Piece = tuple[Sequence, int, int]  # positions from, to
 
-
-def batches_of(
+def recompute_batches(
     sequences: Iterable[Sequence], block_size: int, max_batch_tokens: int
 ) -> list[Batch]:
-    """Batches that write the K and V of all these sequences' computed positions once more, without logits.
+    """Return batches that recompute the K and V of all computed positions, without logits.
 
-    What sequences share is computed once.
+    Shared blocks are recomputed once.
     """
-    covered: defaultdict[int, int] = defaultdict(int)  # rows of each block
+    covered: defaultdict[int, int] = defaultdict(int)  # recomputed rows of each block
     batches: list[Batch] = []
-    pieces: list[_Piece] = []
+    pieces: list[Span] = []
     room = max_batch_tokens
 
     def flush() -> None:
@@ -48,7 +47,7 @@ def batches_of(
 
 
 def _uncovered(sequence: Sequence, covered: dict[int, int], block_size: int) -> int:
-    """The first position of a sequence that no earlier one has computed in the same block."""
+    """Return the first position of a sequence that is not covered by an earlier one in the same block."""
     for i, block in enumerate(sequence.blocks):
         rows = min(block_size, sequence.num_computed - i * block_size)
         if covered[block] < rows:
@@ -56,7 +55,7 @@ def _uncovered(sequence: Sequence, covered: dict[int, int], block_size: int) -> 
     return sequence.num_computed
 
 
-def _batch(pieces: list[_Piece]) -> Batch:
+def _batch(pieces: list[Span]) -> Batch:
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
@@ -71,21 +70,5 @@ def _batch(pieces: list[_Piece]) -> Batch:
         context_lens=torch.tensor([end for _, _, end in pieces], dtype=torch.int32),
         block_tables=block_tables([sequence.blocks for sequence, _, _ in pieces]),
         logit_rows=torch.empty(0, dtype=torch.int64),
-        forced_experts=_forced(pieces, len(token_ids)),
+        forced_experts=forced_experts(pieces),
     )
-
-
-def _forced(pieces: list[_Piece], num_rows: int) -> torch.Tensor | None:
-    """`Batch.forced_experts`, where a request replays a routing."""
-    known = [sequence.request.params.replay_routing for sequence, _, _ in pieces]
-    some = next((routing for routing in known if routing is not None), None)
-    if some is None:
-        return None
-    forced = torch.full((num_rows, *some.shape[1:]), -1, dtype=torch.int16)
-    row = 0
-    for (_, begin, end), routing in zip(pieces, known, strict=True):
-        if routing is not None:
-            mine = routing[begin:end]
-            forced[row : row + len(mine)] = mine
-        row += end - begin
-    return forced

@@ -1,0 +1,121 @@
+"""The draft model's KV cache: its blocks and the sequences that use them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from verbatim.batch import SCRATCH_BLOCK
+from verbatim.core import Sequence
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """The blocks of one sequence, and the ids that they hold K and V of.
+
+    Attributes:
+        num_valid: leading positions that hold K and V of the sequence's own ids.
+        draft_ids: ids of the positions behind them, of the last draft.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_valid: int = 0
+    draft_ids: list[int] = field(default_factory=list)
+
+    def update(self, sequence: Sequence) -> None:
+        """Make the accepted prefix of `draft_ids` valid, and drop the rest."""
+        draft_ids, self.draft_ids = self.draft_ids, []
+        # Sequences only grow, so valid positions stay valid.
+        new_ids = sequence.token_ids(self.num_valid, sequence.num_tokens)
+        for draft_id, token_id in zip(draft_ids, new_ids, strict=False):
+            if draft_id != token_id:
+                break
+            self.num_valid += 1
+
+
+class DraftCache:
+    """Allocates blocks 1 to `num_blocks - 1` to the entries of sequences.
+
+    Blocks are never freed explicitly: a block is free if no entry of a living sequence has it. So none
+    leaks when a request is dropped or Ctrl-C interrupts an allocation, and the samples of a request share
+    their prompt's blocks without reference counts.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        # In order of use: the least recently used first.
+        self._entries: weakref.WeakKeyDictionary[Sequence, CacheEntry] = weakref.WeakKeyDictionary()
+        self._free: list[int] = []  # free blocks of the last scan
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks of unfinished sequences."""
+        return len(self._used())
+
+    def entry(self, sequence: Sequence) -> CacheEntry:
+        """Return the entry of a sequence, and mark it as the most recently used."""
+        entry = self._entries.pop(sequence, None) or CacheEntry()
+        if not entry.blocks:
+            self._share_prompt(entry, sequence)
+        self._entries[sequence] = entry
+        return entry
+
+    def reserve(
+        self, entry: CacheEntry, least: int, wanted: int, using: Collection[Sequence] = ()
+    ) -> int:
+        """Allocate blocks for the first `wanted` positions, or for fewer if there are too few.
+
+        Blocks of finished sequences are reused first, then those of sequences not in `using`, the least
+        recently used first. If there are too few even for `least` positions, none are allocated.
+
+        Returns:
+            The number of positions in the blocks of the entry.
+        """
+        size, blocks = self.block_size, entry.blocks
+        missing = -(-wanted // size) - len(blocks)
+        if missing > len(self._free):
+            self._find_free(missing, using)
+        if (len(blocks) + len(self._free)) * size >= least:
+            for _ in range(min(missing, len(self._free))):
+                blocks.append(self._free.pop())
+        return len(blocks) * size
+
+    def _find_free(self, count: int, using: Collection[Sequence]) -> None:
+        """Collect the free blocks, and evict entries while there are fewer than `count`."""
+        while True:
+            used = self._used()
+            self._free = [b for b in range(self.num_blocks - 1, SCRATCH_BLOCK, -1) if b not in used]
+            idle = next((s for s in self._entries if s not in using), None)
+            if len(self._free) >= count or idle is None:
+                return
+            del self._entries[idle]
+
+    def _used(self) -> set[int]:
+        """Return the blocks of unfinished sequences, and drop the entries of finished ones."""
+        used: set[int] = set()
+        for sequence, entry in list(self._entries.items()):
+            if not sequence.finished:
+                used.update(entry.blocks)
+            else:
+                del self._entries[sequence]
+        return used
+
+    def _share_prompt(self, entry: CacheEntry, sequence: Sequence) -> None:
+        """Start a new entry with the full prompt blocks of another sample of the request.
+
+        Prompt ids never change, so these blocks are not written again.
+        """
+        request = sequence.request
+        full = len(request.prompt_ids) // self.block_size
+        for sibling in request.sequences if full else ():
+            other = self._entries.get(sibling)
+            if other is not None and other.num_valid >= full * self.block_size:
+                entry.blocks = other.blocks[:full]
+                entry.num_valid = full * self.block_size
+                return
