@@ -15,7 +15,7 @@ import uvicorn
 
 from verbatim import LLM
 from verbatim.serve.app import make_app
-from verbatim.serve.server import configured, listen
+from verbatim.serve.server import Server, configured, listen
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
@@ -90,8 +90,8 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
     """A server over an engine, until the block is left."""
     app = make_app(llm, settings)
     listener = listen("127.0.0.1", 0)
-    config = configured(app, log_level="critical", drain_s=5)
-    server = uvicorn.Server(config)
+    config = configured(app, settings or ServeSettings(), log_level="critical", drain_s=5)
+    server = Server(config, app.state.service, lambda text: None)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

@@ -396,7 +396,8 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
 
 def test_who_does_not_read_is_let_go(llm):
     """Or some who do nothing would keep all the seats."""
-    with serving(llm, ServeSettings(read_timeout_s=0.3)) as server:
+    settings = ServeSettings(read_timeout_s=0.3, max_response_bytes=1 << 30)
+    with serving(llm, settings) as server:
         body = json.dumps(LONG | {"stream": True, "n": 4, "logprobs": 500}).encode()
         with socket.socket() as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

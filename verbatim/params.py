@@ -22,6 +22,7 @@ MAX_BEAMS = 64
 MAX_PRIORITY = 1_000_000
 MAX_PROCESSORS = 64
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 4096
 MAX_STRUCTURE_CHARS = 131_072  # of a schema, a regex, a grammar, or all choices together
 _FLOAT32_MAX = 3.4028235e38
 
@@ -62,7 +63,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of every id in the completion, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the completion, in [-2, 2].
         logit_bias: token id to a number that is added to its logit.
-        bad_words: strings, or lists of ids, that are never generated.
+        bad_words: strings, or lists of ids, that are never generated; at most 4096.
         allowed_token_ids: the only ids that may be drawn; None allows all.
         min_tokens: tokens before which end-of-sequence ids and stop ids are banned.
         max_tokens: maximum number of new tokens; None: up to the length limit.
@@ -377,7 +378,10 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str):
         raise InvalidRequest(f"bad_words={value!r}: must be a list of strings")
     words: list[str | tuple[int, ...]] = []
-    for word in _entries("bad_words", value):
+    entries = _entries("bad_words", value)
+    if len(entries) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has {len(entries)} entries; at most {MAX_BAD_WORDS}")
+    for word in entries:
         if word == "":
             raise InvalidRequest("bad_words: an empty string can't be banned")
         words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])

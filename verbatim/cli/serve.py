@@ -105,6 +105,26 @@ def serve(
             help="Maximum size of a request body. Default: 4194304.", rich_help_panel=_LIMITS
         ),
     ] = None,
+    max_response_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum estimated size of a response. Default: 33554432.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum connections. Default: as many as `ulimit -n` allows, at most 4096.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum connections from one address. Default: half of --max-connections.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
     request_timeout_s: Annotated[
         float | None,
         typer.Option(
@@ -138,6 +158,9 @@ def serve(
         "max_requests": max_requests,
         "max_choices": max_choices,
         "max_body_bytes": max_body_bytes,
+        "max_response_bytes": max_response_bytes,
+        "max_connections": max_connections,
+        "max_connections_per_address": max_connections_per_address,
         "timeout_s": request_timeout_s,
     }
     settings = _settings(

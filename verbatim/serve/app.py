@@ -18,7 +18,7 @@ from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
 from verbatim.serve import chat, completions, native, responses
-from verbatim.serve.bodies import refusal_of_body
+from verbatim.serve.bodies import BodyRoute, refusal_of_body
 from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
@@ -66,6 +66,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
     )
+    app.router.route_class = BodyRoute
     app.state.service = service
     app.add_middleware(Guard, settings=settings)
     if settings.cors_origins:  # outside the guard: a browser's preflight has no key

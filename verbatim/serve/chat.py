@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -21,6 +21,7 @@ from verbatim.serve.completions import (
     usage,
     wants_usage,
 )
+from verbatim.serve.errors import Rows
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
@@ -153,11 +154,11 @@ class Asked:
 
     async def answer(self, key: str) -> dict[str, Any]:
         """All of it at once."""
-        with self.service.seat():
+        with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit([prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
             results = await self.service.results(requests)
-        choices = [self._choice(output) for output in results[0].outputs]
+        choices = Rows(lambda: map(self._choice, results[0].outputs), large=True)
         return self._envelope("chat.completion", choices) | {"usage": usage(results)}
 
     async def events(self, key: str) -> AsyncGenerator[Event, None]:
@@ -176,9 +177,9 @@ class Asked:
             piece = self._envelope("chat.completion.chunk", [choice])
             return piece | {"usage": None} if with_usage else piece
 
-        with self.service.seat():
+        with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit([prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result
@@ -243,7 +244,7 @@ class Asked:
         )
         return {"content": entries, "refusal": None}
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": kind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,7 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.serve.errors import Refusal
+from verbatim.serve.errors import Refusal, Rows
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Completions, StreamOptions
 from verbatim.serve.service import Service
@@ -40,22 +40,25 @@ class Asked:
 
     async def answer(self, key: str) -> dict[str, Any]:
         """All of it at once."""
-        with self.service.seat():
-            requests = await self.service.admit(self.prompts, self.params, key)
+        with self.service.seat() as seat:
+            requests = await self.service.admit(seat, self.prompts, self.params, key)
             results = await self.service.results(requests)
-        choices = [
-            self._choice(number * self.params.n + output.index, request, result, output)
-            for number, (request, result) in enumerate(zip(requests, results, strict=True))
-            for output in result.outputs
-        ]
+        choices = Rows(
+            lambda: (
+                self._choice(number * self.params.n + output.index, request, result, output)
+                for number, (request, result) in enumerate(zip(requests, results, strict=True))
+                for output in result.outputs
+            ),
+            large=True,
+        )
         return self._envelope(choices) | {"usage": usage(results)}
 
     async def events(self, key: str) -> AsyncGenerator[Event, None]:
         """The same in pieces."""
         results: list[Result] = []
         with_usage = wants_usage(self.body.stream_options)
-        with self.service.seat():
-            requests = await self.service.admit(self.prompts, self.params, key)
+        with self.service.seat() as seat:
+            requests = await self.service.admit(seat, self.prompts, self.params, key)
             begun: dict[int, int] = {}  # choice: characters so far
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for number, delta in deltas:
@@ -69,7 +72,7 @@ class Asked:
         if with_usage:
             yield self._envelope([]) | {"usage": usage(results)}
 
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "text_completion",

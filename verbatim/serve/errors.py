@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic_core import to_json
@@ -29,6 +31,9 @@ from verbatim.plain import to_plain
 
 log = logging.getLogger("verbatim.serve")
 RETRY_AFTER_S = 1
+JSON = "application/json"
+PIECE_BYTES = 256 << 10
+_ROWS = 64  # of a long list that are encoded at once
 _FIELDS = frozenset(SamplingParams.__slots__) | {"prompt", "messages", "tools", "tool_choice"}
 
 
@@ -86,7 +91,7 @@ class ClientGone(Exception):
 class Json(Response):
     """A JSON response. NaN and infinity become null; lone surrogates become "?"."""
 
-    media_type = "application/json"
+    media_type = JSON
 
     def __init__(
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
@@ -109,6 +114,72 @@ def to_bytes(content: Any) -> bytes:
         plain = to_plain(content)
         text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="replace")
+
+
+class Rows(Iterable[Any]):
+    """A list whose entries are made while it is encoded, so that it is never held as a whole.
+
+    Args:
+        make: returns an iterator over the entries; may be called again.
+        large: each entry is large enough to be encoded alone.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]], *, large: bool = False) -> None:
+        self._make = make
+        self.large = large
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
+
+    def tolist(self) -> list[Any]:
+        return list(self)
+
+
+def json_pieces(content: Any) -> Iterator[bytes]:
+    """Yield what `to_bytes` returns in pieces of about `PIECE_BYTES`; only the last is shorter."""
+    piece = bytearray()
+    for part in _parts(content):
+        piece += part
+        if len(piece) >= PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece)
+
+
+def _parts(content: Any) -> Iterator[bytes]:
+    if dataclasses.is_dataclass(content):
+        fields = dataclasses.fields(content)
+        content = {field.name: getattr(content, field.name) for field in fields}
+    if isinstance(content, dict):
+        before = b"{"
+        for key, value in content.items():
+            yield before + to_bytes(str(key)) + b":"
+            yield from _parts(value)
+            before = b","
+        yield b"}" if content else b"{}"
+    elif _has_large_entries(content):
+        before = b"["
+        for entry in content:
+            yield before
+            yield from _parts(entry)
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+    elif isinstance(content, Rows | list):
+        entries, before = iter(content), b"["
+        while rows := list(islice(entries, _ROWS)):
+            yield before + to_bytes(rows)[1:-1]
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+    else:
+        yield to_bytes(content)
+
+
+def _has_large_entries(content: Any) -> bool:
+    if isinstance(content, Rows):
+        return content.large
+    return isinstance(content, list) and (
+        len(content) <= _ROWS or dataclasses.is_dataclass(content[0])
+    )
 
 
 def refusal_of(error: BaseException) -> Refusal:

@@ -1,17 +1,25 @@
-"""Answers that are given up when nobody waits for them any more, whole or event by event."""
+"""Answers, whole or as events, that are given up when their client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from verbatim.serve.errors import ClientGone, Json, refusal_of, to_bytes
+from verbatim.serve.errors import (
+    JSON,
+    PIECE_BYTES,
+    ClientGone,
+    json_pieces,
+    refusal_of,
+    to_bytes,
+)
 
 T = TypeVar("T")
 # Events as `data: {...}`; a name makes it `event: name` besides, as /v1/responses has them.
@@ -20,10 +28,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def while_there(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled when the client goes away.
+    """Return the result of `work`, which is cancelled when the client goes away.
 
     Raises:
-        ClientGone: it did.
+        ClientGone: the client went away.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
@@ -35,7 +43,7 @@ async def while_there(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         for each in (task, gone):
             each.cancel()
-            with suppress(BaseException):  # of what was cancelled, and nobody waits for
+            with suppress(BaseException):  # nobody waits for what was cancelled
                 await each
 
 
@@ -45,14 +53,18 @@ async def _gone(receive: Receive) -> None:
 
 
 async def answered(http: HttpRequest, work: Awaitable[dict[str, Any]]) -> Response:
-    """One JSON answer."""
-    return Json(await while_there(http.receive, work))
+    """Return one JSON answer, which is encoded and sent in pieces if it is large."""
+    pieces = json_pieces(await while_there(http.receive, work))
+    first = next(pieces)
+    if len(first) < PIECE_BYTES:
+        return Response(first, media_type=JSON)
+    return _Pieces(_chain(first, pieces), http, JSON)
 
 
 async def streamed(
     http: HttpRequest, events: AsyncGenerator[Event, None], *, done: bool = True
 ) -> Response:
-    """Events as they come. What goes wrong before the first one still has a status of its own.
+    """Return events as they come. An error before the first one has its own status.
 
     Args:
         done: end with `[DONE]`, as OpenAI's older endpoints do.
@@ -62,29 +74,23 @@ async def streamed(
     except BaseException:
         await events.aclose()
         raise
-    service = http.app.state.service
-    return _Events(first, events, done, service.settings.read_timeout_s, service.metrics.left.inc)
+    return _Pieces(_lines(first, events, done), http, "text/event-stream")
 
 
-class _Events(Response):
-    media_type = "text/event-stream"
+class _Pieces(Response):
+    """A response that is sent in pieces until the client goes away."""
 
     def __init__(
-        self,
-        first: Event,
-        rest: AsyncGenerator[Event, None],
-        done: bool,
-        patience_s: float,
-        on_gone: Callable[[], None],
+        self, pieces: AsyncGenerator[bytes, None], http: HttpRequest, media_type: str
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._first, self._rest, self._done = first, rest, done
-        self._patience_s = patience_s
-        self._on_gone = on_gone
+        self._pieces = pieces
+        self._on_gone = http.app.state.service.metrics.left.inc
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._rest):
+        async with aclosing(self._pieces):
             try:
                 await while_there(receive, self._write(send))
             except ClientGone:
@@ -92,29 +98,44 @@ class _Events(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            await self._send(send, _line(self._first))
-            async for event in self._rest:
-                await self._send(send, _line(event))
-        except ClientGone:
-            raise
-        except Exception as error:
-            await self._send(send, _line(refusal_of(error).body()))
-        else:
-            if self._done:
-                await self._send(send, DONE)
+        async for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, body: bytes) -> None:
-        """Returns when there is room for more; whoever reads nothing counts as gone."""
+
+async def _chain(first: bytes, rest: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for piece in iterate_in_threadpool(rest):
+        yield piece
+
+
+async def _lines(
+    first: Event, events: AsyncGenerator[Event, None], done: bool
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
         try:
-            async with asyncio.timeout(self._patience_s):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise ClientGone from None
+            for line in _line(first):
+                yield line
+            async for event in events:
+                for line in _line(event):
+                    yield line
+        except Exception as error:
+            yield next(_line(refusal_of(error).body()))
+        else:
+            if done:
+                yield DONE
 
 
-def _line(event: Event) -> bytes:
-    if isinstance(event, tuple):
-        return b"event: " + event[0].encode() + b"\ndata: " + to_bytes(event[1]) + b"\n\n"
-    return b"data: " + to_bytes(event) + b"\n\n"
+def _line(event: Event) -> Iterator[bytes]:
+    """Yield an event in pieces, nearly always in one."""
+    if not isinstance(event, tuple):
+        yield b"data: " + to_bytes(event) + b"\n\n"
+        return
+    name, content = event
+    line = b"event: " + name.encode() + b"\ndata: "
+    for piece in json_pieces(content):
+        if len(line) >= PIECE_BYTES:
+            yield line
+            line = b""
+        line += piece
+    yield line + b"\n\n"

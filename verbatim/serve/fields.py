@@ -6,14 +6,31 @@ them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
 
 from verbatim.errors import InvalidRequest
-from verbatim.params import MAX_BEAMS, MAX_LOGPROBS, MAX_PRIORITY
+from verbatim.params import (
+    MAX_BAD_WORDS,
+    MAX_BEAMS,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
+MAX_PROMPTS = 1024
+MAX_PROMPT_IDS = 1 << 21
+MAX_MESSAGES = 4096  # also of the parts of a message
+MAX_TOOLS = 128  # also of the calls in a message
+MAX_ALLOWED_IDS = 1 << 19
+MAX_CHOICES = 4096
+MAX_BIASES = 1024
+MAX_PHRASE_IDS = 256  # ids of one entry of `bad_words` or `stop_token_ids`
+MAX_VARIABLES = 64  # of a chat template, or of `SamplingParams`
 
 
 class Strict(BaseModel):
@@ -27,15 +44,38 @@ def within(text: str | None = None, **range_: Any) -> Any:
     return Field(None, description=text, json_schema_extra=range_)
 
 
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """A limit on the entries of a list or a dictionary, and part of the OpenAPI document.
+
+    Validation of a list stops at its first invalid entry. Errors of a million entries would take a minute
+    to collect, for each type of a union.
+    """
+
+    entries: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        schema: Any = handler(source)
+        schema["max_length"] = self.entries
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        return schema
+
+
+T = TypeVar("T")
 # Ids outside the vocabulary are rejected at admission.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+PromptIds = Annotated[list[TokenId], AtMost(MAX_PROMPT_IDS)]
+Phrase = Annotated[list[TokenId], AtMost(MAX_PHRASE_IDS)]
+Prompts = Annotated[list[T], AtMost(MAX_PROMPTS)]
+Variables = Annotated[dict[str, Any], AtMost(MAX_VARIABLES)]
 _SHARE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 1}
 _PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2}
 
 Number = float | None
 Integer = int | None
 Switch = bool | None
-Texts = str | list[str] | None
+Texts = str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None
 
 
 class Sampling(Strict):
@@ -53,7 +93,7 @@ class Sampling(Strict):
     stop: Texts = None
     presence_penalty: Number = within(**_PENALTY)
     frequency_penalty: Number = within(**_PENALTY)
-    logit_bias: dict[str, float] | None = within(
+    logit_bias: Annotated[dict[str, float], AtMost(MAX_BIASES)] | None = within(
         "Token id to a number that is added to its logit.",
         propertyNames={"pattern": "^[0-9]{1,6}$"},
     )
@@ -65,16 +105,16 @@ class Sampling(Strict):
     typical_p: Number = within(**_SHARE)
     repetition_penalty: Number = within(exclusiveMinimum=0)
     min_tokens: Integer = within(minimum=0)
-    stop_token_ids: list[TokenId | list[TokenId]] | None = None
-    bad_words: list[str | list[TokenId]] | None = None
-    allowed_token_ids: list[TokenId] | None = within(minItems=1)
+    stop_token_ids: Annotated[list[TokenId | Phrase], AtMost(MAX_STOP_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[str | Phrase], AtMost(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], AtMost(MAX_ALLOWED_IDS)] | None = within(minItems=1)
     include_stop_str_in_output: Switch = None
     ignore_eos: Switch = None
     skip_special_tokens: Switch = None
     any_whitespace: Switch = Field(None, description="Allow a JSON document to be indented.")
     regex: str | None = within(minLength=1)
     grammar: str | None = within(minLength=1)
-    choice: list[str] | None = within(minItems=1)
+    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = within(minItems=1)
     priority: Integer = within("Lower runs earlier.", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
     timeout_s: Number = within(exclusiveMinimum=0)
     cache_salt: str | None = None
@@ -117,7 +157,7 @@ class StreamOptions(Strict):
 class Completions(Sampling):
     """A completion request for one prompt or several."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | Prompts[str] | PromptIds | Prompts[PromptIds] = Field(
         examples=["Once upon a time", [1, 2, 3]]
     )
     max_tokens: Integer = within("Maximum number of new tokens. Default: 16.", minimum=0)
@@ -156,7 +196,7 @@ class ToolCall(Strict):
     function: FunctionCall
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], AtMost(MAX_MESSAGES)]
 
 
 class PlainMessage(Strict):
@@ -172,7 +212,7 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] | None = None
     refusal: None = None
     name: str | None = None
     function_call: None = None
@@ -189,6 +229,7 @@ class ToolMessage(Strict):
 
 
 Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], AtMost(MAX_MESSAGES)]
 
 
 class Function(Strict):
@@ -247,7 +288,7 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 class ChatCompletions(Sampling):
     """A chat completion request."""
 
-    messages: list[Message] = Field(
+    messages: Messages = Field(
         min_length=1, examples=[[{"role": "user", "content": "Tell me a story."}]]
     )
     max_tokens: Integer = within("Older name of max_completion_tokens.", minimum=1)
@@ -258,9 +299,9 @@ class ChatCompletions(Sampling):
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
     stream_options: StreamOptions | None = None
     response_format: Format | None = None
-    tools: list[Tool] | None = Field(None, min_length=1, max_length=128)
+    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Switch = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Variables | None = Field(
         None, description="Variables of the model's own chat template, such as enable_thinking."
     )

@@ -14,8 +14,9 @@ from verbatim.core import Delta, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
+from verbatim.serve.errors import Rows
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Message, Strict, Switch, TokenId
+from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, Variables
 from verbatim.serve.service import Service
 from verbatim.text.chat import render_chat
 from verbatim.text.tokenizer import Tokenizer
@@ -30,8 +31,8 @@ class Generate(Strict):
     """A generation request: a prompt, text or ids, and its `SamplingParams`."""
 
     model: str | None = None
-    prompt: str | list[TokenId] = Field(examples=["Once upon a time", [1, 2, 3]])
-    params: dict[str, Any] = Field(
+    prompt: str | PromptIds = Field(examples=["Once upon a time", [1, 2, 3]])
+    params: Variables = Field(
         default_factory=dict,
         description=f"Fields of SamplingParams: {', '.join(PARAMS)}.",
         examples=[{"max_tokens": 16, "temperature": 0.0}, {"seed": 7, "logprobs": 3}],
@@ -46,7 +47,7 @@ class Score(Strict):
     """A request for the log-probs of texts or ids."""
 
     model: str | None = None
-    prompts: list[str] | list[list[TokenId]] = Field(
+    prompts: Prompts[str] | Prompts[PromptIds] = Field(
         min_length=1, examples=[["Once upon a time"], [[1, 2, 3]]]
     )
     top_logprobs: int | None = Field(
@@ -59,7 +60,7 @@ class Tokenize(Strict):
 
     model: str | None = None
     text: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: Switch = Field(None, description="For `text` only. Default: true.")
     return_tokens: bool = False
 
@@ -68,7 +69,7 @@ class Detokenize(Strict):
     """Token ids to decode."""
 
     model: str | None = None
-    ids: list[TokenId] = Field(examples=[[1, 2, 3]])
+    ids: PromptIds = Field(examples=[[1, 2, 3]])
     skip_special_tokens: bool = False
 
 
@@ -94,8 +95,8 @@ async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]
     """Generate, and return the `Result` as JSON."""
     service.check_model(body.model)
     params = _settled(body)
-    with service.seat():
-        requests = await service.admit([body.prompt], params, key)
+    with service.seat() as seat:
+        requests = await service.admit(seat, [body.prompt], params, key)
         (result,) = await service.results(requests)
     told = _told(service, result)
     if body.return_tokens:
@@ -110,8 +111,8 @@ async def generate_events(
     service.check_model(body.model)
     params = _settled(body)
     known: set[int] = set()
-    with service.seat():
-        requests = await service.admit([body.prompt], params, key)
+    with service.seat() as seat:
+        requests = await service.admit(seat, [body.prompt], params, key)
         async with aclosing(service.deltas(requests)) as deltas:
             async for _, delta in deltas:
                 told = _told(service, delta)
@@ -144,8 +145,8 @@ async def score(service: Service, body: Score, key: str) -> dict[str, Any]:
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
-    with service.seat():
-        requests = await service.admit(body.prompts, params, key)
+    with service.seat() as seat:
+        requests = await service.admit(seat, body.prompts, params, key)
         results = await service.results(requests)
     return {
         "model": service.name,
@@ -182,7 +183,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     ids = await asyncio.to_thread(ids_of)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
     if body.return_tokens:
-        answer["tokens"] = [service.texts.text(i) for i in ids]
+        answer["tokens"] = Rows(lambda: map(service.texts.text, ids))
     return answer
 
 
@@ -191,11 +192,14 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
     service.check_model(body.model)
     tokenizer = _tokenizer(service)
     limit = service.llm.engine.admission.vocab_size
-    wrong = next((i for i in body.ids if not 0 <= i < limit), None)
-    if wrong is not None:
-        raise InvalidRequest(f"ids: {wrong} is not a token id (0 to {limit - 1})")
-    text = await asyncio.to_thread(tokenizer.decode, body.ids, body.skip_special_tokens)
-    return {"text": text}
+
+    def text_of() -> str:
+        wrong = next((i for i in body.ids if not 0 <= i < limit), None)
+        if wrong is not None:
+            raise InvalidRequest(f"ids: {wrong} is not a token id (0 to {limit - 1})")
+        return tokenizer.decode(body.ids, body.skip_special_tokens)
+
+    return {"text": await asyncio.to_thread(text_of)}
 
 
 def _tokenizer(service: Service) -> Tokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -75,9 +75,9 @@ class Asked:
 
     async def answer(self, key: str) -> dict[str, Any]:
         """All of it at once."""
-        with self.service.seat():
+        with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit([prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         reader = self.talk.reader()
@@ -104,9 +104,9 @@ class Asked:
         message = _Message(event)
         items: list[dict[str, Any]] = []
         result: Result | None = None
-        with self.service.seat():
+        with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit([prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
             reader = self.talk.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
@@ -137,7 +137,7 @@ class Asked:
         kind = "incomplete" if whole["status"] == "incomplete" else "completed"
         yield event(f"response.{kind}", response=whole)
 
-    def _logprobs(self, piece: Completion | Delta) -> list[dict[str, Any]]:
+    def _logprobs(self, piece: Completion | Delta) -> Iterable[dict[str, Any]]:
         if not self.logprobs:
             return []
         return self.service.texts.of_chat(
@@ -265,11 +265,11 @@ def _call_events(event: Any, call: Call, index: int) -> list[Event]:
     ]
 
 
-def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(text: str, logprobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message_item(item_id: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _message_item(item_id: str, text: str, logprobs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": item_id,
         "type": "message",

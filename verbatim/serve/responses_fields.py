@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from verbatim.serve.fields import MAX_TOP, PlainFormat, Sampling, Strict, Switch
+from verbatim.serve.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MAX_TOP,
+    AtMost,
+    PlainFormat,
+    Sampling,
+    Strict,
+    Switch,
+)
+
+MAX_METADATA = 16  # as OpenAI's
 
 
 class InputText(Strict):
@@ -15,7 +26,8 @@ class InputText(Strict):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = None  # of an earlier answer; ignored
+    # Copied from an earlier answer; ignored.
+    logprobs: Annotated[list[Any], AtMost(1 << 16)] | None = None
 
 
 class _Item(Strict):
@@ -30,7 +42,7 @@ class InputMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
 
 
 class CallItem(_Item):
@@ -103,16 +115,20 @@ Item = Annotated[
 class Responses(Sampling):
     """A request for a response, which is not stored."""
 
-    input: str | list[Item] = Field(min_length=1, examples=["Tell me a story."])
+    input: str | Annotated[list[Item], AtMost(MAX_MESSAGES)] = Field(
+        min_length=1, examples=["Tell me a story."]
+    )
     instructions: str | None = Field(None, description="System message before all others.")
     max_output_tokens: int | None = Field(None, ge=1)
     text: Text | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: Switch = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], AtMost(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    metadata: dict[str, str] | None = Field(None, description="Returned with the answer.")
+    metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = Field(
+        None, description="Returned with the answer."
+    )
     store: Literal[False] | None = Field(None, description="Answers are not stored.")
     truncation: Literal["disabled"] | None = None
     n: Literal[1] | None = None

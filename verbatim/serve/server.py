@@ -1,14 +1,17 @@
-"""Listening, and ending in order: a signal lets what runs come to its end, a second one doesn't."""
+"""`run`: listen, serve, and shut down in order: requests finish after one signal, and end at a second."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,11 +19,14 @@ from fastapi import FastAPI
 from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.serve.app import make_app
+from verbatim.serve.connections import Connection, connection_limit
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 _HEADER_BYTES = 64 << 10
-_IDLE_S = 30
+_QUEUED = 2048  # connections that the system holds until they are accepted
+_ACCEPTED = 8  # connections that are accepted between two rounds of the event loop
+_TICKS = 5  # of uvicorn's 0.1 s, between two looks at the connections
 
 
 class Server(uvicorn.Server):
@@ -32,6 +38,19 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._say = say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_QUEUED)  # what asyncio accepts at once is less, see `configured`
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            connections: Any = list(self.server_state.connections)
+            for connection in connections:
+                connection.check(now)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -65,7 +84,7 @@ def run(
         VerbatimError: the address can't be had.
     """
     app = make_app(llm, settings)
-    config = configured(app, log_level=log_level, drain_s=drain_s)
+    config = configured(app, settings, log_level=log_level, drain_s=drain_s)
     listener = listen(host, port)
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -104,14 +123,31 @@ def frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def configured(app: FastAPI, *, log_level: str, drain_s: int) -> uvicorn.Config:
-    """How uvicorn is to run the endpoints."""
+def configured(
+    app: FastAPI, settings: ServeSettings, *, log_level: str, drain_s: int
+) -> uvicorn.Config:
+    """Return uvicorn's configuration for the endpoints.
+
+    Raises:
+        InvalidRequest: more connections than the process may have descriptors.
+    """
+    limit = connection_limit(settings)
+    connection: Any = partial(
+        Connection,
+        limit=limit,
+        limit_per_address=settings.max_connections_per_address or -(-limit // 2),
+        idle_timeout_s=settings.idle_timeout_s,
+        read_timeout_s=settings.read_timeout_s,
+    )
     return uvicorn.Config(
         app,
+        http=connection,
+        # Each may be one too many and is closed only in the next round, so few may come in one.
+        backlog=_ACCEPTED,
         log_level=log_level,
         access_log=log_level in ("info", "debug"),
         server_header=False,
-        timeout_keep_alive=_IDLE_S,
+        timeout_keep_alive=math.ceil(settings.idle_timeout_s),
         timeout_graceful_shutdown=drain_s,
         h11_max_incomplete_event_size=_HEADER_BYTES,
         ws="none",

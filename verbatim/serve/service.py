@@ -1,7 +1,4 @@
-"""`Service`: the engine as the endpoints see it. Requests go in, results or pieces of them come out.
-
-It counts what is under way, and lets go of a request when its client does.
-"""
+"""`Service`: the engine as the endpoints see it, with a server's limits and metrics."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,31 @@ from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
 log = logging.getLogger("verbatim.serve")
-_INFO_S = 5.0  # how old may be what is told of the engine; a cluster's stages may move
+_INFO_S = 5.0  # maximum age of `info`; a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
+# Estimates of a response's size in JSON, and of the memory that it takes until then.
+_TOKEN_BYTES = 8
+_ENTRY_BYTES = 100  # a token with its log-prob
+_NUMBER_BYTES = 20
+_RESPONSES = 16  # as many times `max_response_bytes` may be in progress
+
+
+@dataclass(slots=True)
+class Seat:
+    """One generation in progress. `nbytes`: estimated size of its response."""
+
+    nbytes: int = 0
 
 
 class Service:
-    """One engine and its rules for many clients.
+    """One engine, shared by many clients.
 
     Attributes:
-        name: what clients call the model.
+        name: the model's name in the API.
         fingerprint: the numerics key; equal keys and seeds give equal tokens.
-        chat_defaults: what settles that which a chat leaves open.
-        texts: of single tokens.
-        draining: no new generation is let in.
+        chat_defaults: sampling parameters of chats that set none.
+        texts: the texts of single tokens.
+        draining: whether new generations are rejected.
 
     Raises:
         InvalidRequest: the model's generation_config.json has a value out of range, and chats would use it.
@@ -55,20 +65,21 @@ class Service:
         self.texts = TokenTexts(llm.tokenizer)
         self.metrics = Metrics()
         self.draining = False
-        self._under_way = 0
+        self._under_way = self._bytes_under_way = 0
+        self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
         self._stats: asyncio.Task[dict[str, Any]] | None = None
         self._info: asyncio.Task[dict[str, Any]] | None = None
         self._info_at = -math.inf
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
 
     async def stats(self) -> dict[str, Any]:
-        """The engine's, between two steps. All who ask meanwhile wait for the same answer, in one thread."""
+        """Return the engine's statistics between two steps. Concurrent callers share one answer."""
         if self._stats is None or self._stats.done():
             self._stats = asyncio.create_task(asyncio.to_thread(self.llm.stats))
         return await asyncio.shield(self._stats)
 
     async def info(self) -> dict[str, Any]:
-        """The engine's, `_INFO_S` old at most. All who ask meanwhile wait for the same answer."""
+        """Return the engine's info, at most `_INFO_S` old. Concurrent callers share one answer."""
         now, info = time.monotonic(), self._info
         if info is not None and info.done():
             failed = info.cancelled() or info.exception() is not None
@@ -91,16 +102,16 @@ class Service:
 
     @staticmethod
     def note_user(answer_id: str, user: str | None) -> None:
-        """Write down whom an answer is for, where its client says so."""
+        """Log the user whom a client names."""
         if user is not None:
             log.info("%s is for user %.200r", answer_id, user)
 
     @contextmanager
-    def seat(self) -> Iterator[None]:
-        """One place among the generations under way.
+    def seat(self) -> Iterator[Seat]:
+        """Return one of the `max_requests` generations in progress.
 
         Raises:
-            Refusal: 503 while draining, 429 where all are taken.
+            Refusal: 503 while draining, 429 at the limit.
         """
         if self.draining:
             raise Refusal(503, "the server is shutting down", headers={"Retry-After": "5"})
@@ -110,23 +121,30 @@ class Service:
                 f"{self._under_way} requests are in progress or queued, which is the limit"
             )
         self._under_way += 1
+        seat = Seat()
         try:
-            yield
+            yield seat
         finally:
             self._under_way -= 1
+            self._bytes_under_way -= seat.nbytes
 
     @property
     def under_way(self) -> int:
-        """Generations that have a seat."""
+        """Number of generations in progress."""
         return self._under_way
 
     async def admit(
-        self, prompts: SequenceOf[Prompt], params: SamplingParams, key: str
+        self, seat: Seat, prompts: SequenceOf[Prompt], params: SamplingParams, key: str
     ) -> list[Request]:
-        """One request a prompt, checked; a thread does it, since tokenizing and grammars take time.
+        """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
 
         Args:
-            key: of the client: prompts share cached prefixes only under the same one.
+            key: of the client; prompts share cached prefixes only under the same key.
+
+        Raises:
+            InvalidRequest: more completions than `max_choices`, or a response larger than
+                `max_response_bytes`.
+            Refusal: 429: the responses in progress would be too large together.
         """
         if len(prompts) * params.n > self.settings.max_choices:
             raise InvalidRequest(
@@ -139,20 +157,53 @@ class Service:
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
         admission = self.llm.engine.admission
-        # A structure may take seconds to compile, and nobody but those who ask for another waits for it.
+        # Compiling a structure may take seconds; only requests with another new one wait for it.
         threads = self._compilers if admission.compiles(params) else None
-        return await asyncio.get_running_loop().run_in_executor(
+        requests = await asyncio.get_running_loop().run_in_executor(
             threads, lambda: [admission.admit(prompt, params) for prompt in prompts]
         )
+        self._reserve(seat, requests)
+        return requests
+
+    def _reserve(self, seat: Seat, requests: list[Request]) -> None:
+        limit = self.settings.max_response_bytes
+        nbytes = sum(map(self._response_bytes, requests))
+        if nbytes > limit:
+            raise InvalidRequest(
+                f"the response could have {nbytes:,} bytes, {limit:,} are the limit: lower max_tokens, n, "
+                "the number of prompts or of top log-probs"
+            )
+        if self._bytes_under_way + nbytes > _RESPONSES * limit:
+            self.metrics.turned_away.inc()
+            raise too_many("the responses in progress are as large together as the server allows")
+        seat.nbytes += nbytes
+        self._bytes_under_way += nbytes
+
+    def _response_bytes(self, request: Request) -> int:
+        """Estimate the size of a response at its longest."""
+        params, num_prompt = request.params, len(request.prompt_ids)
+        new = prompt = _TOKEN_BYTES
+        if params.logprobs is not None:
+            new += _ENTRY_BYTES * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            prompt += _ENTRY_BYTES * (1 + params.prompt_logprobs)
+        more = 0
+        if params.hidden_states:
+            more += self._hidden_size
+        if params.record_routing:
+            runner = self.llm.engine.runner
+            more += runner.routed_layers * runner.experts_per_token
+        new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
+        return params.n * (request.max_tokens * new + num_prompt * prompt)
 
     async def results(self, requests: list[Request]) -> list[Result]:
-        """What became of all of them."""
+        """Return the result of each request."""
         results = await self.llm.engine.arun(requests)
         self.metrics.note(results)
         return results
 
     async def deltas(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta], None]:
-        """What each step adds to them, each with the number of its request."""
+        """Yield the output of each step, with the index of its request."""
         stream: Any = self.llm.engine.astream(requests)  # a generator, which can be closed
         async with aclosing(stream) as pieces:
             async for number, delta in pieces:
@@ -175,5 +226,5 @@ def _chat_defaults(llm: LLM) -> SamplingParams:
 
 
 def _plain_name(name: str) -> str:
-    """Of a folder its last part: where it lies is nobody's business."""
+    """Return the last part of a folder's path, as clients should not see the rest."""
     return Path(name).name if name.startswith((".", "/", "~")) else name

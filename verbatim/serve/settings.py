@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from verbatim.errors import InvalidRequest
 
+_OPTIONAL = ("max_connections", "max_connections_per_address")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
@@ -19,8 +21,13 @@ class ServeSettings:
         max_body_bytes: maximum size of a request body; status 413 above it.
         max_requests: maximum generations in progress or queued; status 429 above it.
         max_choices: maximum completions per request (prompts times `n`); status 400 above it.
+        max_response_bytes: maximum estimated size of a response; status 400 above it.
+        max_connections: maximum connections. None: what the limit of descriptors allows, at most 4096.
+        max_connections_per_address: maximum connections from one address; behind a proxy all have the
+            proxy's. None: half of `max_connections`.
+        idle_timeout_s: seconds in which a connection must send the head of its next request.
         body_timeout_s: maximum seconds for a body to arrive; status 408 above it.
-        read_timeout_s: seconds after which a client that does not read its stream is disconnected.
+        read_timeout_s: seconds after which a client that reads nothing of its response is disconnected.
         timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None: no
             limit.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
@@ -39,6 +46,10 @@ class ServeSettings:
     max_body_bytes: int = 4 << 20
     max_requests: int = 512
     max_choices: int = 128
+    max_response_bytes: int = 32 << 20
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+    idle_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     timeout_s: float | None = None
@@ -49,11 +60,19 @@ class ServeSettings:
     chat_defaults: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_requests", "max_choices"):
+        for name in (
+            "max_body_bytes",
+            "max_requests",
+            "max_choices",
+            "max_response_bytes",
+            *_OPTIONAL,
+        ):
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidRequest(f"{name}={value!r}: must be an integer, 1 or more")
-        for name in ("body_timeout_s", "read_timeout_s", "timeout_s"):
+        for name in ("idle_timeout_s", "body_timeout_s", "read_timeout_s", "timeout_s"):
             value = getattr(self, name)
             if value is None and name == "timeout_s":
                 continue

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from verbatim.core import TopLogprobs
+from verbatim.serve.errors import Rows
 from verbatim.text.detokenizer import Detokenizer, piece_bytes
 from verbatim.text.tokenizer import Tokenizer
 
@@ -78,10 +79,12 @@ class TokenTexts:
             offset += len(self.text(i))
         entries = None
         if num_top:
-            entries = [
-                None if best is None else self._by_text(best[:num_top], i, p)
-                for i, p, best in zip(ids, logprobs, top or [], strict=True)
-            ]
+            entries = Rows(
+                lambda: (
+                    None if best is None else self._by_text(best[:num_top], i, p)
+                    for i, p, best in zip(ids, logprobs, top or [], strict=True)
+                )
+            )
         return {
             "tokens": [self.text(i) for i in ids],
             "token_logprobs": [None if p is None else _number(p) for p in logprobs],
@@ -102,13 +105,19 @@ class TokenTexts:
         logprobs: list[float],
         top: list[TopLogprobs] | None,
         num_top: int,
-    ) -> list[dict[str, Any]]:
+    ) -> Rows:
         """As chats have them: one entry a token."""
-        return [
-            self._entry(i, p)
-            | {"top_logprobs": [self._entry(j, q) for j, q in (top[k][:num_top] if top else [])]}
-            for k, (i, p) in enumerate(zip(ids, logprobs, strict=True))
-        ]
+        return Rows(
+            lambda: (
+                self._entry(i, p)
+                | {
+                    "top_logprobs": [
+                        self._entry(j, q) for j, q in (top[k][:num_top] if top else [])
+                    ]
+                }
+                for k, (i, p) in enumerate(zip(ids, logprobs, strict=True))
+            )
+        )
 
     def _entry(self, token_id: int, p: float) -> dict[str, Any]:
         return {
