@@ -1,9 +1,13 @@
-"""A server in a thread of this process, on a free port, and what reads its streams."""
+"""Servers on a free port, in a thread of this process or as a process of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -111,3 +115,29 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
         thread.join(20)
         listener.close()
         assert not thread.is_alive()
+
+
+def command(*args: str) -> list[str]:
+    code = "from verbatim.cli import main; main()"
+    return [sys.executable, "-P", "-c", code, "serve", "--log-level", "warning", *args]
+
+
+@contextmanager
+def running(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start `verbatim serve`, and return the process and its address."""
+    process = subprocess.Popen(
+        command("--port", "0", *args), stderr=subprocess.PIPE, text=True, env=os.environ | env
+    )
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.match(r"serving \S+ at (http://\S+) ", line):
+                yield process, found[1]
+                break
+        else:
+            raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.communicate()

@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from serving import command, running
 
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "x", "max_tokens": 1800, "ignore_eos": True, "stream": True}
-
-
-def command(*args: str) -> list[str]:
-    code = "from verbatim.cli import main; main()"
-    return [sys.executable, "-P", "-c", code, "serve", "--log-level", "warning", *args]
-
-
-@contextmanager
-def running(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, and its address."""
-    process = subprocess.Popen(
-        command("--port", "0", *args), stderr=subprocess.PIPE, text=True, env=os.environ | env
-    )
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.match(r"serving \S+ at (http://\S+) ", line):
-                yield process, found[1]
-                break
-        else:
-            raise AssertionError("".join(lines))
-    finally:
-        process.kill()
-        process.communicate()
 
 
 class Reader:

@@ -210,11 +210,16 @@ class Resident:
         self.decoder.close()
 
 
-def give_back_freed() -> None:
-    """Let the C library hand what was freed to the system; it likes to keep pieces of some megabytes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+def trim_heap() -> None:
+    """Return the C library's free memory to the system, of which glibc keeps some for each thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
+
+
+def give_back_freed() -> None:
+    """Return free memory to the system and to the GPU."""
+    trim_heap()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

@@ -68,7 +68,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     )
     app.router.route_class = BodyRoute
     app.state.service = service
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, on_large_body=service.trim_soon)
     if settings.cors_origins:  # outside the guard: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,

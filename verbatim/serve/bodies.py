@@ -78,13 +78,13 @@ def _count(raw: bytes, marks: bytes) -> int:
 
 
 def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
-    """Return the response for the first of the most deeply nested errors.
+    """Return the response for a list that is too long, or the first of the most deeply nested errors.
 
     Args:
         errors: pydantic's.
         skip: parts of a field's path that come before its name.
     """
-    first = max(errors, key=lambda each: len(each["loc"]))
+    first = max(errors, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
     if isinstance(first.get("input"), bytes) and first["type"] != "json_invalid":
         return Refusal(415, "the body must be JSON, sent as Content-Type: application/json")
     unknown = first["type"] == "extra_forbidden"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -58,7 +58,7 @@ async def answered(http: HttpRequest, work: Awaitable[dict[str, Any]]) -> Respon
     first = next(pieces)
     if len(first) < PIECE_BYTES:
         return Response(first, media_type=JSON)
-    return _Pieces(_chain(first, pieces), http, JSON)
+    return _Pieces(_chain(first, pieces, http.app.state.service.trim_soon), http, JSON)
 
 
 async def streamed(
@@ -103,10 +103,15 @@ class _Pieces(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _chain(first: bytes, rest: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-    yield first
-    async for piece in iterate_in_threadpool(rest):
-        yield piece
+async def _chain(
+    first: bytes, rest: Iterator[bytes], on_end: Callable[[], None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield first
+        async for piece in iterate_in_threadpool(rest):
+            yield piece
+    finally:
+        on_end()
 
 
 async def _lines(

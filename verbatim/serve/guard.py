@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,6 +16,7 @@ from verbatim.serve.settings import ServeSettings
 
 # Paths without a key: probes, and the playground, which asks for the key itself.
 OPEN = frozenset({"/health", "/ready", "/"})
+_LARGE_BYTES = 1 << 18
 
 
 class Guard:
@@ -24,8 +26,11 @@ class Guard:
     state as `key`; "" if none is needed.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServeSettings, on_large_body: Callable[[], None]
+    ) -> None:
         self._app = app
+        self._on_large_body = on_large_body
         self._settings = settings
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
@@ -40,8 +45,13 @@ class Guard:
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
-        scope.setdefault("state", {})["key"] = key
-        await self._app(scope, self._bounded(receive), send)
+        state = scope.setdefault("state", {})
+        state["key"] = key
+        try:
+            await self._app(scope, self._bounded(receive, state), send)
+        finally:
+            if state.get("has_large_body"):
+                self._on_large_body()
 
     def _key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
         if not self._keys:
@@ -85,7 +95,7 @@ class Guard:
             413, f"the body is longer than the limit of {self._settings.max_body_bytes} bytes"
         )
 
-    def _bounded(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive, state: dict[str, Any]) -> Receive:
         """Return `receive` with the limits of body size and time."""
         left, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
         deadline: float | None = loop.time() + self._settings.body_timeout_s
@@ -111,6 +121,7 @@ class Guard:
                     raise self._too_long()
                 if not message.get("more_body", False):
                     deadline = None
+                    state["has_large_body"] = self._settings.max_body_bytes - left > _LARGE_BYTES
             else:
                 deadline = None
             return message

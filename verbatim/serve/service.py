@@ -19,6 +19,7 @@ from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.placement.resident import trim_heap
 from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings
@@ -31,6 +32,7 @@ _COMPILERS = 2  # structures that are compiled at once
 _TOKEN_BYTES = 8
 _ENTRY_BYTES = 100  # a token with its log-prob
 _NUMBER_BYTES = 20
+_TRIM_S = 1.0
 _RESPONSES = 16  # as many times `max_response_bytes` may be in progress
 
 
@@ -64,13 +66,23 @@ class Service:
         self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
         self.texts = TokenTexts(llm.tokenizer)
         self.metrics = Metrics()
-        self.draining = False
+        self.draining = self._trims = False
         self._under_way = self._bytes_under_way = 0
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
         self._stats: asyncio.Task[dict[str, Any]] | None = None
         self._info: asyncio.Task[dict[str, Any]] | None = None
         self._info_at = -math.inf
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
+
+    def trim_soon(self) -> None:
+        """Return memory to the system in a second, after a request with a large body or response."""
+        if not self._trims:
+            self._trims = True
+            asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trims = False
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
     async def stats(self) -> dict[str, Any]:
         """Return the engine's statistics between two steps. Concurrent callers share one answer."""
