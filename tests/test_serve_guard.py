@@ -472,7 +472,7 @@ def test_a_local_server_answers_under_its_own_names_alone(host, status):
         await Response("here")(scope, receive, send)
 
     async def ask() -> list[int]:
-        transport = httpx.ASGITransport(Guard(app, ServeSettings(hosts=LOCAL_HOSTS)))
+        transport = httpx.ASGITransport(Guard(app, ServeSettings(hosts=LOCAL_HOSTS), lambda: None))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return [
                 (await client.get(path, headers={"host": host})).status_code

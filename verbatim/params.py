@@ -384,6 +384,10 @@ def _words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     for word in entries:
         if word == "":
             raise InvalidRequest("bad_words: an empty string can't be banned")
+        if isinstance(word, str) and len(word) > MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(
+                f"a string of bad_words has {len(word)} characters; at most {MAX_STOP_STRING_CHARS}"
+            )
         words += [word] if isinstance(word, str) else _id_sequences("bad_words", [word])
     return tuple(words)
 

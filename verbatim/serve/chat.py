@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -83,8 +82,9 @@ class Talk:
         tokenizer = self.service.llm.tokenizer
         if tokenizer is None:
             raise NotSupported("chat needs a tokenizer, and this engine has none")
-        return await asyncio.to_thread(
-            lambda: render_chat(tokenizer, self._messages, **self._variables)
+        return await self.service.in_thread(
+            lambda: render_chat(tokenizer, self._messages, **self._variables),
+            num_chars=sum(len(message["content"]) for message in self._messages),
         )
 
     def reader(self) -> CallReader | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -175,12 +174,14 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
 
     def ids_of() -> list[int]:
         if body.messages is not None:
-            return render_chat(tokenizer, [message_of(message) for message in body.messages])
+            return render_chat(tokenizer, messages)
         return tokenizer.encode(
             body.text or "", special_tokens=body.add_special_tokens is not False
         )
 
-    ids = await asyncio.to_thread(ids_of)
+    messages = [message_of(message) for message in body.messages or ()]
+    num_chars = len(body.text or "") + sum(len(message["content"]) for message in messages)
+    ids = await service.in_thread(ids_of, num_chars=num_chars)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
     if body.return_tokens:
         answer["tokens"] = Rows(lambda: map(service.texts.text, ids))
@@ -199,7 +200,7 @@ async def detokenize(service: Service, body: Detokenize) -> dict[str, Any]:
             raise InvalidRequest(f"ids: {wrong} is not a token id (0 to {limit - 1})")
         return tokenizer.decode(body.ids, body.skip_special_tokens)
 
-    return {"text": await asyncio.to_thread(text_of)}
+    return {"text": await service.in_thread(text_of, num_chars=len(body.ids))}
 
 
 def _tokenizer(service: Service) -> Tokenizer:

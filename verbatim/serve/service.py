@@ -6,13 +6,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Prompt
@@ -25,9 +25,12 @@ from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
 
+T = TypeVar("T")
 log = logging.getLogger("verbatim.serve")
 _INFO_S = 5.0  # maximum age of `info`; a cluster's stages may move
 _COMPILERS = 2  # structures that are compiled at once
+_READERS = 2  # large inputs that are tokenized at once
+_LARGE_CHARS = 1 << 16
 # Estimates of a response's size in JSON, and of the memory that it takes until then.
 _TOKEN_BYTES = 8
 _ENTRY_BYTES = 100  # a token with its log-prob
@@ -73,6 +76,7 @@ class Service:
         self._info: asyncio.Task[dict[str, Any]] | None = None
         self._info_at = -math.inf
         self._compilers = ThreadPoolExecutor(_COMPILERS, "verbatim-structures")
+        self._readers = ThreadPoolExecutor(_READERS, "verbatim-large-inputs")
 
     def trim_soon(self) -> None:
         """Return memory to the system in a second, after a request with a large body or response."""
@@ -169,13 +173,24 @@ class Service:
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
         admission = self.llm.engine.admission
-        # Compiling a structure may take seconds; only requests with another new one wait for it.
-        threads = self._compilers if admission.compiles(params) else None
-        requests = await asyncio.get_running_loop().run_in_executor(
-            threads, lambda: [admission.admit(prompt, params) for prompt in prompts]
+        requests = await self.in_thread(
+            lambda: [admission.admit(prompt, params) for prompt in prompts],
+            num_chars=sum(map(len, prompts)) + sum(map(len, params.bad_words)),
+            compiles=admission.compiles(params),
         )
         self._reserve(seat, requests)
         return requests
+
+    async def in_thread(
+        self, work: Callable[[], T], *, num_chars: int, compiles: bool = False
+    ) -> T:
+        """Return the result of `work`. What may take seconds has threads of its own, and delays no other."""
+        threads = None
+        if compiles:
+            threads = self._compilers
+        elif num_chars > _LARGE_CHARS:
+            threads = self._readers
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _reserve(self, seat: Seat, requests: list[Request]) -> None:
         limit = self.settings.max_response_bytes
