@@ -291,7 +291,7 @@ def _nothing_given():
         (["--file", "/nowhere/at/all"], 1, "can't read /nowhere/at/all: No such file"),
         (["--file", "/"], 1, "can't read /: Is a directory"),
         (["x", "--json-schema", "@missing.json"], 1, "can't read @missing.json: No such file"),
-        (["x", "--json-schema", "@"], 1, "can't read @: Is a directory"),
+        (["x", "--json-schema", "@"], 1, "can't read @: No such file"),
         (["x", "--grammar", "@/nowhere/at/all"], 1, "can't read @/nowhere/at/all: No such file"),
         (["x", "--json-schema", "{a"], 1, "json_schema is not a JSON schema: Expecting property"),
         (

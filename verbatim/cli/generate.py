@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,6 @@ from verbatim.cli.options import (
     SAMPLING,
     given,
     open_llm,
-    read_text,
     seeded,
     takes,
 )
@@ -32,6 +30,7 @@ from verbatim.cli.terminal import (
     interruptible,
     note,
 )
+from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
 
@@ -146,14 +145,14 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     if ids is not None:
         return parse_ids(ids)
     if file is not None and file != "-":
-        return read_text(file, Path(file).read_bytes)
+        return read_file(file, file)
     if sys.stdin is None:
         raise WrongUsage(
             "no prompt: stdin is closed; pass it as an argument, with --file or with --ids"
         )
     if file is None and sys.stdin.isatty():
         raise WrongUsage("no prompt: pass it as an argument, with --file or --ids, or pipe it in")
-    return read_text("stdin", sys.stdin.buffer.read)
+    return read_stdin()
 
 
 def parse_ids(text: str) -> list[int]:

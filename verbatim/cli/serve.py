@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, open_llm, read_text, takes
+from verbatim.cli.options import MODEL, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import WrongUsage, command, note
+from verbatim.files import read_file
 
 if TYPE_CHECKING:
     from verbatim.serve.settings import ServeSettings
@@ -183,7 +183,7 @@ def _settings(
 def _keys(path: str | None) -> tuple[str, ...]:
     keys = _lines(os.environ.get(KEYS, ""))
     if path is not None:
-        found = _lines(read_text(path, Path(path).read_bytes))
+        found = _lines(read_file(path, path))
         if not found:  # the server would otherwise accept everything
             raise WrongUsage(f"--api-key-file {path}: the file has no key")
         keys += found

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.files import without_waiting
 from verbatim.serve.errors import to_bytes
 
 _HEAD = b'{"id":"batch_req_'
@@ -183,13 +184,9 @@ def check_source(source: str | os.PathLike[str]) -> Path:
     """
     path = Path(source)
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InvalidRequest(f"{path} must be a regular file")
     except OSError as error:
         raise VerbatimError(f"can't read {path}: {error.strerror}") from None
     return path
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # of a pipe without a writer
