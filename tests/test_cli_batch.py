@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verbatim import LLM, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
 from verbatim.serve.batch import BatchRun
 from verbatim.serve.metrics import Metrics

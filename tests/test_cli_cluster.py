@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result as Invoked
 from typer.testing import CliRunner
 
-from verbatim.cli import app
 from verbatim.cli import cluster as commands
+from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.placing import CLUSTER, placement_of
 from verbatim.cli.terminal import WrongUsage

@@ -16,7 +16,7 @@ from toys import make_toy
 from typer.testing import CliRunner
 
 from verbatim import LLM, Offload, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD, PLACING
 
 ROOMY = ("--policy", "none", "--max-length", "128")
@@ -112,7 +112,7 @@ def test_a_folder_that_is_none_is_refused(run):
 def test_help_does_not_import_torch():
     code = (
         "import sys\n"
-        "from verbatim.cli import app\n"
+        "from verbatim.cli.commands import app\n"
         "try:\n    app(['plan', '--help'])\n"
         "except SystemExit:\n    sys.exit('torch' in sys.modules)\n"
     )

@@ -18,7 +18,7 @@ from toys import make_toy
 from typer.testing import CliRunner
 
 from verbatim import LLM, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MAX_LENGTH = 64

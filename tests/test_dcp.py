@@ -41,7 +41,7 @@ from verbatim import (
     TensorParallel,
     TierFailed,
 )
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.filling import Piece, settled

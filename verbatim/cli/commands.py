@@ -1,19 +1,19 @@
-"""The `verbatim` command: one file per command.
+"""All commands, as one typer application.
 
-Nothing here imports torch before a command has checked its options, so `verbatim --help` and a mistyped
-option respond at once.
+No command imports torch before it has checked its options, so `verbatim --help` and a mistyped option
+respond at once.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated
 
 import typer
 
 from verbatim._version import __version__
 from verbatim.cli import batch, bench, chat, cluster, generate, info, plan, score, serve, verify
+from verbatim.cli.interrupts import EXIT_BROKEN_PIPE
+from verbatim.cli.terminal import note
 
 app = typer.Typer(
     name="verbatim",
@@ -51,23 +51,15 @@ def _root(
     """Generate text from any causal language model: the same tokens everywhere."""
 
 
-def main() -> None:
-    """Run the console script.
-
-    The process exits as soon as its output is flushed: tearing torch down takes a second.
-    """
-    status = 0
+def run() -> int:
+    """Run the command line and return the exit status."""
     try:
         app(prog_name="verbatim")
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.__context__, BrokenPipeError):  # typer's status is 1
+            return EXIT_BROKEN_PIPE
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except OSError as error:  # the help, on a full disk
-        status = 1
-        typer.echo(f"verbatim: can't write to stdout: {error.strerror or error}", err=True)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            status = status or 1
-    os._exit(status)
+        note(f"verbatim: can't write to stdout: {error.strerror or error}")
+        return 1
+    return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
@@ -22,7 +23,6 @@ from verbatim.cli.options import (
 )
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import (
-    EXIT_INTERRUPTED,
     Interrupt,
     WrongUsage,
     command,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from verbatim.cli.interrupts import opened
 from verbatim.cli.terminal import WrongUsage
 from verbatim.files import read_file
 from verbatim.params import MAX_STRUCTURE_CHARS, SamplingParams
@@ -297,4 +298,6 @@ def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = No
         settings["placement"] = placement
     import verbatim
 
-    return verbatim.LLM(settings.pop("model", None), **settings)
+    llm = verbatim.LLM(settings.pop("model", None), **settings)
+    opened()
+    return llm

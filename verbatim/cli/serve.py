@@ -152,10 +152,10 @@ def serve(
         **{key: value for key, value in given.items() if value is not None},
     )
     placement = placement_of({**values, "stats": None})
+    from verbatim.serve.server import run
+
     with open_llm({**values, "model": model}, placement) as llm:
         tell_placement(llm, placement)
-        from verbatim.serve.server import run
-
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
 
 

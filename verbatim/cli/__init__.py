@@ -1,0 +1,39 @@
+"""The `verbatim` command: one file per command; `commands` collects them.
+
+This module is the entry point. It imports next to nothing before Ctrl-C is handled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from verbatim.cli import interrupts
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run the console script.
+
+    The process exits as soon as its output is flushed: tearing torch down takes a second.
+    """
+    interrupts.handle()
+    # A file that is opened in the place of a closed stream would get the messages of libraries.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    try:
+        from verbatim.cli.commands import run
+
+        status = run()
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except OSError:
+            status = status or 1
+    except KeyboardInterrupt:
+        interrupts.leave()
+    os._exit(status)
