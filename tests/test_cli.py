@@ -20,6 +20,7 @@ from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
+from verbatim.errors import StageFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.plain import to_json
 
@@ -249,6 +250,23 @@ def test_ctrl_c_prints_what_there_is_and_ends_the_request():
     several = run("generate", "Hello", "--n", "2", engine=interrupted_after(2))
     assert (several.exit_code, several.stdout.count("Once ")) == (130, 2)
     assert run("generate", "Hello", "--json", engine=interrupted_after(1)).stdout == ""
+
+
+@pytest.mark.parametrize("error", [StageFailed("stage 1 was lost"), KeyboardInterrupt])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_error_within_a_text_begins_a_line(command, error):
+    class Failing(ScriptedLLM):
+        def _deltas(self, *args):
+            for number, delta in enumerate(super()._deltas(*args)):
+                if number == 2:
+                    raise error
+                yield delta
+
+    done = run(
+        command, *(["Hello"] if command == "generate" else []), input=b"Hi\n", engine=Failing
+    )
+    assert done.stdout == "Once there \n"
+    assert "verbatim: " in done.stderr
 
 
 def test_a_closed_pipe_ends_quietly(monkeypatch):

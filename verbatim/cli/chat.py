@@ -20,7 +20,15 @@ from verbatim.cli.options import (
     takes,
 )
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
-from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
+from verbatim.cli.terminal import (
+    WrongUsage,
+    command,
+    end_line,
+    ending,
+    interruptible,
+    note,
+    one_line,
+)
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
 from verbatim.params import SamplingParams
 
@@ -122,14 +130,18 @@ class Conversation:
         result: Result | None = None
         params = seeded(self.params)
         stream = self.llm.chat_stream(messages, params)
-        with interruptible() as interrupt, ending(stream) as deltas:
-            for delta in deltas:
-                answer += delta.text
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-                result = delta.result or result
-                if interrupt.pressed:
-                    break
+        try:
+            with interruptible() as interrupt, ending(stream) as deltas:
+                for delta in deltas:
+                    answer += delta.text
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                    result = delta.result or result
+                    if interrupt.pressed:
+                        break
+        except (KeyboardInterrupt, VerbatimError):
+            end_line(answer)
+            raise
         sys.stdout.write("\n")
         sys.stdout.flush()
         note(f"({_ended(result)}seed {params.seed})")

@@ -26,10 +26,12 @@ from verbatim.cli.terminal import (
     Interrupt,
     WrongUsage,
     command,
+    end_line,
     ending,
     interruptible,
     note,
 )
+from verbatim.errors import VerbatimError
 from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
@@ -84,16 +86,20 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
     start = time.perf_counter()
     # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
     watching = interruptible() if params.num_beams == 1 else nullcontext(Interrupt())
-    with watching as interrupt, ending(llm.stream(source, params)) as deltas:
-        for delta in deltas:
-            texts[delta.index] += delta.text
-            counts[delta.index] += len(delta.token_ids)
-            result = delta.result or result
-            if live and delta.text:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-            if interrupt.pressed:
-                break
+    try:
+        with watching as interrupt, ending(llm.stream(source, params)) as deltas:
+            for delta in deltas:
+                texts[delta.index] += delta.text
+                counts[delta.index] += len(delta.token_ids)
+                result = delta.result or result
+                if live and delta.text:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                if interrupt.pressed:
+                    break
+    except (KeyboardInterrupt, VerbatimError):
+        end_line(texts[0] if live else "")
+        raise
     seconds = time.perf_counter() - start
 
     if as_json:

@@ -32,6 +32,13 @@ def note(message: str) -> None:
         typer.echo(message, err=True)
 
 
+def end_line(written: str) -> None:
+    """End the line on stdout that a text broke off in, before its error goes to stderr."""
+    if written and not written.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's message without line breaks."""
     return "verbatim: " + (" ".join(str(error).split()) or type(error).__name__)
