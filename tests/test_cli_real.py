@@ -13,6 +13,7 @@ import sys
 
 import jsonschema
 import pytest
+import torch
 import toy_tokenizers
 from toys import make_toy
 from typer.testing import CliRunner
@@ -118,6 +119,19 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
     (line,) = done.stderr.splitlines()
     assert line.startswith("verbatim: ")
     assert says in line
+
+
+def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
+    def make_store(*_):
+        return torch.empty(2**50)
+
+    monkeypatch.setattr("verbatim.placement.resident.make_store", make_store)
+    done = run("generate", "x", "--kv-memory", "1MB")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"verbatim: the KV cache of \d+ bytes can't be allocated: lower kv_memory or max_length\n",
+        done.stderr,
+    )
 
 
 @pytest.fixture

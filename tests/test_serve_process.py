@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,21 +15,26 @@ from typing import Any
 
 import httpx
 import pytest
+from programs import VERBATIM
 
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "x", "max_tokens": 1800, "ignore_eos": True, "stream": True}
 
 
 def command(*args: str) -> list[str]:
-    code = "from verbatim.cli import main; main()"
-    return [sys.executable, "-P", "-c", code, "serve", "--log-level", "warning", *args]
+    return [*VERBATIM, "serve", "--log-level", "warning", *args]
 
 
 @contextmanager
-def running(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, and its address."""
+def running(
+    *args: str, line: list[str] | None = None, **env: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server, started by a command or by a whole line, and its address."""
     process = subprocess.Popen(
-        command("--port", "0", *args), stderr=subprocess.PIPE, text=True, env=os.environ | env
+        line or command("--port", "0", *args),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
     )
     try:
         assert process.stderr is not None
@@ -121,6 +125,20 @@ def test_the_drain_has_an_end():
         for reader in readers:
             assert "data: [DONE]" not in reader.end()
     assert code == 0
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("redirection", ["> /dev/full", "> >(true)"])
+def test_a_log_that_can_not_be_written_costs_nothing(redirection):
+    line = ["bash", "-c", f'exec "$@" {redirection}', "bash", *VERBATIM, "serve", "--port", "0"]
+    with running(line=line) as (process, url):
+        time.sleep(0.2)  # the reader of the pipe is gone
+        for _ in range(3):
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        code, told = ended(process)
+    assert code == 0
+    assert "Logging error" not in told
     assert "Traceback" not in told
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -154,6 +155,8 @@ def serve(
     placement = placement_of({**values, "stats": None})
     from verbatim.serve.server import run
 
+    # A log that can't be written, on a full disk or a pipe that nobody reads, is not the server's end.
+    logging.raiseExceptions = False
     with open_llm({**values, "model": model}, placement) as llm:
         tell_placement(llm, placement)
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
