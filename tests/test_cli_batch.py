@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from verbatim import LLM, SamplingParams
 from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
+from verbatim.files import lines_of
 from verbatim.serve.batch import BatchRun
 from verbatim.serve.metrics import Metrics
-from verbatim.serve.records import Records, lines_of
+from verbatim.serve.records import Records
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 

@@ -7,12 +7,14 @@ import subprocess
 import threading
 
 import pytest
+from programs import VERBATIM
 from scripted_llm import ScriptedLLM, run
 
 from verbatim.errors import InvalidRequest, ModelError
-from verbatim.files import read_file
+from verbatim.files import MAX_TEXT_BYTES, read_file
 from verbatim.model.kempner.config import KempnerConfig
 from verbatim.params import MAX_STRUCTURE_CHARS
+from verbatim.serve.records import Records
 
 
 @pytest.fixture
@@ -86,10 +88,19 @@ def test_a_structure_of_the_largest_size_is_read(tmp_path):
     assert f"grammar has {MAX_STRUCTURE_CHARS + 1} characters" in done.stderr
 
 
+def test_a_chat_whose_line_has_no_end_is_refused():
+    done = run("chat", input=b"Hi\n" + bytes(MAX_TEXT_BYTES + 1))
+    assert done.exit_code == 1
+    assert done.stderr.endswith("verbatim: stdin: line 2 is larger than 67108864 bytes\n")
+
+
+def test_answers_that_are_none_are_refused_by_their_beginning(sparse):
+    with pytest.raises(InvalidRequest, match=r"sparse, line 1: not a batch answer"):
+        Records(sparse)
+
+
 @pytest.mark.slow
 def test_stdin_without_end_is_refused():
-    from programs import VERBATIM
-
     with open("/dev/zero") as zero:
         done = subprocess.run(
             [*VERBATIM, "generate"], stdin=zero, capture_output=True, text=True, timeout=60

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from typing import BinaryIO
 
 from verbatim.errors import InvalidRequest
 
@@ -52,6 +54,16 @@ def _text(name: str, data: bytes, limit: int) -> str:
             f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
         ) from None
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the lines of a file, each with its length in bytes; None for one longer than `limit`."""
+    while line := file.readline(limit + 1):
+        length, whole = len(line), len(line) <= limit
+        if not whole:
+            while not line.endswith(b"\n") and (line := file.readline(limit)):
+                length += len(line)
+        yield line if whole else None, length
 
 
 def without_waiting(path: str, flags: int) -> int:

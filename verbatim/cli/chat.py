@@ -30,6 +30,7 @@ from verbatim.cli.terminal import (
     one_line,
 )
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
+from verbatim.files import MAX_TEXT_BYTES
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -162,7 +163,10 @@ def _lines() -> Iterator[str]:
     if sys.stdin is None:
         raise WrongUsage("stdin is closed: chat reads its turns from it")
     if not sys.stdin.isatty():
-        for number, raw in enumerate(sys.stdin.buffer, start=1):
+        lines = iter(lambda: sys.stdin.buffer.readline(MAX_TEXT_BYTES + 1), b"")
+        for number, raw in enumerate(lines, start=1):
+            if len(raw) > MAX_TEXT_BYTES:
+                raise InvalidRequest(f"stdin: line {number} is larger than {MAX_TEXT_BYTES} bytes")
             try:
                 yield raw.decode()
             except UnicodeDecodeError:

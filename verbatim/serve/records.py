@@ -6,11 +6,10 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, VerbatimError
@@ -71,12 +70,16 @@ class Records:
         self._size = 0
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            for number, line in enumerate(file, start=1):
+            number = 0
+            # The beginning first: a file of something else may have a line of any length.
+            while head := file.readline(len(_HEAD)):
+                number += 1
+                if not _HEAD.startswith(head):
+                    raise self._foreign(number)
+                line = head + file.readline()
                 if line.endswith(b"\n"):
                     self._read(number, line)
                     self._size += len(line)
-                elif not (line.startswith(_HEAD) or _HEAD.startswith(line)):
-                    raise self._foreign(number)
         self._cut()
 
     def _read(self, number: int, line: bytes) -> None:
@@ -163,16 +166,6 @@ class Records:
         at: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of a file of any size, each with its length in bytes; None for one beyond `limit`."""
-    while line := file.readline(limit + 1):
-        length, whole = len(line), len(line) <= limit
-        if not whole:
-            while not line.endswith(b"\n") and (line := file.readline(limit)):
-                length += len(line)
-        yield line if whole else None, length
 
 
 def check_source(source: str | os.PathLike[str]) -> Path:
