@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import toy_tokenizers
+from programs import VERBATIM
 from scripted_llm import ScriptedLLM
 from scripted_llm import run as run_scripted
 from toys import make_toy
@@ -180,8 +181,7 @@ def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):
 
 @pytest.mark.slow
 def test_the_module_runs_as_a_command(folder):
-    code = "from verbatim.cli import main; main()"
-    args = [sys.executable, "-P", "-c", code, "plan", folder, "--gpu", "100KB"]
+    args = [*VERBATIM, "plan", folder, "--gpu", "100KB"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and done.stderr.startswith("verbatim: placement=Offload")

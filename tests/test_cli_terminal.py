@@ -217,3 +217,5 @@ def test_a_signal_during_a_progress_display_shows_the_cursor_again(
     time.sleep(0.3)
     started.process.send_signal(number)
     assert started.ended() == status
+    if number == signal.SIGINT:
+        assert started.output.endswith(b"\r\x1b[Kverbatim: interrupted\r\n")

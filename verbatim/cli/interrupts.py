@@ -36,9 +36,11 @@ def opened() -> None:
 
 def leave() -> NoReturn:
     """Exit at once, with the status and the line of an interrupted command."""
-    _terminal.restore()
+    line = b"verbatim: interrupted\n"
+    if _terminal.restore():
+        line = b"\r\x1b[K" + line  # in the place of a progress display
     try:
-        os.write(2, b"verbatim: interrupted\n")
+        os.write(2, line)
     except OSError:  # stderr is closed
         pass
     os._exit(EXIT_INTERRUPTED)
