@@ -89,6 +89,22 @@ def test_ctrl_c_is_handled_before_anything_large_is_imported():
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from verbatim.cli import main; main()",
+        "import runpy; runpy.run_module('verbatim.compat.kempnerforge', run_name='__main__')",
+    ],
+    ids=["verbatim", "kempnerforge"],
+)
+def test_an_entry_point_handles_ctrl_c_before_its_imports(start):
+    code = (
+        "import sys; from verbatim.cli import interrupts\n"
+        f"interrupts.handle = lambda: sys.exit('typer' in sys.modules)\n{start}"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
+
+
 def test_ctrl_c_that_is_ignored_stays_ignored():
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + FROM_THE_DOT
     code = code.replace("main()\n", "os.kill(os.getpid(), signal.SIGINT); main()\n")
