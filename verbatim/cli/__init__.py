@@ -21,11 +21,11 @@ def main() -> NoReturn:
     The process exits as soon as its output is flushed: tearing torch down takes a second.
     """
     interrupts.handle()
-    # A file that is opened in the place of a closed stream would get the messages of libraries.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
     try:
+        # A file that is opened in the place of a closed stream would get the messages of libraries.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(fd)
         from verbatim.cli.commands import run
 
         status = run()
