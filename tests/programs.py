@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+# The `verbatim` command, wherever its script is installed.
+VERBATIM = [sys.executable, "-P", "-c", "from verbatim.cli import main; main()"]
 
 
 def environment(*, within_reach: Path = TESTS, **more: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import verbatim
 import verbatim.kernels
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.core import Completion, Delta, FinishReason, Metrics, Result
 from verbatim.errors import InvalidRequest, ModelError, PromptTooLong
 from verbatim.params import SamplingParams

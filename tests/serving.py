@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from programs import VERBATIM
 
 from verbatim import LLM
 from verbatim.serve.app import make_app
@@ -118,15 +118,19 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
 
 
 def command(*args: str) -> list[str]:
-    code = "from verbatim.cli import main; main()"
-    return [sys.executable, "-P", "-c", code, "serve", "--log-level", "warning", *args]
+    return [*VERBATIM, "serve", "--log-level", "warning", *args]
 
 
 @contextmanager
-def running(*args: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start `verbatim serve`, and return the process and its address."""
+def running(
+    *args: str, line: list[str] | None = None, **env: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server by a command or by a whole line, and return the process and its address."""
     process = subprocess.Popen(
-        command("--port", "0", *args), stderr=subprocess.PIPE, text=True, env=os.environ | env
+        line or command("--port", "0", *args),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
     )
     try:
         assert process.stderr is not None

@@ -20,6 +20,7 @@ from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
+from verbatim.errors import StageFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.plain import to_json
 
@@ -251,6 +252,23 @@ def test_ctrl_c_prints_what_there_is_and_ends_the_request():
     assert run("generate", "Hello", "--json", engine=interrupted_after(1)).stdout == ""
 
 
+@pytest.mark.parametrize("error", [StageFailed("stage 1 was lost"), KeyboardInterrupt])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_error_within_a_text_begins_a_line(command, error):
+    class Failing(ScriptedLLM):
+        def _deltas(self, *args):
+            for number, delta in enumerate(super()._deltas(*args)):
+                if number == 2:
+                    raise error
+                yield delta
+
+    done = run(
+        command, *(["Hello"] if command == "generate" else []), input=b"Hi\n", engine=Failing
+    )
+    assert done.stdout == "Once there \n"
+    assert "verbatim: " in done.stderr
+
+
 def test_a_closed_pipe_ends_quietly(monkeypatch):
     class Closed(io.StringIO):
         def write(self, _):
@@ -291,7 +309,7 @@ def _nothing_given():
         (["--file", "/nowhere/at/all"], 1, "can't read /nowhere/at/all: No such file"),
         (["--file", "/"], 1, "can't read /: Is a directory"),
         (["x", "--json-schema", "@missing.json"], 1, "can't read @missing.json: No such file"),
-        (["x", "--json-schema", "@"], 1, "can't read @: Is a directory"),
+        (["x", "--json-schema", "@"], 1, "can't read @: No such file"),
         (["x", "--grammar", "@/nowhere/at/all"], 1, "can't read @/nowhere/at/all: No such file"),
         (["x", "--json-schema", "{a"], 1, "json_schema is not a JSON schema: Expecting property"),
         (

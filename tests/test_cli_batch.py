@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -13,14 +15,16 @@ import time
 from collections import Counter
 
 import pytest
+from programs import VERBATIM
 from typer.testing import CliRunner
 
 from verbatim import LLM, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest, StageFailed, VerbatimError
+from verbatim.files import lines_of
 from verbatim.serve.batch import BatchRun
 from verbatim.serve.metrics import Metrics
-from verbatim.serve.records import Records, lines_of
+from verbatim.serve.records import Records
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
@@ -385,29 +389,118 @@ def test_metrics_tell_of_drafts():
         assert f"verbatim_drafted_tokens_total {float(drafted)}" in Metrics().text(stats).decode()
 
 
+def mixed(count):
+    """Requests of which some are refused, repeated, or none at all."""
+    lines = some(count, ignore_eos=True)
+    for i in range(0, count, 7):
+        lines[i]["body"]["temperature"] = -1
+    texts = [json.dumps(entry) for entry in lines]
+    for i in range(3, count, 10):
+        texts.insert(i, texts[i - 1] if i % 20 == 3 else f"no JSON {i}")
+    return "".join(text + "\n" for text in texts)
+
+
+def answers_of(records):
+    """What the records say, without what differs between two runs."""
+    found = []
+    for record in records:
+        response, error = record["response"], record["error"]
+        if response is not None:
+            body = response["body"]
+            response = response["status_code"], body.get("choices"), body.get("error")
+        found.append(json.dumps([record["custom_id"], response, error], sort_keys=True))
+    return Counter(found)
+
+
+@pytest.fixture
+def disturbed(command, monkeypatch, tmp_path):
+    """Run the command until it has written some bytes, and end it there."""
+    out = tmp_path / "out.jsonl"
+    write_to, add = os.write, Records._add
+
+    def disturbed(how, left):
+        def limited(fd, data):
+            nonlocal left
+            if not out.exists() or not os.path.samestat(os.fstat(fd), out.stat()):
+                return write_to(fd, data)
+            if how == "full" and left <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = write_to(fd, data[: left if how == "full" else None])
+            left -= written
+            return written
+
+        def interrupted(self, *args):
+            add(self, *args)
+            if how == "interrupted" and left <= 0:
+                signal.raise_signal(signal.SIGINT)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("verbatim.serve.records.os.write", limited)
+            patch.setattr(Records, "_add", interrupted)
+            done = command("--in-flight", "3")
+        assert done.exit_code == (130 if how == "interrupted" and left <= 0 else 1)
+
+    return disturbed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_wherever_a_run_ends_each_line_is_answered_once(command, disturbed, tmp_path, seed):
+    (tmp_path / "in.jsonl").write_text(mixed(40))
+    out = tmp_path / "out.jsonl"
+    assert command().exit_code == 1  # of the lines that are refused
+    expected, draw = answers_of(read(out)), random.Random(seed)
+    assert set(expected.values()) == {1}
+    out.unlink()
+    for _ in range(3):
+        for how in draw.sample(["interrupted", "full", "killed"], 3):
+            disturbed(how, draw.randrange(1, 2500))
+            if how == "killed":  # within a line
+                os.truncate(out, max(0, out.stat().st_size - draw.randrange(3000)))
+    assert command().exit_code == 1
+    assert answers_of(read(out)) == expected
+
+
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on(tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write(source, some(120, max_tokens=20, ignore_eos=True))
-    script = "from verbatim.cli import main; main()"
-    args = [sys.executable, "-c", script, "batch", str(source), str(out), "--in-flight", "4"]
-    kept = 0
-    for _ in range(2):
-        run = subprocess.Popen(args, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
+def test_a_process_that_ends_at_any_moment_answers_each_line_once(tmp_path):
+    source, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
+    source.write_text(mixed(1500))
+    args = [*VERBATIM, "batch", str(source)]
+    assert subprocess.run([*args, str(whole)], stderr=subprocess.DEVNULL).returncode == 1
+    expected = answers_of(read(whole))
+    assert set(expected.values()) == {1}
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed", seed)  # pytest shows it where the test fails
+    draw, step, ends = random.Random(seed), whole.stat().st_size // 25, Counter()
+    out.touch()
+    for _ in range(20):
+        how = draw.choice(["kill", "interrupt", "disk"])
+        kept = out.stat().st_size
+        target = kept + draw.randrange(2 * step)
+
+        def full(target=target):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (target, resource.RLIM_INFINITY))
+
+        run = subprocess.Popen(
+            [*args, str(out), "--in-flight", "4"],
+            stderr=subprocess.PIPE,
+            preexec_fn=full if how == "disk" else None,
+        )
+        early = draw.random() < 0.2  # while it starts
+        deadline = time.monotonic() + (draw.random() * 3 if early else 60)
         while time.monotonic() < deadline and run.poll() is None:
-            if out.exists() and out.read_bytes().count(b"\n") > kept + 10:
+            if how != "disk" and out.stat().st_size > target:
                 break
-            time.sleep(0.01)
-        run.kill()
-        run.wait()
-        assert out.read_bytes().count(b"\n") > kept
-        kept = out.read_bytes().count(b"\n")
-    assert kept < 120  # it was killed, and did not come to its end
-    subprocess.run(args, check=True, capture_output=True)
-    records = read(out)
-    assert len(records) == 120
-    with LLM() as llm:
-        params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(120)]
-        alone = llm.generate(["The fox"] * 120, params)
-    assert texts_of(records) == {f"r{i}": r.outputs[0].text for i, r in enumerate(alone)}
+            time.sleep(0.001)
+        if how != "disk" or run.poll() is None:
+            run.send_signal(signal.SIGINT if how == "interrupt" else signal.SIGKILL)
+        said = run.communicate(timeout=60)[1].decode()
+        ends[how, run.returncode] += 1
+        assert run.returncode in (1, 130, -signal.SIGKILL), said
+        assert "Traceback" not in said
+        if how != "kill":
+            assert out.read_bytes()[-1:] in (b"", b"\n")
+    print(ends)
+    done = subprocess.run([*args, str(out)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "from earlier runs)" in done.stderr
+    assert answers_of(read(out)) == expected

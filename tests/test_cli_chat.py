@@ -105,7 +105,7 @@ def test_version():
 def test_help_does_not_import_torch():
     code = (
         "import sys\n"
-        "from verbatim.cli import app\n"
+        "from verbatim.cli.commands import app\n"
         "try: app()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"

@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result as Invoked
 from typer.testing import CliRunner
 
-from verbatim.cli import app
 from verbatim.cli import cluster as commands
+from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.placing import CLUSTER, placement_of
 from verbatim.cli.terminal import WrongUsage
@@ -198,3 +198,17 @@ def test_the_options_make_a_cluster() -> None:
 def test_options_that_make_no_sense_together(values: dict[str, Any], told: str) -> None:
     with pytest.raises(WrongUsage, match=told):
         placement_of(every_option(**values))
+
+
+def test_a_user_without_a_home_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, asked: list[Any]
+) -> None:
+    monkeypatch.delenv("HOME")
+
+    def unknown(uid: int) -> Any:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for arguments in (["start"], ["join", "10.9.8.7"]):
+        assert "no home folder for Ray's token" in refused(run(*arguments), 1)
+    assert placement_of(every_option(disk="~nobody-of-this-name/x", cpu="1GB")) is not None

@@ -10,13 +10,14 @@ import sys
 
 import pytest
 import toy_tokenizers
+from programs import VERBATIM
 from scripted_llm import ScriptedLLM
 from scripted_llm import run as run_scripted
 from toys import make_toy
 from typer.testing import CliRunner
 
 from verbatim import LLM, Offload, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD, PLACING
 
 ROOMY = ("--policy", "none", "--max-length", "128")
@@ -112,7 +113,7 @@ def test_a_folder_that_is_none_is_refused(run):
 def test_help_does_not_import_torch():
     code = (
         "import sys\n"
-        "from verbatim.cli import app\n"
+        "from verbatim.cli.commands import app\n"
         "try:\n    app(['plan', '--help'])\n"
         "except SystemExit:\n    sys.exit('torch' in sys.modules)\n"
     )
@@ -180,8 +181,7 @@ def test_an_offloaded_model_says_what_the_resident_one_says(run, folder):
 
 @pytest.mark.slow
 def test_the_module_runs_as_a_command(folder):
-    code = "from verbatim.cli import main; main()"
-    args = [sys.executable, "-P", "-c", code, "plan", folder, "--gpu", "100KB"]
+    args = [*VERBATIM, "plan", folder, "--gpu", "100KB"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and done.stderr.startswith("verbatim: placement=Offload")

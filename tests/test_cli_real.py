@@ -9,16 +9,17 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import jsonschema
 import pytest
+import torch
 import toy_tokenizers
+from programs import VERBATIM
 from toys import make_toy
 from typer.testing import CliRunner
 
 from verbatim import LLM, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MAX_LENGTH = 64
@@ -118,6 +119,19 @@ def test_what_the_engine_refuses_is_one_line(run, args, says):
     (line,) = done.stderr.splitlines()
     assert line.startswith("verbatim: ")
     assert says in line
+
+
+def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
+    def make_store(*_):
+        return torch.empty(2**50)
+
+    monkeypatch.setattr("verbatim.placement.resident.make_store", make_store)
+    done = run("generate", "x", "--kv-memory", "1MB")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"verbatim: the KV cache of \d+ bytes can't be allocated: lower kv_memory or max_length\n",
+        done.stderr,
+    )
 
 
 @pytest.fixture
@@ -238,9 +252,8 @@ def test_info_tells_the_same_as_python(run, folder):
 
 def _start(*args):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    code = "from verbatim.cli import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *args],
+        [*VERBATIM, *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -287,11 +300,8 @@ def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
 )
 def test_a_full_disk_and_closed_streams_are_one_line(redirection, status, message):
     prompt = "" if redirection == "<&-" else "hi"
-    code = "from verbatim.cli import main; main()"
-    command = (
-        f'exec "{sys.executable}" -P -c "{code}" generate {prompt} --max-tokens 2 {redirection}'
-    )
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    line = f'exec "$@" generate {prompt} --max-tokens 2 {redirection}'
+    done = subprocess.run(["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True)
     assert done.returncode == status
     (line,) = [x for x in done.stderr.splitlines() if "compiled kernels" not in x]
     assert line.startswith("verbatim: ") and message in line

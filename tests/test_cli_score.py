@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verbatim import LLM
-from verbatim.cli import app
+from verbatim.cli.commands import app
 
 TEXT = "Once upon a time there was a fox."
 IDS = [5, 17, 9]

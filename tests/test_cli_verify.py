@@ -14,7 +14,7 @@ from toys import make_toy
 from typer.testing import CliRunner
 
 from verbatim import LLM, Cluster, SamplingParams
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.errors import InvalidRequest
 from verbatim.kv.store import KVStore
 from verbatim.verify import NAMES, verify

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from network import Machine, Network, why_not
+from programs import VERBATIM
 
 import verbatim
 from verbatim import LLM, SamplingParams
@@ -26,7 +27,6 @@ ROOT = Path(verbatim.__file__).parents[1]  # from where this process imports it
 PORT = 6379
 PROMPTS = [[5, 6, 7, 8, 9, 10] * 5, [11, 12, 13], [4] * 40]
 PARAMS = {"max_tokens": 16, "seed": 3, "ignore_eos": True, "logprobs": 2}
-VERBATIM = [sys.executable, "-P", "-c", "from verbatim.cli import main; main()"]
 
 # Runs on the head; told what to do line by line, and answers in lines of JSON.
 DRIVER = """

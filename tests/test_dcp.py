@@ -41,7 +41,7 @@ from verbatim import (
     TensorParallel,
     TierFailed,
 )
-from verbatim.cli import app
+from verbatim.cli.commands import app
 from verbatim.draft import Mtp
 from verbatim.errors import ModelChanged
 from verbatim.model.dcp.filling import Piece, settled
@@ -285,7 +285,7 @@ def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_
     for options, named in (
         ([], "holds no config"),
         (["--config", str(tmp_path / "bad.toml")], "is not TOML"),
-        (["--config", str(tmp_path / "none.toml")], "can't be read"),
+        (["--config", str(tmp_path / "none.toml")], "can't read"),
         (["--config", "a/b/c"], "no hub id"),
     ):
         done = run(*options)

@@ -197,10 +197,10 @@ def test_a_config_out_of_range_is_refused_with_the_field_and_the_file(
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere\.toml can't be read: No such file"):
+    with pytest.raises(ModelError, match=r"can't read .*nowhere\.toml: No such file"):
         KempnerConfig.read(tmp_path / "nowhere.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xff")
-    with pytest.raises(ModelError, match="is not TOML"):
+    with pytest.raises(ModelError, match="is not UTF-8 text"):
         KempnerConfig.read(tmp_path / "latin.toml")
 
 

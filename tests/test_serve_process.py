@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from programs import VERBATIM
 from serving import command, running
 
 pytestmark = pytest.mark.slow
@@ -91,6 +92,20 @@ def test_the_drain_has_an_end():
         for reader in readers:
             assert "data: [DONE]" not in reader.end()
     assert code == 0
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("redirection", ["> /dev/full", "> >(true)"])
+def test_a_log_that_can_not_be_written_costs_nothing(redirection):
+    line = ["bash", "-c", f'exec "$@" {redirection}', "bash", *VERBATIM, "serve", "--port", "0"]
+    with running(line=line) as (process, url):
+        time.sleep(0.2)  # the reader of the pipe is gone
+        for _ in range(3):
+            assert httpx.get(f"{url}/v1/models").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        code, told = ended(process)
+    assert code == 0
+    assert "Logging error" not in told
     assert "Traceback" not in told
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from verbatim._version import __version__
 
+# Without `typing`, the command handles Ctrl-C some milliseconds earlier.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from verbatim.core import Completion, Delta, FinishReason, Result
     from verbatim.errors import (
         EngineClosed,

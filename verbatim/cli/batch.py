@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD, tell_stats
 from verbatim.cli.options import MODEL, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
-from verbatim.cli.terminal import EXIT_ERROR, EXIT_INTERRUPTED, WrongUsage, command, note
+from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
 from verbatim.errors import VerbatimError
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ def batch(
 
     _check_paths(source, target)
     placement = placement_of(values)
+    from verbatim.serve.batch import BatchRun
+
     with Records(target) as records, open_llm(values, placement) as llm:
         tell_placement(llm, placement)
-        from verbatim.serve.batch import BatchRun
-
         run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
         _warn(run, records)
         resume = "the same command resumes there"

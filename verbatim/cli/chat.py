@@ -20,8 +20,17 @@ from verbatim.cli.options import (
     takes,
 )
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
-from verbatim.cli.terminal import WrongUsage, command, ending, interruptible, note, one_line
+from verbatim.cli.terminal import (
+    WrongUsage,
+    command,
+    end_line,
+    ending,
+    interruptible,
+    note,
+    one_line,
+)
 from verbatim.errors import EngineClosed, InvalidRequest, PromptTooLong, VerbatimError
+from verbatim.files import MAX_TEXT_BYTES
 from verbatim.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -122,14 +131,18 @@ class Conversation:
         result: Result | None = None
         params = seeded(self.params)
         stream = self.llm.chat_stream(messages, params)
-        with interruptible() as interrupt, ending(stream) as deltas:
-            for delta in deltas:
-                answer += delta.text
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-                result = delta.result or result
-                if interrupt.pressed:
-                    break
+        try:
+            with interruptible() as interrupt, ending(stream) as deltas:
+                for delta in deltas:
+                    answer += delta.text
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                    result = delta.result or result
+                    if interrupt.pressed:
+                        break
+        except (KeyboardInterrupt, VerbatimError):
+            end_line(answer)
+            raise
         sys.stdout.write("\n")
         sys.stdout.flush()
         note(f"({_ended(result)}seed {params.seed})")
@@ -150,7 +163,10 @@ def _lines() -> Iterator[str]:
     if sys.stdin is None:
         raise WrongUsage("stdin is closed: chat reads its turns from it")
     if not sys.stdin.isatty():
-        for number, raw in enumerate(sys.stdin.buffer, start=1):
+        lines = iter(lambda: sys.stdin.buffer.readline(MAX_TEXT_BYTES + 1), b"")
+        for number, raw in enumerate(lines, start=1):
+            if len(raw) > MAX_TEXT_BYTES:
+                raise InvalidRequest(f"stdin: line {number} is larger than {MAX_TEXT_BYTES} bytes")
             try:
                 yield raw.decode()
             except UnicodeDecodeError:

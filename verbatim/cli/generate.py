@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD, tell_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
@@ -18,20 +18,21 @@ from verbatim.cli.options import (
     SAMPLING,
     given,
     open_llm,
-    read_text,
     seeded,
     takes,
 )
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import (
-    EXIT_INTERRUPTED,
     Interrupt,
     WrongUsage,
     command,
+    end_line,
     ending,
     interruptible,
     note,
 )
+from verbatim.errors import VerbatimError
+from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
 
@@ -85,16 +86,20 @@ def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: boo
     start = time.perf_counter()
     # Beam search yields no delta before its end, and Ctrl-C must not wait for that.
     watching = interruptible() if params.num_beams == 1 else nullcontext(Interrupt())
-    with watching as interrupt, ending(llm.stream(source, params)) as deltas:
-        for delta in deltas:
-            texts[delta.index] += delta.text
-            counts[delta.index] += len(delta.token_ids)
-            result = delta.result or result
-            if live and delta.text:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-            if interrupt.pressed:
-                break
+    try:
+        with watching as interrupt, ending(llm.stream(source, params)) as deltas:
+            for delta in deltas:
+                texts[delta.index] += delta.text
+                counts[delta.index] += len(delta.token_ids)
+                result = delta.result or result
+                if live and delta.text:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                if interrupt.pressed:
+                    break
+    except (KeyboardInterrupt, VerbatimError):
+        end_line(texts[0] if live else "")
+        raise
     seconds = time.perf_counter() - start
 
     if as_json:
@@ -146,14 +151,14 @@ def _prompt(prompt: str | None, file: str | None, ids: str | None) -> str | list
     if ids is not None:
         return parse_ids(ids)
     if file is not None and file != "-":
-        return read_text(file, Path(file).read_bytes)
+        return read_file(file, file)
     if sys.stdin is None:
         raise WrongUsage(
             "no prompt: stdin is closed; pass it as an argument, with --file or with --ids"
         )
     if file is None and sys.stdin.isatty():
         raise WrongUsage("no prompt: pass it as an argument, with --file or --ids, or pipe it in")
-    return read_text("stdin", sys.stdin.buffer.read)
+    return read_stdin()
 
 
 def parse_ids(text: str) -> list[int]:

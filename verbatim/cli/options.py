@@ -12,14 +12,14 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from verbatim.cli.interrupts import opened
 from verbatim.cli.terminal import WrongUsage
-from verbatim.errors import InvalidRequest
-from verbatim.params import SamplingParams
+from verbatim.files import read_file
+from verbatim.params import MAX_STRUCTURE_CHARS, SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.llm import LLM
@@ -75,22 +75,9 @@ def _defaults() -> SamplingParams:
     return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 
 
-def read_text(name: str, read: Callable[[], bytes]) -> str:
-    """Return the text of a file, without its final newline."""
-    try:
-        text = read().decode()
-    except OSError as error:
-        raise InvalidRequest(f"can't read {name}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise InvalidRequest(
-            f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
-        ) from None
-    return text.removesuffix("\n").removesuffix("\r")
-
-
 def _text_or_file(text: str) -> str:
-    return read_text(text, Path(text[1:]).read_bytes) if text.startswith("@") else text
+    # A character has up to four bytes; SamplingParams counts characters.
+    return read_file(text, text[1:], 4 * MAX_STRUCTURE_CHARS) if text.startswith("@") else text
 
 
 def _biases(entries: list[str]) -> dict[int, float]:
@@ -311,4 +298,6 @@ def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = No
         settings["placement"] = placement
     import verbatim
 
-    return verbatim.LLM(settings.pop("model", None), **settings)
+    llm = verbatim.LLM(settings.pop("model", None), **settings)
+    opened()
+    return llm

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verbatim.cli.generate import parse_ids
 from verbatim.cli.offload import OFFLOAD, tell_stats
-from verbatim.cli.options import MODEL, open_llm, read_text, takes
+from verbatim.cli.options import MODEL, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import WrongUsage, command
+from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
 from verbatim.plain import to_json
 
@@ -90,10 +90,10 @@ def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str |
 
 def _read(path: str) -> str:
     if path != "-":
-        return read_text(path, Path(path).read_bytes)
+        return read_file(path, path)
     if sys.stdin is None:
         raise WrongUsage("--file -: stdin is closed")
-    return read_text("stdin", sys.stdin.buffer.read)
+    return read_stdin()
 
 
 def _score(llm: LLM, result: Result) -> dict[str, Any]:

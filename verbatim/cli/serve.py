@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, open_llm, read_text, takes
+from verbatim.cli.options import MODEL, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
 from verbatim.cli.terminal import WrongUsage, command, note
+from verbatim.files import read_file
 
 if TYPE_CHECKING:
     from verbatim.serve.settings import ServeSettings
@@ -175,10 +176,12 @@ def serve(
         **{key: value for key, value in given.items() if value is not None},
     )
     placement = placement_of({**values, "stats": None})
+    from verbatim.serve.server import run
+
+    # A log that can't be written, on a full disk or a pipe that nobody reads, is not the server's end.
+    logging.raiseExceptions = False
     with open_llm({**values, "model": model}, placement) as llm:
         tell_placement(llm, placement)
-        from verbatim.serve.server import run
-
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
 
 
@@ -206,7 +209,7 @@ def _settings(
 def _keys(path: str | None) -> tuple[str, ...]:
     keys = _lines(os.environ.get(KEYS, ""))
     if path is not None:
-        found = _lines(read_text(path, Path(path).read_bytes))
+        found = _lines(read_file(path, path))
         if not found:  # the server would otherwise accept everything
             raise WrongUsage(f"--api-key-file {path}: the file has no key")
         keys += found

@@ -6,21 +6,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FrameType
 from typing import NoReturn, TypeVar
 
 import typer
 
+from verbatim.cli.interrupts import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from verbatim.errors import VerbatimError
 
 T = TypeVar("T")
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 
 class WrongUsage(VerbatimError):
@@ -28,8 +27,16 @@ class WrongUsage(VerbatimError):
 
 
 def note(message: str) -> None:
-    """Print one line on stderr, apart from the text on stdout."""
-    typer.echo(message, err=True)
+    """Print one line on stderr, apart from the text on stdout. Nothing depends on its being written."""
+    with suppress(OSError):
+        typer.echo(message, err=True)
+
+
+def end_line(written: str) -> None:
+    """End the line on stdout that a text broke off in, before its error goes to stderr."""
+    if written and not written.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 def one_line(error: BaseException) -> str:

@@ -37,7 +37,7 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
     if isinstance(weights, nn.Module):
         return dict(weights.state_dict())
     if isinstance(weights, str | os.PathLike):
-        return _read(Path(weights).expanduser())
+        return _read(Path(os.path.expanduser(weights)))
     if isinstance(weights, Mapping):
         return dict(weights)
     if isinstance(weights, Tensor) or not isinstance(weights, Iterable):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.device import Device
-from verbatim.errors import NotSupported, VerbatimError
+from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
@@ -260,6 +260,12 @@ def _make_store(
     if mtp is not None:
         mtp.open_stores(blocks, options.block_size, dtype)
     device = options.device
-    store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)
+    try:
+        store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)
+    except RuntimeError as error:  # of torch's allocators, also on a GPU
+        nbytes = blocks * options.block_size * token_bytes
+        raise OutOfBlocks(
+            f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
+        ) from error
     store.same_bits = device.same_bits
     return store

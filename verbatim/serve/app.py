@@ -191,7 +191,7 @@ def _operations(app: FastAPI, service: Service) -> None:
 
         @app.get("/", include_in_schema=False)
         async def playground() -> Response:
-            return HTMLResponse(PAGE.read_text(), headers=_PAGE_HEADERS)
+            return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
 
 # No external resources, and no framing.

@@ -22,13 +22,14 @@ from verbatim.errors import (
     TierFailed,
     VerbatimError,
 )
+from verbatim.files import lines_of
 from verbatim.llm import LLM
 from verbatim.params import MAX_N
 from verbatim.serve import chat, completions, responses
 from verbatim.serve.bodies import refusal_of_body
 from verbatim.serve.errors import Refusal, refusal_of
 from verbatim.serve.fields import ChatCompletions, Completions
-from verbatim.serve.records import Records, check_source, lines_of
+from verbatim.serve.records import Records, check_source
 from verbatim.serve.responses_fields import Responses
 from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings

@@ -6,14 +6,14 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.files import without_waiting
 from verbatim.serve.errors import to_bytes
 
 _HEAD = b'{"id":"batch_req_'
@@ -70,12 +70,16 @@ class Records:
         self._size = 0
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            for number, line in enumerate(file, start=1):
+            number = 0
+            # The beginning first: a file of something else may have a line of any length.
+            while head := file.readline(len(_HEAD)):
+                number += 1
+                if not _HEAD.startswith(head):
+                    raise self._foreign(number)
+                line = head + file.readline()
                 if line.endswith(b"\n"):
                     self._read(number, line)
                     self._size += len(line)
-                elif not (line.startswith(_HEAD) or _HEAD.startswith(line)):
-                    raise self._foreign(number)
         self._cut()
 
     def _read(self, number: int, line: bytes) -> None:
@@ -164,16 +168,6 @@ class Records:
         self.close()
 
 
-def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of a file of any size, each with its length in bytes; None for one beyond `limit`."""
-    while line := file.readline(limit + 1):
-        length, whole = len(line), len(line) <= limit
-        if not whole:
-            while not line.endswith(b"\n") and (line := file.readline(limit)):
-                length += len(line)
-        yield line if whole else None, length
-
-
 def check_source(source: str | os.PathLike[str]) -> Path:
     """The file of requests, if it is one.
 
@@ -183,13 +177,9 @@ def check_source(source: str | os.PathLike[str]) -> Path:
     """
     path = Path(source)
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InvalidRequest(f"{path} must be a regular file")
     except OSError as error:
         raise VerbatimError(f"can't read {path}: {error.strerror}") from None
     return path
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # of a pipe without a writer

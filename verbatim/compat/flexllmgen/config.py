@@ -109,7 +109,7 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
         raise InvalidRequest(f"path={path!r}: must be the path of a folder, or None")
     if "_DUMMY_" in os.fspath(path):
         raise NotSupported(f"path={path!r}: dummy weights are not made; give a model's folder")
-    root, short = Path(path).expanduser(), name.rstrip("/").rsplit("/", 1)[-1]
+    root, short = Path(os.path.expanduser(path)), name.rstrip("/").rsplit("/", 1)[-1]
     # (An absolute name would swallow the root.)
     for folder in (root / name.lstrip("/"), root / short, root):
         if (folder / "config.json").is_file():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from verbatim.compat.kempnerforge.command import main
+from verbatim.cli import interrupts
 
 if __name__ == "__main__":
+    interrupts.handle()  # before anything large is imported
+    from verbatim.compat.kempnerforge.command import main
+
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import ModelError, UnsupportedModel
+from verbatim.errors import InvalidRequest, ModelError, UnsupportedModel
+from verbatim.files import read_file
 
 # Fields of [model] that shape the training, or choose among kernels that compute the same.
 _TRAINING = frozenset(
@@ -170,9 +171,11 @@ class KempnerConfig:
         """
         file = Path(os.path.expanduser(path))
         try:
-            tables = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelError(f"{file} can't be read: {error.strerror or error}") from None
+            text = read_file(str(file), file)
+        except InvalidRequest as error:
+            raise ModelError(str(error)) from None
+        try:
+            tables = tomllib.loads(text)
         except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or brackets without end
             raise ModelError(f"{file} is not TOML: {error}") from None
         try:

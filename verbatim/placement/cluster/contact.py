@@ -31,9 +31,17 @@ def answers(address: tuple[str, int]) -> bool:
 
 def token_path() -> Path | None:
     """The file with Ray's token for clusters of this user, where one is; RAY_AUTH_TOKEN comes first."""
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    path = _token_path()
     return path if path.is_file() else None
+
+
+def _token_path() -> Path:
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
+    if named.startswith("~"):
+        raise NoHost(
+            "this user has no home folder for Ray's token: set RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
+        )
+    return Path(named)
 
 
 def settle_token() -> tuple[Path | None, bool]:
@@ -49,7 +57,7 @@ def settle_token() -> tuple[Path | None, bool]:
     found = token_path()
     if found is not None:
         return found, False
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = _token_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

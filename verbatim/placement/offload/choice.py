@@ -112,7 +112,7 @@ class Offload:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):
                 raise InvalidRequest(f"{name}={value!r}: must be a path")
-            settle(name, None if value is None else Path(value).expanduser())
+            settle(name, None if value is None else Path(os.path.expanduser(value)))
         try:
             prompt, new = self.workload
         except (TypeError, ValueError):

@@ -1,0 +1,108 @@
+"""Signals in the whole of the command, from the first milliseconds on: this module imports little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import termios
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any, NoReturn
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+def handle() -> None:
+    """Handle Ctrl-C until a model is open, and on a terminal the signals that end or stop a process."""
+    # A shell starts background jobs with Ctrl-C ignored: then it stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    if _terminal.open():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _give_way)
+
+
+def opened() -> None:
+    """Raise KeyboardInterrupt on every Ctrl-C from here on, as asyncio expects it: a model is open."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave() -> NoReturn:
+    """Exit at once, with the status and the line of an interrupted command."""
+    line = b"verbatim: interrupted\n"
+    if _terminal.restore():
+        line = b"\r\x1b[K" + line  # in the place of a progress display
+    try:
+        os.write(2, line)
+    except OSError:  # stderr is closed
+        pass
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, except within an import.
+
+    There it would be printed as a traceback, be caught by a library, or turn into an ImportError.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            leave()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _give_way(number: int, _frame: FrameType | None) -> None:
+    """Restore the terminal before a signal takes its effect, and change it back after a stop."""
+    changed = _terminal.restore()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    # Only a stopped process gets here, once it is continued.
+    signal.signal(number, _give_way)
+    _terminal.change(changed)
+
+
+class _Terminal:
+    """The terminal of the process, if it has one, and its state at the start.
+
+    readline turns off echo and line mode; progress displays hide the cursor.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._found: list[Any] = []
+
+    def open(self) -> bool:
+        """Note the terminal's state; return whether there is a terminal."""
+        self._fd = next((fd for fd in (2, 1, 0) if os.isatty(fd)), -1)
+        if self._fd >= 0:
+            self._found = termios.tcgetattr(self._fd)
+        return self._fd >= 0
+
+    def restore(self) -> list[Any]:
+        """Restore the state at the start; return the one before."""
+        changed = self.change(self._found)
+        if changed:
+            os.write(self._fd, _SHOW_CURSOR)
+        return changed
+
+    def change(self, state: list[Any]) -> list[Any]:
+        """Set the terminal's state if it is this process's to set; return the one before, or []."""
+        try:
+            # In the background, another process has the terminal, and setting it stops this one.
+            if not state or os.tcgetpgrp(self._fd) != os.getpgrp():
+                return []
+            before = termios.tcgetattr(self._fd)
+            termios.tcsetattr(self._fd, termios.TCSANOW, state)
+            return before
+        except (OSError, termios.error):  # the terminal was closed
+            return []
+
+
+_terminal = _Terminal()

@@ -1,0 +1,71 @@
+"""Reading a text that the user names: a file, a pipe or stdin, up to a limit."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from verbatim.errors import InvalidRequest
+
+MAX_TEXT_BYTES = 64 << 20
+
+
+def read_file(name: str, path: str | os.PathLike[str], limit: int = MAX_TEXT_BYTES) -> str:
+    """Return the text of a file of at most `limit` bytes, without its final newline.
+
+    Args:
+        name: the file's name in error messages.
+    """
+    try:
+        with open(path, "rb", opener=without_waiting) as file:
+            is_terminal = file.isatty()
+            is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+            os.set_blocking(file.fileno(), True)
+            data = b"" if is_terminal else file.read(limit + 1)
+    except OSError as error:
+        raise InvalidRequest(f"can't read {name}: {error.strerror or error}") from None
+    if is_terminal:
+        raise InvalidRequest(f"{name} is a terminal; must be a file or a pipe")
+    if is_pipe and not data:
+        raise InvalidRequest(f"{name} is a pipe without a writer")
+    return _text(name, data, limit)
+
+
+def read_stdin(limit: int = MAX_TEXT_BYTES) -> str:
+    """Return the text on stdin, as `read_file` does."""
+    try:
+        data = sys.stdin.buffer.read(limit + 1)
+    except OSError as error:
+        raise InvalidRequest(f"can't read stdin: {error.strerror or error}") from None
+    return _text("stdin", data, limit)
+
+
+def _text(name: str, data: bytes, limit: int) -> str:
+    if len(data) > limit:
+        raise InvalidRequest(f"{name} is larger than {limit} bytes, the limit")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        byte = data[error.start]
+        raise InvalidRequest(
+            f"{name} is not UTF-8 text: byte 0x{byte:02x} at offset {error.start}"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def lines_of(file: BinaryIO, limit: int) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the lines of a file, each with its length in bytes; None for one longer than `limit`."""
+    while line := file.readline(limit + 1):
+        length, whole = len(line), len(line) <= limit
+        if not whole:
+            while not line.endswith(b"\n") and (line := file.readline(limit)):
+                length += len(line)
+        yield line if whole else None, length
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Open a pipe that has no writer, too, instead of waiting for one."""
+    return os.open(path, flags | os.O_NONBLOCK)
