@@ -93,7 +93,7 @@ def test_batches_plans_and_draws_arrive_as_they_were() -> None:
     assert found.block_copies == batch.block_copies
     params = SamplingParams(
         temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, typical_p=0.8, logit_bias={3: 1.5, 9: -2.0},
-        allowed_token_ids=[1, 2, 3], repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-1,
+        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-1,
     )  # fmt: skip
     rows = [
         SampleRow(params, 2**64 - 1, 3, 17, [1, 2], [3], [4, 5], num_logprobs=2),

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from verbatim.batch import SampleRow
+from verbatim.core import BadWords
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.sampling import processors
-from verbatim.sampling.processors import blocked_by_bad_words, check_vocabulary, process
+from verbatim.sampling.processors import bitmask, check_vocabulary, process
 
 INF = math.inf
 
@@ -111,7 +112,8 @@ def test_bias_is_added_and_bans_win_over_it() -> None:
 
 
 def test_allowed_ids_are_the_only_ones_left() -> None:
-    assert survivors(run(torch.zeros(9), allowed_token_ids=[7, 2, 2])) == [2, 7]
+    row = SampleRow(SamplingParams(), 0, 0, 0, mask=bitmask([7, 2, 2], 9))
+    assert survivors(process(torch.zeros(9), row)) == [2, 7]
 
 
 def test_penalties_come_before_the_temperature() -> None:
@@ -157,9 +159,9 @@ def test_processing_never_writes_to_its_argument() -> None:
             repetition_penalty=1.5,
             presence_penalty=1.0,
             logit_bias={3: 1.0},
-            allowed_token_ids=list(range(500)),
         ),
         *(0, 0, 0, [1, 2], [3], [4]),
+        mask=bitmask(range(500), 1000),
     )
     process(logits, row)
     assert torch.equal(logits, before)
@@ -177,12 +179,12 @@ def test_bad_words_block_what_transformers_blocks() -> None:
     for ending in ([1], [1, 2], [7, 1, 2], [9, 9, 9], [2, 1], [9, 9]):
         history = [7] * (4 - len(ending)) + ending
         theirs = processor(torch.tensor([history]), torch.zeros(1, 12))[0]
-        ours = blocked_by_bad_words([tuple(w) for w in words], history)
+        ours = BadWords(tuple(w) for w in words).blocked(history)
         assert sorted(ours) == (theirs == -INF).nonzero().squeeze(1).tolist()
 
 
 def test_bad_words_need_no_history() -> None:
-    assert blocked_by_bad_words([(3,), (1, 2)], []) == [3]
+    assert BadWords([(3,), (1, 2)]).blocked([]) == [3]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, logprobs
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import process
+from verbatim.sampling.processors import bitmask, process
 from verbatim.sampling.sampler import sample_rows
 
 INF = math.inf
@@ -61,8 +61,8 @@ def random_row(rng: random.Random, vocab_size: int, typical: bool = False) -> Sa
         presence_penalty=rng.choice([0.0, 0.0, 0.5]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
         logit_bias=rng.choice([None, None, {1: 5.0, 3: -100.0}]),
-        allowed_token_ids=rng.choice([None, None, None, [0, 2, 3]]),
     )
+    allowed = rng.choice([None, None, None, [0, 2, 3]])
     return SampleRow(
         params,
         seed=rng.randrange(2**64),
@@ -73,6 +73,7 @@ def random_row(rng: random.Random, vocab_size: int, typical: bool = False) -> Sa
         banned_ids=rng.choice([[], [], [0, 4]]),
         target=rng.choice([None] * 8 + [2]),
         num_logprobs=rng.choice([0, 0, 3, 20]),
+        mask=None if allowed is None else bitmask(allowed, v),
     )
 
 

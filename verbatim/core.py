@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -62,6 +63,34 @@ class Watch(Protocol):
     def fork(self) -> Watch:
         """Return an independent copy."""
         ...
+
+
+class BadWords:
+    """The banned sequences of a request, by the ids before their last one. False if there are none."""
+
+    def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
+        self._last: dict[tuple[int, ...], list[int]] = {}
+        for *before, last in sequences:
+            self._last.setdefault(tuple(before), []).append(last)
+        self._lengths = sorted({len(before) for before in self._last})
+
+    def __bool__(self) -> bool:
+        return bool(self._last)
+
+    @property
+    def num_history(self) -> int:
+        """How many of the last ids `blocked` needs."""
+        return self._lengths[-1] if self._lengths else 0
+
+    def blocked(self, history: SequenceOf[int]) -> list[int]:
+        """Return the ids that would complete a banned sequence after these ids."""
+        end = len(history)
+        found = [
+            self._last.get(tuple(history[end - length :]), ())
+            for length in self._lengths
+            if length <= end
+        ]
+        return list(dict.fromkeys(token_id for ids in found for token_id in ids))
 
 
 class GrammarState(Protocol):
@@ -366,9 +395,11 @@ class Request:
         int  # including `resumed_ids`; resolved from `params.max_tokens` and the length limit
     )
     eos_ids: frozenset[int]  # empty with `ignore_eos`
-    bad_word_ids: list[tuple[int, ...]]
+    bad_words: BadWords  # those of several ids
     arrival: float  # time.monotonic()
     begin: Callable[[Request], None]  # creates its initial sequences
+    # Ids that can be drawn at any step, as a `SampleRow.mask`: `allowed_token_ids`, `bad_words` of one id.
+    allowed_mask: Tensor | None = None
     first_sample: int = 0  # sample index of completion 0
     resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
     resumed_text: str = ""  # their text, already sent

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from verbatim.beam import BeamSearch
-from verbatim.core import GrammarState, Request, Sequence, SessionCache
+from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
 from verbatim.protocols import Runner
-from verbatim.sampling.processors import check_vocabulary
+from verbatim.sampling.processors import bitmask, check_vocabulary
 from verbatim.sampling.stopping import StopWatch, single_stop_ids
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
@@ -139,6 +141,7 @@ class Admission:
                 f"({source})"
             )
         new_tokens = room if params.max_tokens is None else params.max_tokens
+        bad_words = self._bad_words(params)
         request = Request(
             request_id=f"request-{next(self._count)}",
             prompt=text,
@@ -148,7 +151,8 @@ class Admission:
             seed=secrets.randbits(53) if params.seed is None else params.seed,
             max_tokens=len(resumed_ids) + new_tokens,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
-            bad_word_ids=self._bad_words(params),
+            bad_words=BadWords(w for w in bad_words if len(w) > 1),
+            allowed_mask=self._allowed_mask(params, {w[0] for w in bad_words if len(w) == 1}),
             arrival=time.monotonic(),
             begin=self._begin,
             first_sample=first_sample,
@@ -291,6 +295,14 @@ class Admission:
             raise InvalidRequest(
                 f"replay_routing names expert {int(routing.max())}; there are {runner.num_experts}"
             )
+
+    def _allowed_mask(self, params: SamplingParams, banned: Set[int]) -> Tensor | None:
+        """Return the ids that can be drawn at any step; None for all."""
+        allowed = params.allowed_token_ids
+        if allowed is None and not banned:
+            return None
+        mask = bitmask(range(self.vocab_size) if allowed is None else allowed, self.vocab_size)
+        return mask & ~bitmask((i for i in banned if i < self.vocab_size), self.vocab_size)
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         ids: list[tuple[int, ...]] = []

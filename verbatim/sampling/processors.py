@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -64,9 +65,6 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
         )
     if params.logit_bias:
         logits = bias(logits, params.logit_bias)
-    if params.allowed_token_ids is not None:
-        allowed = _known(params.allowed_token_ids, size)
-        logits = torch.full_like(logits, -math.inf).index_copy(0, allowed, logits[allowed])
     if row.banned_ids:
         logits = logits.index_fill(0, _known(row.banned_ids, size), -math.inf)
     if row.mask is not None:
@@ -94,7 +92,6 @@ def is_edited(row: SampleRow) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.logit_bias
-        or params.allowed_token_ids is not None
         or row.banned_ids
         or row.mask is not None
     )
@@ -124,9 +121,15 @@ def count_penalties(
 
 def bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
     """Add a number to the logits of some ids."""
-    known = {i: value for i, value in biases.items() if i < logits.shape[0]}
+    ids, values = _columns(tuple(biases.items()), logits.shape[0])
+    return logits.index_copy(0, ids, logits[ids] + values)
+
+
+@lru_cache(maxsize=64)  # a request's biases are the same in each of its rows and steps
+def _columns(biases: tuple[tuple[int, float], ...], size: int) -> tuple[Tensor, Tensor]:
+    known = {i: value for i, value in biases if i < size}
     ids = torch.tensor(list(known), dtype=torch.int64)
-    return logits.index_copy(0, ids, logits[ids] + torch.tensor(list(known.values())).float())
+    return ids, torch.tensor(list(known.values())).float()
 
 
 def is_greedy(logits: Tensor, temperature: float) -> bool:
@@ -172,16 +175,11 @@ def typical(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill((surprise - entropy).abs() > least_typical, -math.inf)
 
 
-def blocked_by_bad_words(
-    bad_sequences: Iterable[tuple[int, ...]], history: Sequence[int]
-) -> list[int]:
-    """The ids that would complete a banned sequence after this history (prompt and completion)."""
-    blocked = {
-        ids[-1]: None
-        for ids in bad_sequences
-        if len(ids) == 1 or tuple(history[-(len(ids) - 1) :]) == tuple(ids[:-1])
-    }
-    return list(blocked)
+def bitmask(ids: Iterable[int], vocab_size: int) -> Tensor:
+    """Return a mask of ids below `vocab_size`: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
+    flags = torch.zeros(-(-vocab_size // 32), 32, dtype=torch.int64)
+    flags.view(-1)[torch.tensor(list(ids), dtype=torch.int64)] = 1
+    return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What a sequence asks of the sampler for its next token."""
+"""`draw_row`: the row of a sample plan that draws a sequence's next token."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from torch import Tensor
 
 from verbatim.batch import SampleRow
 from verbatim.core import Sequence
-from verbatim.sampling.processors import blocked_by_bad_words
 from verbatim.sampling.stopping import banned_until_min_tokens
 
 
 def draw_row(
     sequence: Sequence, ahead: SequenceOf[int] = (), mask: Tensor | None = None
 ) -> SampleRow:
-    """How the token behind `sequence` and the ids `ahead` of it is drawn.
+    """Return the row that draws the next token of `sequence` followed by the ids `ahead`.
 
-    The row is the one with which plain decoding would draw that token if those ids were drawn before.
+    It is the row with which plain decoding would draw that token if those ids were drawn before.
 
     Args:
-        mask: of the ids that the sequence's structure allows there, `SampleRow.mask`; None allows all.
+        mask: the ids that the sequence's grammar allows there, as `SampleRow.mask`; None allows all.
     """
     request, params = sequence.request, sequence.request.params
     output_ids: SequenceOf[int] = sequence.output_ids
     if ahead:
         output_ids = [*output_ids, *ahead]
     banned = banned_until_min_tokens(params, request.eos_ids, len(output_ids))
-    if request.bad_word_ids:
-        banned += blocked_by_bad_words(request.bad_word_ids, [*request.prompt_ids, *output_ids])
+    if request.bad_words:
+        tail = [
+            *sequence.token_ids(
+                max(0, sequence.num_tokens - request.bad_words.num_history), sequence.num_tokens
+            ),
+            *ahead,
+        ]
+        banned += request.bad_words.blocked(tail)
+    if request.allowed_mask is not None:
+        mask = request.allowed_mask if mask is None else mask & request.allowed_mask
     penalized = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     needs_history = penalized != (1.0, 0.0, 0.0)
     return SampleRow(

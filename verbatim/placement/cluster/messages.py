@@ -30,7 +30,6 @@ _DRAWN_WITH = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "allowed_token_ids",
 )
 
 
