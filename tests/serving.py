@@ -95,7 +95,7 @@ def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]
     app = make_app(llm, settings)
     listener = listen("127.0.0.1", 0)
     config = configured(app, settings or ServeSettings(), log_level="critical", drain_s=5)
-    server = Server(config, app.state.service, lambda text: None)
+    server = Server(config, app.state.service, lambda text: None, "")
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

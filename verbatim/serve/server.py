@@ -30,12 +30,13 @@ _TICKS = 5  # of uvicorn's 0.1 s, between two looks at the connections
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which turns newcomers away while it drains, and ends at a second signal."""
+    """uvicorn's server, which rejects new requests while it drains, and ends at a second signal."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, say: Callable[[str], None]
+        self, config: uvicorn.Config, service: Service, say: Callable[[str], None], address: str
     ) -> None:
         super().__init__(config)
+        self._address = address
         self._service = service
         self._say = say
 
@@ -43,6 +44,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(_QUEUED)  # what asyncio accepts at once is less, see `configured`
+        # Signals are handled from here on.
+        service = self._service
+        self._say(f"serving {service.name} at {self._address} ({service.fingerprint})")
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS == 0:
@@ -89,13 +93,13 @@ def run(
     address = listener.getsockname()
     shown = f"[{address[0]}]" if ":" in address[0] else address[0]
     service: Service = app.state.service
-    say(f"serving {service.name} at http://{shown}:{address[1]} ({service.fingerprint})")
     log = logging.getLogger("verbatim.serve")
     log.setLevel(log_level.upper())
     if not log.hasHandlers():
         log.addHandler(logging.StreamHandler())
     with frozen_heap(), _quiet("uvicorn.error", "asyncio"):
-        Server(config, service, say).run(sockets=[listener])
+        address = f"http://{shown}:{address[1]}"
+        Server(config, service, say, address).run(sockets=[listener])
 
 
 @contextmanager
