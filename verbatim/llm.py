@@ -16,7 +16,7 @@ from verbatim.core import Delta, Request, Result, TopLogprobs
 from verbatim.device import refuse_on_gpu, settle_device
 from verbatim.draft.config import DraftOptions, resolve_draft, resolve_draft_tokens
 from verbatim.engine.admission import Prompt
-from verbatim.engine.handle import EngineHandle
+from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
@@ -127,6 +127,7 @@ class LLM:
         config: Any = None,
         _weak: bool = False,
     ) -> None:
+        check_not_forked()
         placed = settle_device(device, deterministic, model)
         if placement is not None and not isinstance(placement, Offload | Cluster | Ranked):
             raise NotSupported(

@@ -129,6 +129,8 @@ class EngineHandle:
         self._woken: dict[Waiter, None] = {}
         engine.on_end = self._ended.append
         self._start_afresh()
+        global _num_opened
+        _num_opened += 1
         _handles.add(self)
 
     def _start_afresh(self) -> None:
@@ -846,13 +848,11 @@ class EngineHandle:
             self._thread = None
 
     def _forked(self) -> None:
-        """Be usable in the child of a fork if nothing was under way, and closed otherwise."""
-        busy = bool(self._calls) or self._busy
-        if busy or getattr(self.runner, "in_one_process", False):
-            self._why_closed = "this LLM has been closed: it can't be used in a forked child"
-            self._calls.clear()
-            self._entering.clear()
-            self._num_driven = 0
+        """Be closed in the child of a fork, which has none of the parent's threads."""
+        self._why_closed = FORKED
+        self._calls.clear()
+        self._entering.clear()
+        self._num_driven = 0
         self._start_afresh()
         self._engine.sessions.after_fork()
 
@@ -913,6 +913,7 @@ def _deadline(request: Request) -> float:
 
 
 _handles: weakref.WeakSet[EngineHandle] = weakref.WeakSet()
+_num_opened = 0
 _interpreter_ends = False
 
 
@@ -924,7 +925,22 @@ def _at_exit() -> None:
         handle._stop_thread()
 
 
+FORKED = (
+    "an LLM was opened before this process was forked, and OpenMP can't run in such a child: start processes "
+    "by multiprocessing's 'spawn' method"
+)
+_is_forked = False
+
+
+def check_not_forked() -> None:
+    """Raise NotSupported in the child of a process that had opened an LLM before it forked."""
+    if _is_forked:
+        raise NotSupported(FORKED)
+
+
 def _after_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or _num_opened > 0
     for handle in list(_handles):
         handle._forked()
 

@@ -6,7 +6,6 @@ here is that everything the module needs was really there.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -25,7 +24,15 @@ from verbatim.errors import (
     ModelError,
     NotSupported,
     UnsupportedModel,
+    VerbatimError,
     first_line,
+)
+from verbatim.model.folder import (
+    WEIGHTS,
+    check_config,
+    check_floating,
+    check_folder,
+    check_size,
 )
 from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import nothing_of, packed_buffers
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_WEIGHTS = frozenset({".safetensors", ".bin"})
 _BIG = 500_000_000  # bytes of weights from which a progress bar is shown
 Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -184,7 +190,7 @@ def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the files that decide what the weights are."""
     found = {}
     for path in folder.glob("*"):
-        if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
+        if path.suffix in WEIGHTS or path.name.endswith((".index.json", "config.json")):
             stat = path.stat()
             found[path.name] = (stat.st_size, stat.st_mtime_ns)
     return found
@@ -223,7 +229,7 @@ def load(
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if os.path.isdir(os.path.expanduser(source)):
         source = os.path.expanduser(source)
-        _check_folder(Path(source))
+        check_folder(Path(source))
         where["local_files_only"] = True
     elif not HUB_ID.match(source) or os.path.exists(source):
         raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
@@ -235,10 +241,12 @@ def load(
     if skeleton is not None:
         folder = _all_files(source, where)
         module, recipes = skeleton(folder, config, settled, trust_remote_code)
+        check_floating(folder, module, config)
         generation = _generation_config(folder, config)
         return LoadedModel(module, tokenizer, generation, source, recipes=recipes, folder=folder)
     module = built_module(source, config, settled, where)
     folder = _folder(source, where)
+    check_floating(folder, module, config)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -269,61 +277,26 @@ def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
     return found
 
 
-def _check_folder(folder: Path) -> None:
-    """Find damage before minutes of loading: a config that is no JSON, shards missing or cut short."""
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
-    try:
-        if not isinstance(json.loads(config.read_text(encoding="utf-8")), dict):
-            raise ValueError("it holds no object")
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{config} can't be read: {error}") from None
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if not names or not all(isinstance(name, str) for name in names):
-                raise ValueError("its weight_map names no files")
-        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            raise ModelError(f"{index} can't be read: {error}") from None
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}")
-    elif not shards and not any(folder.glob("pytorch_model*.bin*")):
-        raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
-    for shard in shards:
-        _check_shard(shard)
-
-
-def _check_shard(path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size} bytes" if path.exists() else "a link to nothing"
-        raise ModelError(f"{path} ({size}) is damaged or cut short: {error}") from None
-
-
 def read_config(source: str, where: dict[str, Any]) -> Any:
-    """The transformers config of a causal language model.
+    """Return the transformers config of a causal language model.
 
     Args:
         source: a folder, a config.json or a hub id.
         where: what transformers' `from_pretrained` takes beside it.
 
     Raises:
-        ModelError: it can't be read.
-        UnsupportedModel: of something else.
+        ModelError: the config can't be read, or has numbers that no model has.
+        UnsupportedModel: a config of something else, or one that loads code.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
+        plain = PreTrainedConfig.get_config_dict(source, **where)[0]
+        check_config(source, plain, where["trust_remote_code"])
         config = AutoConfig.from_pretrained(source, **where)
+    except VerbatimError:
+        raise
     except Exception as error:  # a config is checked by its own class, in its own ways
         first = first_line(error)
         if "model type" in first or "Unrecognized model" in first:
@@ -349,9 +322,12 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
 
     try:
         with building, quiet(progress=_weight_bytes(source) > _BIG):
+            check_size(Path(source), config, where["trust_remote_code"])
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
+    except VerbatimError:
+        raise
     except Exception as error:  # building and unpickling raise whatever a damaged file leads to
         raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
     module, report = loaded
@@ -409,7 +385,7 @@ def _weight_bytes(source: str) -> int:
     """Bytes of a folder's weights; a hub id counts as big."""
     if not os.path.isdir(source):
         return _BIG + 1
-    return sum(f.stat().st_size for f in Path(source).iterdir() if f.suffix in _WEIGHTS)
+    return sum(f.stat().st_size for f in Path(source).iterdir() if f.suffix in WEIGHTS)
 
 
 @contextmanager

@@ -48,8 +48,6 @@ class Clustered:
         supervisor: of the stages, all open, connected, and with their memory for K and V.
     """
 
-    in_one_process = True  # its connections are not a forked child's
-
     def __init__(
         self, supervisor: Supervisor, cluster: Cluster, *, num_blocks: int, block_size: int
     ) -> None:

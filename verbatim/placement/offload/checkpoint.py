@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import ModelError, NotSupported, first_line
+from verbatim.model.folder import shard_names
 from verbatim.model.loader import building, quiet
 from verbatim.placement.offload.recipe import Recipe, Stored, Traced, stamp_of, traced
 
@@ -144,8 +145,7 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
     if one.is_file():
         files = [one]
     elif index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
+        files = [folder / name for name in shard_names(index)]
     else:
         raise NotSupported(
             f"this placement reads model.safetensors or its shards, and {folder} has none; load the model "

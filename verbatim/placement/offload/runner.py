@@ -66,8 +66,6 @@ class Offloaded(Resident):
         weights: what it lends its units.
     """
 
-    in_one_process = True  # its threads and files are not a forked child's
-
     def __init__(
         self,
         decoder: Decoder,

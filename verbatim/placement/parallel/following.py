@@ -38,7 +38,6 @@ class Following:
         told: what `described` made on rank 0.
     """
 
-    in_one_process = True  # its connections are not a forked child's
     num_forwards = 0
 
     def __init__(self, member: Member, told: Mapping[str, Any]) -> None:

@@ -66,8 +66,6 @@ class Leading(Rank):
         weight_bytes: of each rank.
     """
 
-    in_one_process = True  # its processes and connections are not a forked child's
-
     def __init__(
         self,
         decoder: Decoder,
