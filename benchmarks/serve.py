@@ -2,6 +2,7 @@
 
     python benchmarks/serve.py --overhead [--layers 28] [--rounds 3]
     python benchmarks/serve.py --load [--streams 200] [--seconds 60]
+    python benchmarks/serve.py --bombs [--streams 8]
 
 `--overhead`: 32 streams over HTTP and the same 32 requests in process take turns, on Qwen3-0.6B's shape
 with random weights; tokens/s and time to the first token, medians over the rounds. The client is a
@@ -10,6 +11,9 @@ process of its own, which shares the machine's cores with the server: what it ta
 `--load`: so many streams at once against the storyteller, from a process of its own; a tenth of the clients
 go in the middle, and bodies that are no requests come in between. What the server holds afterwards is
 compared with what it held before, and 200 answers with their solo runs.
+
+`--bombs`: the time between tokens of one stream of the storyteller, idle and while the hundred structures of
+`tests/bombs.py` are asked for, so many at once, from the same process.
 """
 
 from __future__ import annotations
@@ -257,6 +261,68 @@ def run_load(streams: int, seconds: float) -> None:
             assert after[what] <= before[what], what
 
 
+# ---- bombs
+
+
+async def bombard(url: str, at_once: int) -> tuple[list[float], list[float], dict[int, int]]:
+    """Return the times between a client's tokens, idle and beside bombs, and the bombs' answers by status."""
+    from bombs import bombs
+
+    waiting, statuses = bombs(), Findings()
+    body = {"prompt": PROMPTS[0], "seed": 3, "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+    async def gaps(seconds: float) -> list[float]:
+        found, end = list[float](), time.monotonic() + seconds
+        while time.monotonic() < end and (seconds < 100 or any(not task.done() for task in tasks)):
+            asking = await asked_of(url, "/v1/completions", json.dumps(body).encode())
+            found += [b - a for a, b in itertools.pairwise(asking.times())]
+        return found
+
+    async def throw() -> None:
+        while waiting:
+            _, fields = waiting.pop()
+            asked = ['"prompt": "Once", "seed": 1, "max_tokens": 40, "timeout_s": 60']
+            for name, value in fields.items():  # a schema is JSON already
+                asked.append(f'"{name}": {value if name == "json_schema" else json.dumps(value)}')
+            asking = await asked_of(
+                url, "/v1/completions", f"{{{', '.join(asked)}}}".encode(), within_s=300
+            )
+            statuses.count(asking.status)
+
+    tasks: list[asyncio.Task[None]] = []
+    await gaps(1.0)  # to be warm
+    idle = await gaps(4.0)
+    tasks = [asyncio.create_task(throw()) for _ in range(at_once)]
+    beside = await gaps(600.0)
+    await asyncio.gather(*tasks)
+    return idle, beside, statuses.statuses
+
+
+def _bombard(url: str, at_once: int, answers: Any) -> None:
+    answers.put(asyncio.run(bombard(url, at_once)))
+
+
+def run_bombs(at_once: int) -> None:
+    from serving import serving
+
+    from verbatim import LLM
+    from verbatim.serve.server import frozen_heap
+
+    context = multiprocessing.get_context("spawn")
+    with LLM() as llm, serving(llm) as server, frozen_heap():
+        answers = context.Queue()
+        client = context.Process(daemon=True, target=_bombard, args=(server.url, at_once, answers))
+        client.start()
+        idle, beside, statuses = answers.get(timeout=900)
+        client.join()
+        assert server.idle()
+    print(f"{at_once} bombs at once: answers by status {statuses}")
+    for name, gaps in (("idle", idle), ("beside bombs", beside)):
+        cuts = statistics.quantiles(gaps, n=100)
+        print(f"{name}: {len(gaps)} tokens, median {1e3 * cuts[49]:.2f} ms, 95th {1e3 * cuts[94]:.2f} ms, "
+              f"most {1e3 * max(gaps):.0f} ms")  # fmt: skip
+
+
 # ---- overhead
 
 
@@ -348,6 +414,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--bombs", action="store_true")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
@@ -358,6 +425,8 @@ def main() -> None:
         run_overhead(args.layers, args.rounds, args.streams or 32, args.tokens)
     if args.load:
         run_load(args.streams or 200, args.seconds)
+    if args.bombs:
+        run_bombs(args.streams or 8)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -96,12 +97,30 @@ class BadWords:
 class GrammarState(Protocol):
     """The state of one completion in its grammar."""
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks take long."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether `mask` returns at once."""
+        ...
+
+    def prepare(self) -> Future[Tensor] | None:
+        """Start computing the mask in a thread; return the computation under way, None once it is over."""
+        ...
+
     def mask(self) -> Tensor:
         """Return the allowed next ids: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`."""
         ...
 
     def push(self, token_id: int) -> bool:
-        """Append the next token; return True if no token can follow, not even an end of sequence."""
+        """Append the next token; return True if it is known that no token can follow."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Return whether no token can follow, not even an end of sequence."""
         ...
 
     def fork(self) -> GrammarState:
@@ -287,6 +306,16 @@ class Sequence:
         """Scheduling order: the smallest is scheduled first and preempted last."""
         return (self.request.rank, self.number)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next token can be drawn without a wait for its grammar."""
+        return self.grammar is None or self.grammar.ready
+
+    @property
+    def has_slow_grammar(self) -> bool:
+        """Whether the masks of its grammar take long."""
+        return self.grammar is not None and self.grammar.is_slow
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Return the ids at positions `start` to `stop` of prompt and completion."""
         prompt = self.request.prompt_ids
@@ -306,12 +335,15 @@ class Sequence:
         self.output_ids.append(token_id)
         self.weight_versions.append(self.request.weight_version)
         ended = self.watch.push(token_id)
-        complete = self.grammar is not None and self.grammar.push(token_id)
-        if ended is None and complete:
-            self.watch.finish(FinishReason.STOP)
-            ended = FinishReason.STOP, None
         if ended is not None:
             self.finish_reason, self.stop_reason = ended
+        elif self.grammar is not None and self.grammar.push(token_id):
+            self.complete()
+
+    def complete(self) -> None:
+        """Finish the sequence because its grammar is complete."""
+        self.watch.finish(FinishReason.STOP)
+        self.finish_reason = FinishReason.STOP
 
     def fork(self, index: int) -> Sequence:
         """Return an independent copy of the output so far, without blocks."""

@@ -60,6 +60,8 @@ def _child(parent: Sequence, candidate: Candidate) -> Sequence:
     child = parent.fork(0)
     child.logprobs.append(candidate.logprob)
     child.push(candidate.token_id)
+    if not child.finished and child.grammar is not None and child.grammar.is_complete():
+        child.complete()
     return child
 
 

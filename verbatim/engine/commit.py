@@ -53,6 +53,9 @@ def commit(
         return finish(request, FinishReason.LENGTH)
     if not chunk.draws:
         return []
+    if chunk.is_complete:
+        sequence.complete()
+        return [sequence]
     drawn_hidden = hidden[last:] if request.params.hidden_states and hidden is not None else None
     if request.search is not None:
         beam_hidden = None if drawn_hidden is None else drawn_hidden[0].clone()

@@ -6,6 +6,7 @@ import logging
 import operator
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from verbatim.core import DraftStats, GrammarState, Sequence
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
+from verbatim.engine.scheduler import MASK_WAIT_S
 from verbatim.engine.work import Chunk, Draft
 from verbatim.protocols import Proposer
 from verbatim.sampling.stopping import single_stop_ids
@@ -161,6 +163,7 @@ def _is_drafted(sequence: Sequence) -> bool:
         and request.search is None
         and sequence.output_ids
         and sequence.num_uncomputed == 1
+        and not sequence.has_slow_grammar
     )
 
 
@@ -201,10 +204,18 @@ def validate_draft(
 
 
 def _next_mask(grammar: GrammarState, token_id: int) -> Tensor | None:
-    """Return the grammar's mask after a token; None if the token is not allowed, or nothing can follow."""
+    """Return the grammar's mask after a token.
+
+    None if the token is not allowed, nothing can follow, or the mask takes longer than `MASK_WAIT_S`.
+    """
     try:
-        if not bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1):
+        if not bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1) or grammar.push(
+            token_id
+        ):
             return None
-        return None if grammar.push(token_id) else grammar.mask()
+        job = grammar.prepare()
+        if job is not None:
+            wait([job], timeout=MASK_WAIT_S)
+        return grammar.mask() if grammar.ready and not grammar.is_complete() else None
     except Exception:  # the error counts only if the model draws this token
         return None

@@ -41,7 +41,10 @@ def draw(runner: Runner, forward: Forward, chunks: list[Chunk], fail: Fail) -> D
     for chunk in chunks:
         try:
             indexed = _prompt_rows(chunk)
-            if chunk.draws and chunk.sequence.request.params.logits_processors:
+            grammar = chunk.sequence.grammar
+            if chunk.draws and grammar is not None and grammar.is_complete():
+                chunk.is_complete = True
+            elif chunk.draws and chunk.sequence.request.params.logits_processors:
                 indexed += _processed_rows(chunk, fetch)
             else:
                 indexed += _draw_rows(chunk)

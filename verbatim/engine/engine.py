@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from verbatim.batch import DRAW_FAILED, Draws
@@ -18,6 +19,9 @@ from verbatim.engine.work import Chunk, Schedule
 from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
 from verbatim.protocols import Forward, Runner
 from verbatim.shield import Shield
+
+# Between two looks at deadlines and messages, where all sequences wait for masks.
+_MASK_WAIT_S = 5e-3
 
 
 class Engine:
@@ -112,7 +116,7 @@ class Engine:
         lengths = None if drafting is None else drafting.lengths(self.scheduler.running)
         work = self.scheduler.schedule(lengths)
         if work is None:
-            return False
+            return self._wait_for_mask()
         try:
             forward, draws = self._compute(work, drafting if lengths else None)
         except Exception as error:
@@ -133,6 +137,11 @@ class Engine:
     def peek(self) -> tuple[list[Chunk], Draws] | None:
         """Return the draws of the next step without committing them; None if there is nothing to do."""
         work = self.scheduler.schedule()
+        while self.scheduler.masks:  # whether a mask is ready shall not decide what is returned
+            wait(self.scheduler.masks)
+            if work is not None:
+                self.scheduler.roll_back(work)
+            work = self.scheduler.schedule()
         if work is None:
             return None
         try:
@@ -140,6 +149,12 @@ class Engine:
         finally:
             self.scheduler.roll_back(work)
         return work.chunks, draws
+
+    def _wait_for_mask(self) -> bool:
+        """Wait a moment for a grammar mask, if nothing else is left to do; return whether one is computed."""
+        masks = self.scheduler.masks
+        wait(masks, timeout=_MASK_WAIT_S, return_when=FIRST_COMPLETED)
+        return bool(masks)
 
     def _compute(self, work: Schedule, drafting: Drafting | None) -> tuple[Forward, Draws]:
         """Draft, forward and sample, with Ctrl-C allowed."""

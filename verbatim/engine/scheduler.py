@@ -8,7 +8,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from verbatim.core import Request, Sequence
 from verbatim.engine.sessions import Sessions
@@ -16,6 +19,9 @@ from verbatim.engine.waiting import WaitingQueue
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
+
+# The wait of a step for the masks that begin with it; those of slow structures are not waited for.
+MASK_WAIT_S = 5e-4
 
 
 @dataclass(slots=True)
@@ -74,6 +80,7 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # in the order of their start
         self.num_preemptions = 0
         self.num_new = 0  # waiting requests that have never run
+        self.masks: set[Future[Tensor]] = set()  # under way at the last `schedule`
         self._parked: dict[Sequence, None] = {}  # waiting sequences that hold blocks
         self._count = itertools.count()
 
@@ -119,8 +126,9 @@ class Scheduler:
         """
         budget = _Budget(self.max_batch_tokens, self.max_prompt_rows)
         self._preempt_for_priority()
-        # A beam with candidates waits for the other beams of its request.
-        active = [s for s in self.running if s.candidates is None]
+        self._compute_masks()
+        # A beam with candidates waits for the other beams of its request, a sequence for its mask.
+        active = [s for s in self.running if s.candidates is None and s.is_ready]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
         num_decodes = sum(s.num_uncomputed == 1 for s in active)
         for sequence in active[:num_decodes]:
@@ -140,17 +148,42 @@ class Scheduler:
         Args:
             before: stop at sequences of a worse rank than this one's.
         """
-        skipped: list[Sequence] = []  # the batch has no more prompt rows for them
+        # The batch has no more prompt rows for them, or their masks are not computed yet.
+        skipped: list[Sequence] = []
         while budget.rows and (first := self._next_waiting()) is not None:
             if before is not None and first.rank > before.rank:
                 break
-            if first.request.needs_prompt_rows and not budget.prompt_rows:
+            no_prompt_rows = first.request.needs_prompt_rows and not budget.prompt_rows
+            if no_prompt_rows or self._start_mask(first) is not None:
                 self.waiting.remove(first)
                 skipped.append(first)
             elif not self._start(first, budget):
                 break
         for sequence in skipped:
             self.waiting.add(sequence)
+
+    def _compute_masks(self) -> None:
+        """Start computing the masks of the running sequences, and wait a moment for the new quick ones.
+
+        A sequence whose mask takes longer is left out of steps until it has it.
+        """
+        late, self.masks = self.masks, set()
+        quick: set[Future[Tensor]] = set()
+        for sequence in self.running:
+            job = self._start_mask(sequence)
+            if job is not None and job not in late and not sequence.has_slow_grammar:
+                quick.add(job)
+        if quick:
+            wait(quick, timeout=MASK_WAIT_S)
+
+    def _start_mask(self, sequence: Sequence) -> Future[Tensor] | None:
+        """Start computing the mask of a sequence's next token, if needed; None if it is computed."""
+        if sequence.grammar is None or sequence.candidates is not None:
+            return None
+        job = sequence.grammar.prepare()
+        if job is not None:
+            self.masks.add(job)
+        return job
 
     def advance(self, chunk: Chunk) -> None:
         """Mark the rows of `chunk` as computed."""
@@ -281,7 +314,7 @@ class Scheduler:
     def _preempt_for_priority(self) -> None:
         """Make room for the first waiting sequence if one of a worse priority runs."""
         first = self._next_waiting()
-        if first is None:
+        if first is None or not first.is_ready:
             return
         priority, is_parked = first.request.params.priority, first in self._parked
         if any(s.request.params.priority > priority for s in self.running):

@@ -38,6 +38,7 @@ class Chunk:
     first_draw: int = 0  # index of its first row in the step's `Draws`
     num_draws: int = 0
     num_accepted: int = 0  # accepted draft tokens
+    is_complete: bool = False  # it draws nothing, as the sequence's grammar is complete
     error: BaseException | None = None  # fails the request after the accepted tokens
 
 

@@ -13,19 +13,31 @@ token that the tokenizer itself would put there.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.params import STRUCTURES, SamplingParams
-from verbatim.sampling.json_schema import ANY_WHITESPACE, COMPACT, check_schema
+from verbatim.sampling.json_schema import (
+    ANY_WHITESPACE,
+    COMPACT,
+    check_cost,
+    check_embedded,
+    check_schema,
+)
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
@@ -34,8 +46,29 @@ MAX_COMPILED = 32  # grammars kept; a large one can take some megabytes
 # allow take less than a quarter of this; a thread's usual stack they would overrun, which ends the process.
 _STACK_BYTES = 256 << 20
 
+# The budget of one mask, which a request ends with an error that goes over it. It counts steps of the parser
+# and the lexer, never time: a request fails at the same token on every machine.
+LIMITS: dict[str, int] = {
+    "step_max_items": 16_000,  # Earley items, and one for each `_IDS_PER_ITEM` ids of the vocabulary
+    "max_items_in_row": 4000,  # ... at one position
+    "step_lexer_fuel": 200_000,  # nodes of regular expressions
+    "max_lexer_states": 250_000,  # of all masks
+    "initial_lexer_fuel": 1_000_000,  # nodes while it is compiled
+    "max_grammar_size": 500_000,  # symbols
+}
+_IDS_PER_ITEM = 4
+SLOW_S = 1e-3  # CPU time of a mask from which on the masks after it are computed by `_slow_pool`
+_QUICK_PER_SLOW = (
+    16  # masks that must be quick for each `SLOW_S` of a slow one, until the grammar is quick
+)
+
+# Intersections of terminals in one grammar. The time to compile them doubles with each, uncounted by LIMITS.
+MAX_AND = 8
+_LITERAL = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
+
 NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
 
+_Key = tuple[str, Any, bool]  # which of STRUCTURES, its text or choices, `any_whitespace`
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
 
@@ -63,8 +96,10 @@ class GrammarCompiler:
         wrapper: Any = self.vocabulary  # it has what llguidance reads of a TokenizerWrapper
         self._ll = LLTokenizer(wrapper)
         self.vocabulary.greedy = self._ll.greedy_tokenize
-        self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[tuple[str, Any, bool], LLMatcher] = OrderedDict()
+        self.max_items = LIMITS["step_max_items"] + vocab_size // _IDS_PER_ITEM
+        limits: dict[str, Any] = LIMITS | {"step_max_items": self.max_items}
+        self._limits = LLParserLimits(verbose_errors=False, **limits)
+        self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
         self._lock = threading.Lock()  # of `_compiled`: many threads are admitted at once
 
     def knows(self, params: SamplingParams) -> bool:
@@ -88,26 +123,35 @@ class GrammarCompiler:
             return None
         key = _key(kind, params)
         with self._lock:
-            matcher = self._compiled.pop(key, None)
-        if matcher is None:
-            matcher = self._compile(*key)
-        state = GrammarState(self, matcher.deep_copy(), ends)
+            compiled = self._compiled.pop(key, None)
+        compiled = compiled or self.compile(key)
+        state = GrammarState(self, compiled, ends)
         try:
             empty = not bool(state.mask().any())
         except RequestFailed as error:
-            raise InvalidRequest(f"{kind}: {error}") from None
+            raise InvalidRequest(str(error)) from None
         if empty:
             raise InvalidRequest(
                 f"{kind}: only the empty text fits it, and no end of sequence ends it"
             )
         with self._lock:  # only what proved good is kept, the one used last at the end
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
+            if state.compiled is compiled:
+                self._compiled[key] = compiled
+                self._compiled.move_to_end(key)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return state
 
-    def _compile(self, kind: str, text: Any, any_whitespace: bool) -> LLMatcher:
+    def drop(self, compiled: _Compiled) -> None:
+        """Do not give `compiled` to any more requests."""
+        with self._lock:
+            if self._compiled.get(compiled.key) is compiled:
+                del self._compiled[compiled.key]
+
+    def compile(self, key: _Key) -> _Compiled:
+        """Compile a structure, whether it is kept or not; raises InvalidRequest, as `start`."""
+        kind, text, any_whitespace = key
+
         def make() -> LLMatcher:
             source = _source(kind, text, any_whitespace)
             return LLMatcher(self._ll, source, log_level=0, limits=self._limits)
@@ -126,55 +170,121 @@ class GrammarCompiler:
         if matcher.is_error() or warnings:
             reason = matcher.get_error() or "; ".join(warnings)
             raise InvalidRequest(f"{kind}: {_one_line(reason)}")
-        return matcher
+        return _Compiled(key, matcher, LLMatcher(self._ll, "", log_level=0))
+
+
+class _Compiled:
+    """A compiled structure, and what all states made from it share: llguidance's lexer.
+
+    Attributes:
+        lock: held while one of the states computes. llguidance has a lock of its own for the lexer, which a
+            thread that holds the GIL would wait for.
+        slow_for: the masks still to be quick before this structure counts as quick.
+    """
+
+    def __init__(self, key: _Key, matcher: LLMatcher, failed: LLMatcher) -> None:
+        self.key = key
+        self.matcher = matcher
+        self.lock = threading.Lock()
+        self.slow_for = 0
+        self._failed = failed
+
+    def consume(self, matcher: LLMatcher, token_id: int) -> None:
+        """Push a token to the matcher of a state."""
+        if self.slow_for:
+            # consume_token would hold the GIL, for 100 ms at worst. This call releases it if it has two
+            # matchers or more; for one in an error state it does nothing.
+            _executor().consume_token_par([(matcher, token_id), (self._failed, 0)])
+        else:
+            matcher.consume_token(token_id)
+
+    def note_time(self, spent_s: float) -> None:
+        """Record the CPU time of a mask."""
+        slow = int(spent_s / SLOW_S) * _QUICK_PER_SLOW
+        self.slow_for = max(self.slow_for - 1, slow)
 
 
 class GrammarState:
-    """Where one completion stands in its structure. Depends on the ids pushed and on nothing else."""
+    """The state of one completion in its structure. Depends on the ids pushed and on nothing else.
 
-    def __init__(self, compiler: GrammarCompiler, matcher: LLMatcher, ends: bool) -> None:
+    Masks are computed by `mask`, or ahead of it in a thread (`prepare`). Nothing else touches llguidance's
+    matcher, so a thread that computes has it for itself.
+
+    Args:
+        ends: whether an id of `eos_ids` ends the completion.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, compiled: _Compiled, ends: bool) -> None:
+        self.compiled = compiled
         self._compiler = compiler
-        self._matcher = matcher
+        self._matcher = compiled.matcher.deep_copy()
         self._ends = ends
+        self._ids: list[int] = []  # pushed
+        self._num_consumed = 0  # of those, by the matcher
         self._has_text = False
+        self._owns_lexer = False  # no other state has used it
         self._mask: Tensor | None = None
+        self._job: Future[Tensor] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its masks take long."""
+        return self.compiled.slow_for > 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether `mask` returns at once."""
+        return self._mask is not None or (self._job is not None and self._job.done())
+
+    def prepare(self) -> Future[Tensor] | None:
+        """Start computing the mask in a thread; return the computation under way, None once it is over."""
+        if self._mask is None and self._job is None:
+            pool = _slow_pool() if self.is_slow else _quick_pool()
+            self._job = pool.submit(self._compute)
+        return None if self.ready else self._job
 
     def mask(self) -> Tensor:
-        """The ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
+        """Return the ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
 
         The ids of `eos_ids` are among them where the structure may end. All zero once it is complete
         and no end of sequence ends it. The tensor is never written to again.
 
         Raises:
-            RequestFailed: llguidance met one of its limits, or no id of the vocabulary can go on.
+            RequestFailed: over one of the `LIMITS`, or no id of the vocabulary can go on.
         """
         if self._mask is None:
-            self._mask = self._compute()
+            self._mask = self._compute() if self._job is None else self._job.result()
+            self._job = None
         return self._mask
 
     def push(self, token_id: int) -> bool:
-        """Take the next token in; True if nothing can follow it, not even an end of sequence.
+        """Append the next token; return True if nothing can follow it, not even an end of sequence.
+
+        Of a slow structure without an end of sequence, only `is_complete` says so.
 
         Raises:
-            RequestFailed: llguidance met one of its limits.
+            RequestFailed: as `mask`.
             AssertionError: the structure does not allow this id.
         """
         if self._ends and token_id in self._compiler.eos_ids:
             return True
         if not self._allows(token_id):
             raise AssertionError(f"id {token_id} was drawn, which the structure does not allow")
-        self._matcher.consume_token(token_id)
-        self._check()
-        self._has_text = self._has_text or self._compiler.vocabulary.has_text(token_id)
+        self._ids.append(token_id)
         self._mask = None
-        if self._ends or not self._matcher.is_accepting():
-            return False
-        return self._matcher.is_stopped() or not bool(self.mask().any())
+        return not self.is_slow and self.is_complete()
+
+    def is_complete(self) -> bool:
+        """Return whether nothing can follow, not even an end of sequence; raises as `mask`."""
+        return not self._ends and not bool(self.mask().any())
 
     def fork(self) -> GrammarState:
-        """A copy that goes its own way from here."""
-        copy = GrammarState(self._compiler, self._matcher.deep_copy(), self._ends)
-        copy._has_text, copy._mask = self._has_text, self._mask
+        """Return an independent copy."""
+        if self._job is not None:  # it uses the matcher
+            wait([self._job])
+        copy = GrammarState.__new__(GrammarState)
+        self._owns_lexer = False
+        copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy(), _ids=[*self._ids])
         return copy
 
     def _allows(self, token_id: int) -> bool:
@@ -183,32 +293,109 @@ class GrammarState:
         return bool(self.mask()[token_id // 32] >> (token_id % 32) & 1)
 
     def _compute(self) -> Tensor:
-        compiler = self._compiler
+        try:
+            return self._next_mask()
+        except _LexerFailed:
+            if self._owns_lexer:
+                raise
+        # The lexer's limits also count what other requests have made it do, and it has failed for all of
+        # them. What this completion does to a lexer of its own depends on the completion alone.
+        self._compiler.drop(self.compiled)
+        try:
+            self.compiled = self._compiler.compile(self.compiled.key)
+        except InvalidRequest as error:
+            raise RequestFailed(str(error)) from None
+        self.compiled.slow_for = _QUICK_PER_SLOW
+        self._matcher, self._owns_lexer = self.compiled.matcher.deep_copy(), True
+        ids, self._ids = self._ids, []
+        self._num_consumed, self._has_text = 0, False
+        for token_id in ids:
+            self._next_mask()
+            self._ids.append(token_id)
+        return self._next_mask()
+
+    def _next_mask(self) -> Tensor:
+        compiler, compiled = self._compiler, self.compiled
         words = torch.empty(compiler.vocabulary.num_words, dtype=torch.int32)
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
-        self._check()
+        with compiled.lock:
+            for token_id in self._ids[self._num_consumed :]:
+                compiled.consume(self._matcher, token_id)
+                self._check()
+                self._num_consumed += 1
+                self._has_text = self._has_text or compiler.vocabulary.has_text(token_id)
+            begin = time.thread_time()  # not what the system gave to other threads
+            self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+            compiled.note_time(time.thread_time() - begin)
+            self._check()
+            accepting = self._matcher.is_accepting()
+        kind = compiled.key[0]
         mask = words[: compiler.num_words] & compiler.real
-        accepting = self._matcher.is_accepting()
         if not self._has_text:
             found = bool(mask.any())
             mask &= compiler.first
             if found and not accepting and not bool(mask.any()):
                 raise RequestFailed(
-                    "every text that fits begins with a space, which the tokenizer drops there"
+                    f"{kind}: every text that fits begins with a space, which the tokenizer drops there"
                 )
         if accepting and self._ends:
             mask |= compiler.eos
         elif not accepting and not bool(mask.any()):
-            raise RequestFailed(NO_TOKEN)
+            raise RequestFailed(f"{kind}: {NO_TOKEN}")
         return mask
 
     def _check(self) -> None:
+        """Raise RequestFailed if the matcher has failed."""
         if not self._matcher.is_error():
             return
-        reason = self._matcher.get_error()
-        raise RequestFailed(
-            NO_TOKEN if "NoExtensionBias" in reason else f"llguidance: {_one_line(reason)}"
-        )
+        reason, kind = _one_line(self._matcher.get_error()), self.compiled.key[0]
+        if "NoExtensionBias" in reason:
+            raise RequestFailed(f"{kind}: {NO_TOKEN}")
+        if "lexer error" in reason:
+            budget = f"{LIMITS['step_lexer_fuel']} lexer steps per token, {LIMITS['max_lexer_states']} states"
+            raise _LexerFailed(f"{kind}: over the budget of {budget} (llguidance: {reason})")
+        if "items" in reason:
+            rows = f"{LIMITS['max_items_in_row']} at one position"
+            budget = f"{self._compiler.max_items} parser items per token, {rows}"
+            raise RequestFailed(f"{kind}: over the budget of {budget} (llguidance: {reason})")
+        raise RequestFailed(f"{kind}: llguidance: {reason}")
+
+
+class _LexerFailed(RequestFailed):
+    """The lexer, which the states of one structure share, is over one of its limits."""
+
+
+@cache
+def _quick_pool() -> ThreadPoolExecutor:
+    """Return the threads for masks that may be quick."""
+    return ThreadPoolExecutor(2, "verbatim-masks")
+
+
+@cache
+def _slow_pool() -> ThreadPoolExecutor:
+    """Return the threads for slow masks, which leave the CPU to all others."""
+    return ThreadPoolExecutor(2, "verbatim-slow-masks", initializer=_lower_priority)
+
+
+@cache
+def _executor() -> LLExecutor:
+    """Return what pushes tokens without the GIL; its threads have the priority of the one that creates it."""
+    with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
+        return thread.submit(LLExecutor, 2).result()
+
+
+def _lower_priority() -> None:
+    """Let the other threads of the machine go first. On Linux a thread has a priority of its own."""
+    if hasattr(os, "setpriority") and sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _after_fork() -> None:
+    for threads in (_quick_pool, _slow_pool, _executor):
+        threads.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)  # a child has none of the threads
 
 
 def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
@@ -217,6 +404,7 @@ def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     raised: list[BaseException] = []
 
     def run() -> None:
+        _lower_priority()
         try:
             made.append(make())
         except BaseException as error:
@@ -245,8 +433,8 @@ def _bits(ids: Iterable[int], num_words: int) -> Tensor:
     return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
 
 
-def _key(kind: str, params: SamplingParams) -> tuple[str, Any, bool]:
-    """What a compiled structure is kept by."""
+def _key(kind: str, params: SamplingParams) -> _Key:
+    """Return what a compiled structure is kept by."""
     return kind, getattr(params, kind), params.any_whitespace
 
 
@@ -266,6 +454,7 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
             raise InvalidRequest("json_schema=false: no document validates")
         schema = {} if schema is True else schema
         check_schema(schema)
+        check_cost(schema)
         return LLMatcher.grammar_from_json_schema(
             schema, overrides=ANY_WHITESPACE if any_whitespace else COMPACT
         )
@@ -281,4 +470,7 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
         return LLMatcher.grammar_from_regex(text)
     if _TEMPERATURE.search(text):
         raise InvalidRequest("grammar: temperature= of a rule is not supported; set the request's")
+    if (count := _LITERAL.sub("", text).count("&")) > MAX_AND:
+        raise InvalidRequest(f"grammar: {count} intersections (&); at most {MAX_AND}")
+    check_embedded(text)
     return LLMatcher.grammar_from_lark(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from verbatim.errors import InvalidRequest
@@ -89,6 +91,105 @@ def check_schema(root: dict[str, Any]) -> None:
                 todo.append((f"{path}/{key}", value))
             elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
                 todo.append((value, _at(root, value)))  # it may lie where no schema is expected
+
+
+# llguidance intersects what `allOf`, `$ref` and the keywords beside them ask of one value, in a time and
+# memory that grow with the product of the automata; its own limits do not count that. `multipleOf` has as
+# many states as its value; the factor of a pattern is measured: 8 patterns take milliseconds, 20 seconds.
+MAX_PRODUCT = 100_000
+_PATTERN_STATES = 4
+MAX_PATTERN_PROPERTIES = 100  # of a whole schema: each is compared with each
+MAX_MULTIPLES = 1_000_000  # the sum of all multipleOf
+
+
+def check_cost(root: Any) -> None:
+    """Refuse schemas whose compilation would take very long."""
+    products: dict[int, int | None] = {}  # by id of a schema; None while it is computed
+    num_pattern_properties = sum_multiples = 0
+    todo: list[tuple[str, Any]] = [("#", root)]
+    while todo:
+        path, schema = todo[-1]
+        if not isinstance(schema, dict | list) or products.get(id(schema)) is not None:
+            todo.pop()
+            continue
+        parts = _parts(root, path, schema)
+        if id(schema) not in products:
+            products[id(schema)] = None
+            # A part that is being computed refers to itself, which adds nothing.
+            todo += [(where, part) for _, where, part in parts if id(part) not in products]
+            continue
+        todo.pop()
+        product = 1
+        if isinstance(schema, dict):
+            multiple = _coprime(schema.get("multipleOf"))
+            patterns = schema.get("patternProperties")
+            num_pattern_properties += len(patterns) if isinstance(patterns, dict) else 0
+            sum_multiples += multiple
+            product = multiple * _PATTERN_STATES ** (("pattern" in schema) + ("format" in schema))
+        either = 1
+        for how, _, part in parts:
+            size = products.get(id(part)) or 1
+            product *= size if how == "all" else 1
+            either = max(either, size if how == "any" else 1)
+        product *= either
+        if product > MAX_PRODUCT:
+            raise InvalidRequest(
+                f"json_schema: {path}: too many patterns, formats and multipleOf apply to one value: the "
+                f"product of {_PATTERN_STATES} for each pattern or format and of multipleOf may be "
+                f"{MAX_PRODUCT}"
+            )
+        products[id(schema)] = product
+    if num_pattern_properties > MAX_PATTERN_PROPERTIES:
+        raise InvalidRequest(
+            f"json_schema: {num_pattern_properties} patternProperties; at most {MAX_PATTERN_PROPERTIES}"
+        )
+    if sum_multiples > MAX_MULTIPLES:
+        raise InvalidRequest(
+            f"json_schema: the multipleOf add up to {sum_multiples}; at most {MAX_MULTIPLES}"
+        )
+
+
+def _parts(root: Any, path: str, schema: Any) -> list[tuple[str, str, Any]]:
+    """Return the parts of a schema, or of any JSON: how they apply to its value, their paths and they."""
+    items = enumerate(schema) if isinstance(schema, list) else schema.items()
+    found = []
+    for key, value in items:
+        if (
+            isinstance(schema, dict)
+            and key in ("allOf", "anyOf", "oneOf")
+            and isinstance(value, list)
+        ):
+            how = "all" if key == "allOf" else "any"
+            found += [(how, f"{path}/{key}/{i}", part) for i, part in enumerate(value)]
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found.append(("all", value, _at(root, value) if value != "#" else root))
+        elif isinstance(value, dict | list):
+            found.append(("none", f"{path}/{key}", value))
+    return found
+
+
+def check_embedded(grammar: str) -> None:
+    """Apply `check_cost` to the schemas in a Lark grammar."""
+    decoder = json.JSONDecoder()
+    for match in re.finditer(r"%json\s*", grammar):
+        try:
+            check_cost(decoder.raw_decode(grammar, match.end())[0])
+        except json.JSONDecodeError:
+            continue  # no schema; llguidance says what is wrong with it
+        except InvalidRequest as error:
+            raise InvalidRequest(f"grammar: %json: {error}") from None
+
+
+def _coprime(value: Any) -> int:
+    """Return a number's digits without the factors 2 and 5, which cost a decimal automaton nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value:
+        return 1
+    digits = Decimal(str(abs(value))).as_tuple().digits
+    number = int("".join(map(str, digits)))
+    for factor in (2, 5):
+        while number and number % factor == 0:
+            number //= factor
+    return max(1, number)
 
 
 def _unfit(value: Any) -> str | None:
