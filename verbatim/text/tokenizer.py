@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import InvalidRequest, ModelError, VerbatimError, first_line
+from verbatim.untrusted import check_tokenizer
 
 # What `clean_up_tokenization` of transformers replaces, in its order (a test holds the two equal).
 CLEAN_UP = (
@@ -95,6 +96,8 @@ class Tokenizer:
                 f"{str(path_or_id)!r} has no tokenizer: none of tokenizer.json, "
                 f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({held})"
             )
+        if folder.is_dir():
+            check_tokenizer(folder)
         from transformers import AutoTokenizer
 
         with failures_as(ModelError, f"no tokenizer from {str(path_or_id)!r}"):
