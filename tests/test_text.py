@@ -9,6 +9,7 @@ import pytest
 import toy_tokenizers as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.text.chat import render_chat
@@ -351,3 +352,105 @@ def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(NotSupported, match="no chat template"):
         render_chat(toys.byte_level(), HI)
     assert render_chat(toys.byte_level(), HI, chat_template=TEMPLATE)
+
+
+COSTLY = {
+    "product": "{{ 'a' * 10**9 }}",
+    "product of lists": "{{ [0] * 10**9 }}",
+    "power": "{{ 10 ** (10**8) }}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "long loop": "{% for i in range(99999) %}" + "x" * 9999 + "{% endfor %}",
+    "doubled": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "nested": "{% set n = namespace(x=0) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
+    "padded": "{{ 'a'.center(10**9) }}",
+    "filtered": "{{ 'a'|center(10**9) }}",
+    "mapped": "{{ ['a']|map('center', 10**9)|list }}",
+    "format": "{{ '%1000000000d' % 1 }}",
+    "format method": "{{ '{:1000000000}'.format(1) }}",
+    "computed width": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "replaced": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
+    "joined": "{{ range(99999)|join('b' * 99999) }}",
+    "indented": "{{ [1, 2]|tojson(indent=10**9) }}",
+}
+COSTLY["nested"] += "{{ n.x }}"
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_a_template_that_takes_too_much_is_refused(chatty, kind):
+    with pytest.raises(InvalidRequest, match=r"more than 4000000 operations|a width|at most 64"):
+        render_chat(chatty, HI, chat_template=COSTLY[kind])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ 2.0 ** 10000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
+        "{% if %}",
+        "{% include 'x' %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 5 + 'a' }}",
+    ],
+)
+def test_whatever_a_template_fails_with_is_one_error(chatty, template):
+    with pytest.raises(InvalidRequest, match="chat template"):
+        render_chat(chatty, HI, chat_template=template)
+
+
+LIKE_A_MODELS = """
+{%- macro call(c) -%}{{ '<call>' ~ c.name ~ c.arguments|tojson }}{%- endmacro -%}
+{%- set ns = namespace(last=messages|length - 1, seen=[]) -%}
+{%- if tools %}{% for t in tools %}{{ t|tojson(indent=2) }}{% endfor %}{% endif -%}
+{%- for m in messages[::-1] %}{% set ns.seen = ns.seen + [m.role] %}{% endfor -%}
+{%- for m in messages -%}
+    {%- if loop.first and m['role'] not in ('user', 'system') %}{{ raise_exception('bad') }}{% endif -%}
+    {%- if '</think>' in m.content %}{% set c = m.content.split('</think>')[-1].lstrip() %}
+    {%- else %}{% set c = m.content|trim|replace('<b>', '') %}{% endif -%}
+    {{- '<|' + m.role + '|>' + c ~ '%s-%d' % (m.role, loop.index) ~ '{}'.format(loop.length) -}}
+    {%- for c in m.calls or [] %}{{ call(c) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor -%}
+    {%- if not loop.last and messages[loop.index0 + 1].role == m.role %}again{% endif -%}
+{%- endfor -%}
+{{ ns.seen|join(', ') }}{{ messages|map(attribute='role')|unique|list }}{{ {'a': 1}.items()|list }}
+{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ 'ab'|indent(4, first=True) }}
+{% generation %}{{ bos_token }}{% endgeneration %}{{ nothing }}{{ 7 // 2 ** 1 % 3 - 1 * 5 }}{{ 'x' * 3 }}
+"""
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, LIKE_A_MODELS])
+@pytest.mark.parametrize("number", [1, 50])
+def test_templates_render_as_in_transformers(chatty, template, number):
+    calls = [
+        {"name": f"f{i}", "arguments": {"x": [i, 1234567890123, {"y": "é"}]}} for i in range(3)
+    ]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "<think>no</think> yes, <b>"},
+        {"role": "assistant", "content": "  it is ", "calls": calls},
+    ] * number
+    more = (
+        {"tools": [{"name": "f", "parameters": {"a": {"b": [1]}}}]} if "tools" in template else {}
+    )
+    given = dict(chat_template=template, add_generation_prompt=True, **more)
+    theirs = chatty.hf.apply_chat_template(messages, return_dict=False, **given)
+    assert render_chat(chatty, messages, **given) == list(theirs)
+
+
+def test_transformers_own_rendering_is_not_bounded(chatty):
+    render_chat(chatty, HI)
+    template = COSTLY["long loop"].replace("99999", "1999")
+    with pytest.raises(InvalidRequest, match="operations"):
+        render_chat(chatty, HI, chat_template=template)
+    text = chatty.hf.apply_chat_template(HI, chat_template=template, tokenize=False)
+    assert len(text) == 1999 * 9999
+
+
+def test_a_panic_of_the_tokenizer_is_our_error():
+    hf = toys.byte_level.__wrapped__().hf  # not the cached one
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(InvalidRequest, match="the tokenizer fails on this text"):
+        Tokenizer(hf).encode("a" * 40 + "b")
+    with pytest.raises(InvalidRequest, match="chat template"):
+        render_chat(Tokenizer(hf), HI, chat_template="a" * 40 + "b")

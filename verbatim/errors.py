@@ -82,7 +82,7 @@ class StageFailed(VerbatimError, RuntimeError):
     """
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip() if lines else type(error).__name__

@@ -22,6 +22,7 @@ from verbatim.model.loader import (
     read_config,
     settle_dtype,
 )
+from verbatim.untrusted import reason
 
 _NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -99,7 +100,13 @@ def _look_into(path: Path) -> tuple[bool, bool]:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # whatever a damaged file leads to
-        raise ModelError(f"{path} is damaged or cut short: {first_line(error)}") from None
+        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name in ("I8", "I16", "I32", "I64"):
+            raise ModelError(
+                f"{path}: {tensor.name} is {tensor.tensor_type.name}: weights must be floating-point numbers "
+                "or quantized"
+            )
     types = {tensor.tensor_type for tensor in reader.tensors}
     return types <= {GGMLQuantizationType.F32}, "tokenizer.ggml.model" in reader.fields
 

@@ -6,6 +6,7 @@ here is that everything the module needs was really there.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import threading
@@ -27,20 +28,23 @@ from verbatim.errors import (
     VerbatimError,
     first_line,
 )
-from verbatim.model.folder import (
-    WEIGHTS,
-    check_config,
-    check_floating,
-    check_folder,
-    check_size,
-)
 from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import nothing_of, packed_buffers
+from verbatim.untrusted import (
+    check_config,
+    check_dtypes,
+    check_size,
+    read_json,
+    settle_implementations,
+    shards_of,
+)
 
 if TYPE_CHECKING:
     from verbatim.model.packing import PackingReport
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_WEIGHTS = frozenset({".safetensors", ".bin"})
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _BIG = 500_000_000  # bytes of weights from which a progress bar is shown
 Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -190,7 +194,7 @@ def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the files that decide what the weights are."""
     found = {}
     for path in folder.glob("*"):
-        if path.suffix in WEIGHTS or path.name.endswith((".index.json", "config.json")):
+        if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
             stat = path.stat()
             found[path.name] = (stat.st_size, stat.st_mtime_ns)
     return found
@@ -229,7 +233,7 @@ def load(
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if os.path.isdir(os.path.expanduser(source)):
         source = os.path.expanduser(source)
-        check_folder(Path(source))
+        _check_folder(Path(source))
         where["local_files_only"] = True
     elif not HUB_ID.match(source) or os.path.exists(source):
         raise ModelError(f"no model at {source!r}: neither a folder nor a hub id such as org/name")
@@ -241,12 +245,10 @@ def load(
     if skeleton is not None:
         folder = _all_files(source, where)
         module, recipes = skeleton(folder, config, settled, trust_remote_code)
-        check_floating(folder, module, config)
         generation = _generation_config(folder, config)
         return LoadedModel(module, tokenizer, generation, source, recipes=recipes, folder=folder)
     module = built_module(source, config, settled, where)
     folder = _folder(source, where)
-    check_floating(folder, module, config)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -277,22 +279,68 @@ def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
     return found
 
 
+def _check_folder(folder: Path) -> None:
+    """Find damage before minutes of loading: a config that is no JSON, shards missing or cut short."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    read_json(config)
+    if (folder / "adapter_config.json").is_file():
+        raise NotSupported(f"{folder} holds an adapter; merge it into the model")
+    shards = sorted(folder.glob("*.safetensors"))
+    indices = [index for name in _INDICES if (index := folder / name).is_file()]
+    for index in indices:
+        names = shards_of(index)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {len(missing)} of {len(names)} shards: {missing[0]}")
+    if not indices and not shards and not any(folder.glob("pytorch_model*.bin")):
+        raise ModelError(f"{folder} holds no weights (model.safetensors or pytorch_model.bin)")
+    for shard in shards:
+        stored_dtypes(shard)
+
+
+def stored_dtypes(path: Path) -> dict[str, str]:
+    """Return the dtype of each tensor of a safetensors file, by the format's names.
+
+    Raises:
+        ModelError: it is damaged or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        size = f"{path.stat().st_size} bytes" if path.exists() else "a link to nothing"
+        raise ModelError(f"{path} ({size}) is damaged or cut short") from None
+
+
+def _pickled_dtypes(path: Path) -> dict[str, str]:
+    """Return the dtype of each tensor of a file of torch.save; {} of one that transformers will refuse."""
+    try:
+        tensors = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        return {name: str(tensor.dtype) for name, tensor in tensors.items()}
+    except Exception:  # damaged in any way, or from before torch 1.6
+        return {}
+
+
 def read_config(source: str, where: dict[str, Any]) -> Any:
-    """Return the transformers config of a causal language model.
+    """The transformers config of a causal language model.
 
     Args:
         source: a folder, a config.json or a hub id.
         where: what transformers' `from_pretrained` takes beside it.
 
     Raises:
-        ModelError: the config can't be read, or has numbers that no model has.
-        UnsupportedModel: a config of something else, or one that loads code.
+        ModelError: it can't be read.
+        UnsupportedModel: of something else.
     """
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        plain = PreTrainedConfig.get_config_dict(source, **where)[0]
+        plain, _ = PretrainedConfig.get_config_dict(source, **where)
         check_config(source, plain, where["trust_remote_code"])
         config = AutoConfig.from_pretrained(source, **where)
     except VerbatimError:
@@ -309,6 +357,8 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
+    if not where["trust_remote_code"]:
+        settle_implementations(config)
     return config
 
 
@@ -322,7 +372,7 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
 
     try:
         with building, quiet(progress=_weight_bytes(source) > _BIG):
-            check_size(Path(source), config, where["trust_remote_code"])
+            _check_fit(source, config, where)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
@@ -338,6 +388,41 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
     begin_at_lines(module)
     return module.eval()
+
+
+def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
+    """Compare what the config describes with the checkpoint, before memory is asked for.
+
+    Raises:
+        ModelError: a model far larger than the files, or integers for weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder, trust = Path(source), where["trust_remote_code"]
+    if "gguf_file" not in where and not folder.is_dir():
+        from transformers.utils.hub import cached_file
+
+        for name in _INDICES:  # transformers fetches and opens what they name
+            index = cached_file(
+                source,
+                name,
+                revision=where["revision"],
+                _raise_exceptions_for_missing_entries=False,
+            )
+            if index is not None:
+                shards_of(Path(index))
+        return
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust)
+    if "gguf_file" in where:
+        check_size(source, module, (folder / where["gguf_file"]).stat().st_size)
+        return
+    check_size(source, module, _weight_bytes(source))
+    for path in folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            check_dtypes(path, module, stored_dtypes(path))
+        elif path.match("pytorch_model*.bin"):
+            check_dtypes(path, module, _pickled_dtypes(path))
 
 
 def _folder(source: str, where: dict[str, Any]) -> Path:
@@ -385,7 +470,7 @@ def _weight_bytes(source: str) -> int:
     """Bytes of a folder's weights; a hub id counts as big."""
     if not os.path.isdir(source):
         return _BIG + 1
-    return sum(f.stat().st_size for f in Path(source).iterdir() if f.suffix in WEIGHTS)
+    return sum(f.stat().st_size for f in Path(source).rglob("*") if f.suffix in _WEIGHTS)
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors = load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} can't be read: {error}") from None
+        except (SafetensorError, OSError):  # whose messages may quote the file
+            raise ModelError(f"{file} can't be read: damaged or cut short") from None
         twice = sorted(found.keys() & tensors.keys())
         if twice:
             raise ModelError(f"{file} holds {twice[0]}, which another file holds as well")

@@ -1,4 +1,4 @@
-"""Chat messages to the ids of a prompt, by the template that came with the tokenizer."""
+"""Turn chat messages into the ids of a prompt, by the template that came with the tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.text.tokenizer import Tokenizer
+from verbatim.text.tokenizer import Tokenizer, failures_as
 
 # Arguments of `apply_chat_template` that would change what it returns, or the prompt's length.
 _OURS = {
@@ -32,9 +32,10 @@ def render_chat(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> list[int]:
-    """The prompt for a conversation.
+    """Render the prompt of a conversation.
 
-    Special tokens come from the template alone, so a template that writes the BOS token gets one.
+    Special tokens come from the template alone, so a template that writes the BOS token gets one. What a
+    template may cost is bounded (`text/template.py`).
 
     Args:
         tokenizer: the model's.
@@ -44,7 +45,7 @@ def render_chat(
             `continue_final_message`, `chat_template`, `sanitize_control_tokens` of transformers.
 
     Raises:
-        InvalidRequest: messages that are not as above, or that the template refuses.
+        InvalidRequest: messages that are not as above, or that the template refuses or fails on.
         NotSupported: a tokenizer without a template, or a variable that its template doesn't use.
     """
     _check(messages)
@@ -63,9 +64,10 @@ def render_chat(
         if name not in _THEIRS and not re.search(rf"\b{re.escape(name)}\b", template):
             raise NotSupported(f"{name}= would have no effect: the chat template doesn't use it")
 
-    from jinja2 import TemplateError
+    # Imported here, as it takes seconds.
+    from verbatim.text.template import bounded
 
-    try:
+    with failures_as(InvalidRequest, "the chat template refuses these messages"), bounded():
         ids = hf.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -73,8 +75,6 @@ def render_chat(
             return_dict=False,
             **template_kwargs,
         )
-    except (TemplateError, TypeError, ValueError, LookupError) as error:
-        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
     return list(ids)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verbatim.errors import InvalidRequest, ModelError
+from verbatim.errors import InvalidRequest, ModelError, VerbatimError, first_line
+from verbatim.untrusted import check_tokenizer
 
 # What `clean_up_tokenization` of transformers replaces, in its order (a test holds the two equal).
 CLEAN_UP = (
@@ -27,6 +29,20 @@ CLEAN_UP = (
 # Some file of a tokenizer's folder has one of these beginnings or endings.
 _FILE_BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _FILE_ENDINGS = (".model", ".tiktoken", ".vocab", ".bpe")
+
+
+@contextmanager
+def failures_as(kind: type[VerbatimError], what: str) -> Iterator[None]:
+    """Raise whatever templates, tokenizers and their many readers raise in this block as `kind`."""
+    try:
+        yield
+    except VerbatimError:
+        raise
+    except BaseException as error:
+        # A panic of Rust code is no Exception, and its class can't be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {first_line(error)}") from error
 
 
 class Tokenizer:
@@ -80,14 +96,14 @@ class Tokenizer:
                 f"{str(path_or_id)!r} has no tokenizer: none of tokenizer.json, "
                 f"tokenizer_config.json, tokenizer.model or vocab.json is among its files ({held})"
             )
+        if folder.is_dir():
+            check_tokenizer(folder)
         from transformers import AutoTokenizer
 
-        try:
+        with failures_as(ModelError, f"no tokenizer from {str(path_or_id)!r}"):
             hf = AutoTokenizer.from_pretrained(
                 str(path_or_id), revision=revision, trust_remote_code=trust_remote_code
             )
-        except Exception as error:  # from_pretrained raises whatever its many readers raise
-            raise ModelError(f"no tokenizer from {str(path_or_id)!r}: {error}") from error
         return cls(hf)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -165,14 +181,15 @@ class Tokenizer:
                 f"the text is not Unicode: half a surrogate pair, {text[error.start]!r}, at character "
                 f"{error.start}"
             ) from None
-        encoded = self.hf(
-            text,
-            add_special_tokens=add_special_tokens,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        with failures_as(InvalidRequest, "the tokenizer fails on this text"):
+            encoded = self.hf(
+                text,
+                add_special_tokens=add_special_tokens,
+                truncation=False,
+                padding=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
         return list(encoded["input_ids"])
 
     def _cleans_up(self) -> bool:

@@ -134,6 +134,12 @@ def _settle(
                     f"{checkpoint.folder}: {names[piece.key]} is {list(size)}, and by the config it is "
                     f"{list(piece.into.shape)}"
                 )
+            dtype = checkpoint.dtype(names[piece.key])
+            if piece.into.is_floating_point() and not dtype.is_floating_point:
+                raise ModelError(
+                    f"{checkpoint.folder}: {names[piece.key]} is {dtype}: weights must be floating-point "
+                    "numbers"
+                )
             spare = place in filled and piece.into.numel() > 0
             wanted.append(Piece(piece.key, piece.into, piece.arrange, spare))
             filled.add(place)

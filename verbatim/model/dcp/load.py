@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from verbatim.model.loader import (
     settle_dtype,
 )
 from verbatim.model.mtp_source import mtp_names
+from verbatim.untrusted import check_size
 
 # Given a checkpoint, a module built for it and its tensors in the checkpoint with their places in the module:
 # how each parameter is made of them. The parameters have no memory then.
@@ -154,6 +156,11 @@ class _Plan:
         """That in which most of the model's weights are stored."""
         with torch.device("meta"):
             module = self._built(torch.float32)
+        nbytes = sum(
+            math.prod(checkpoint.size(key)) * checkpoint.dtype(key).itemsize
+            for key in checkpoint.keys
+        )
+        check_size(checkpoint.folder, module, nbytes)
         return stored_dtype(checkpoint, self._pieces(module))
 
     def module(self, checkpoint: DcpCheckpoint, dtype: torch.dtype) -> nn.Module:

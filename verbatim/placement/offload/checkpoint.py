@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import ModelError, NotSupported, first_line
-from verbatim.model.folder import shard_names
+from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.loader import building, quiet
 from verbatim.placement.offload.recipe import Recipe, Stored, Traced, stamp_of, traced
+from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
 
 _DTYPES = {
     "F64": torch.float64,
@@ -73,16 +74,20 @@ def _load_traced(
 
     try:
         with torch.device("meta"):
-            kind: Any = type(
-                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            empty: Any = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
-        module, report = kind.from_pretrained(
+        check_size(folder, empty, sum(tensor.nbytes for tensor in stored.values()))
+        check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in stored.items()})
+        module, report = type(empty).from_pretrained(
             None,
             config=config,
             state_dict={name: traced(tensor) for name, tensor in stored.items()},
             dtype=dtype,
             output_loading_info=True,
         )
+    except VerbatimError:
+        raise
     except Exception as error:  # whatever a damaged file or a module's own code leads to
         raise ModelError(f"{folder}: can't be loaded: {first_line(error)}") from error
     return module, report
@@ -134,8 +139,6 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
         ModelError: a file is damaged, cut short or missing.
         NotSupported: there are other files to read than safetensors.
     """
-    if (folder / "adapter_config.json").is_file():
-        raise NotSupported(f"{folder} holds an adapter; merge it into the model")
     named = getattr(config, "transformers_weights", None)
     if named is not None:
         raise NotSupported(
@@ -145,7 +148,7 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
     if one.is_file():
         files = [one]
     elif index.is_file():
-        files = [folder / name for name in shard_names(index)]
+        files = [folder / name for name in shards_of(index)]
     else:
         raise NotSupported(
             f"this placement reads model.safetensors or its shards, and {folder} has none; load the model "
@@ -155,6 +158,10 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
     for path in files:
         found.update(stored_in(path))
     return found
+
+
+class _Damage(Exception):
+    """Numbers of a header that can't be."""
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -169,7 +176,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
             size = stamp[2]
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_HEADER):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
+                raise _Damage(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
         found = {}
         for name, entry in header.items():
@@ -180,13 +187,15 @@ def stored_in(path: Path) -> dict[str, Stored]:
                 continue
             dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
             if end - begin != dtype.itemsize * torch.Size(shape).numel():
-                raise ValueError(f"{name} has {end - begin} bytes")
+                raise _Damage(f"a tensor of {list(shape)} has {end - begin} bytes")
             if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(
-                    f"{name} ends at byte {8 + length + end} and the file at {size}: it was cut short"
+                raise _Damage(
+                    f"a tensor ends at byte {8 + length + end} and the file at {size}: it was cut short"
                 )
             at = 8 + length + begin
             found[name] = Stored(name, path, at, end - begin, dtype, shape, stamp)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except _Damage as error:
         raise ModelError(f"{path} is damaged or cut short: {error}") from None
+    except Exception as error:  # a damaged header fails in any way; its text is not quoted
+        raise ModelError(f"{path} is damaged or cut short: {reason(error)}") from None
     return found

@@ -1,0 +1,198 @@
+"""Checks of a checkpoint's files before transformers acts on them: a checkpoint is data, not code.
+
+No error quotes a file: what a name or a link leads to may be no checkpoint's file at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from torch import nn
+
+from verbatim.errors import ModelError, NotSupported
+
+MOST_LAYERS = 4096  # of any kind; the deepest models known have about 200
+MOST_PARTS = 65_536  # heads, experts and groups of a layer
+_MOST_PER_BYTE = 8  # weights that a byte of the checkpoint may hold: one bit each
+_LAYERS = re.compile(
+    r"^(num|n)_(\w+_)?layers?$|^(encoder|decoder)_layers$|^depth$|^mtp_num_layers$"
+)
+_PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
+_IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
+# These are dequantized into plain weights by transformers itself, without packages or kernels.
+_DEQUANTIZED = ("fp8", "mxfp4")
+_FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")
+
+
+def reason(error: BaseException) -> str:
+    """Say what went wrong with a file without a byte of it, which messages of parsers may quote."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON (line {error.lineno}, column {error.colno})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return "no UTF-8" if isinstance(error, UnicodeDecodeError) else type(error).__name__
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ModelError: it can't be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelError(f"{path} can't be read: {reason(error)}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} can't be read: it holds a {type(found).__name__}, not an object")
+    return found
+
+
+def shards_of(index: Path) -> list[str]:
+    """Return the names of the files that an index of weights lists.
+
+    Raises:
+        ModelError: it can't be read, or names a file outside of its folder.
+    """
+    listed = read_json(index).get("weight_map")
+    names = set(listed.values()) if isinstance(listed, dict) else set()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{index} can't be read: its weight_map names no files")
+    check_names(index, names)
+    return sorted(names)
+
+
+def check_names(file: Path, names: Iterable[str]) -> None:
+    """Refuse names in `file` that lead out of its folder.
+
+    A link inside of the folder may lead anywhere, as in the hub's cache: whoever can make one has the folder.
+
+    Raises:
+        ModelError: a name is absolute, or has a part "..".
+    """
+    for name in names:
+        for kind in (PurePosixPath(name), PureWindowsPath(name)):
+            if kind.anchor or ".." in kind.parts or "\0" in name:
+                raise ModelError(
+                    f"{file} is refused: it names {name[:200]!r}, outside of its folder"
+                )
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a tokenizer_config.json that names files outside of its folder.
+
+    Raises:
+        ModelError: it does, or can't be read.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    for key, value in read_json(path).items():
+        if key.endswith(("_file", "_files")):
+            values = value.values() if isinstance(value, dict) else value
+            named = [value] if isinstance(value, str) else values
+            if isinstance(named, Iterable):
+                check_names(path, [name for name in named if isinstance(name, str)])
+
+
+def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse a config, as plain data, that would load code or build a model of absurd size.
+
+    Raises:
+        NotSupported: it names a kernel of the hub, or a quantization that needs other packages.
+        ModelError: a number of layers or parts out of range.
+    """
+    for key, value in _fields(config):
+        if _IMPLEMENTATIONS.match(key):
+            names = value.values() if isinstance(value, dict) else [value]
+            for name in names:
+                if isinstance(name, str) and "/" in name and not trust_remote_code:
+                    raise NotSupported(
+                        f"{source}: config.json: {key}={name[:200]!r} is code of a hub repository, which "
+                        "is not loaded; remove the field"
+                    )
+        elif key == "quantization_config" and isinstance(value, dict):
+            method = value.get("quant_method")
+            if method not in _DEQUANTIZED:
+                raise NotSupported(
+                    f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be "
+                    f"one of {', '.join(_DEQUANTIZED)}; or open the model unquantized, with quantization="
+                )
+        elif isinstance(value, int) and not isinstance(value, bool):
+            most = MOST_LAYERS if _LAYERS.match(key) else MOST_PARTS if _PARTS.match(key) else None
+            if most is not None and not 0 <= value <= most:
+                raise ModelError(f"{source}: config.json: {key}={value}: must be from 0 to {most}")
+        elif key == "transformers_weights" and isinstance(value, str):
+            check_names(Path(source) / "config.json", [value])
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every field of nested objects."""
+    stack = [value]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Mapping):
+            yield from ((str(key), inner) for key, inner in top.items())
+            stack += top.values()
+        elif isinstance(top, list):
+            stack += top
+
+
+def settle_implementations(config: Any) -> None:
+    """Let no config choose how attention and experts run, which may load code; the engine chooses.
+
+    Args:
+        config: of transformers; written to.
+    """
+    for sub in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if sub is not None:
+            sub._attn_implementation = sub._experts_implementation = None
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):
+        quantization["dequantize"] = True
+
+
+def check_size(source: object, module: nn.Module, nbytes: int) -> None:
+    """Refuse a model far larger than its checkpoint, before memory is asked for.
+
+    Args:
+        module: on the meta device.
+        nbytes: of the checkpoint's weights.
+
+    Raises:
+        ModelError: it is.
+    """
+    number = sum(math.prod(p.shape) for p in module.parameters())
+    if number > _MOST_PER_BYTE * nbytes:
+        raise ModelError(
+            f"{source}: config.json describes {number:,} weights, and the checkpoint has {nbytes:,} bytes"
+        )
+
+
+def check_dtypes(source: object, module: nn.Module, dtypes: Mapping[str, str]) -> None:
+    """Refuse integers, booleans and complex numbers that transformers would make weights of.
+
+    Args:
+        module: without weights, or with them.
+        dtypes: of each tensor of the checkpoint, as torch or safetensors names it.
+
+    Raises:
+        ModelError: there are some, and no quantization that says what they mean.
+    """
+    odd = {name: dtype for name, dtype in dtypes.items() if not _FLOATS.search(dtype)}
+    if not odd or getattr(getattr(module, "config", None), "quantization_config", None) is not None:
+        return
+    names = [f".{name}" for name, p in module.named_parameters() if p.is_floating_point()]
+    for name, dtype in odd.items():
+        # Names differ by a prefix, and those of experts, which are stacked, by more.
+        mine = f".{name}"
+        if ".experts." in name or any(n.endswith(mine) or mine.endswith(n) for n in names):
+            raise ModelError(
+                f"{source}: {name} is {dtype}: weights must be floating-point numbers, as config.json "
+                "declares no quantization"
+            )
