@@ -848,8 +848,9 @@ class EngineHandle:
             self._thread = None
 
     def _forked(self) -> None:
-        """Be closed in the child of a fork, which has none of the parent's threads."""
-        self._why_closed = FORKED
+        """Be closed in the child of a fork, which has none of the parent's threads and connections."""
+        self._why_closed = self._why_closed or FORKED
+        self.collective = None
         self._calls.clear()
         self._entering.clear()
         self._num_driven = 0
