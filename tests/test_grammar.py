@@ -74,15 +74,15 @@ def texts(structure: dict[str, Any], count: int, seed: int = 0) -> list[str]:
 
 
 def spell(state: GrammarState, text: str) -> bool:
-    """Push the longest allowed pieces of a text; what the last push said."""
-    rest, over = text.encode(), False
+    """Push the longest allowed pieces of a text; return whether the structure is complete."""
+    rest = text.encode()
     pieces = compiler().vocabulary.tokens
     while rest:
         fitting = [i for i in allowed(state.mask()) if pieces[i] and rest.startswith(pieces[i])]
         token_id = max(fitting, key=lambda i: len(pieces[i]))
         rest = rest[len(pieces[token_id]) :]
-        over = state.push(token_id)
-    return over
+        state.push(token_id)
+    return state.is_complete()
 
 
 def push_last(state: GrammarState, count: int) -> None:

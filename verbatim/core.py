@@ -116,7 +116,7 @@ class GrammarState(Protocol):
         ...
 
     def push(self, token_id: int) -> bool:
-        """Append the next token; return True if it is known that no token can follow."""
+        """Append the next token; return whether it is an end of sequence."""
         ...
 
     def is_complete(self) -> bool:

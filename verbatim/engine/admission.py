@@ -332,9 +332,9 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
         name = next(name for name in STRUCTURES if getattr(request.params, name) is not None)
         try:
             fits = bool(grammar.mask()[token_id // 32] >> (token_id % 32) & 1)
-            ended = fits and grammar.push(token_id)
+            ended = fits and (grammar.push(token_id) or grammar.is_complete())
         except RequestFailed as error:
-            raise InvalidRequest(f"{name}: {error}") from error
+            raise InvalidRequest(str(error)) from error
         if not fits or ended:
             how = "the structure is complete" if fits else f"token {count + 1} does not fit it"
             raise InvalidRequest(

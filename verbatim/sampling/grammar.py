@@ -57,7 +57,9 @@ LIMITS: dict[str, int] = {
     "max_grammar_size": 500_000,  # symbols
 }
 _IDS_PER_ITEM = 4
-SLOW_S = 1e-3  # CPU time of a mask from which on the masks after it are computed by `_slow_pool`
+# CPU time of a mask from which on the masks after it are computed by `_slow_pool`. Short, as threads of the
+# usual priority that compute one mask after the other delay the steps.
+SLOW_S = 2.5e-4
 _QUICK_PER_SLOW = (
     16  # masks that must be quick for each `SLOW_S` of a slow one, until the grammar is quick
 )
@@ -258,9 +260,7 @@ class GrammarState:
         return self._mask
 
     def push(self, token_id: int) -> bool:
-        """Append the next token; return True if nothing can follow it, not even an end of sequence.
-
-        Of a slow structure without an end of sequence, only `is_complete` says so.
+        """Append the next token; return whether it is an end of sequence.
 
         Raises:
             RequestFailed: as `mask`.
@@ -272,7 +272,7 @@ class GrammarState:
             raise AssertionError(f"id {token_id} was drawn, which the structure does not allow")
         self._ids.append(token_id)
         self._mask = None
-        return not self.is_slow and self.is_complete()
+        return False
 
     def is_complete(self) -> bool:
         """Return whether nothing can follow, not even an end of sequence; raises as `mask`."""
