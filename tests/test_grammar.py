@@ -477,6 +477,9 @@ def test_no_structure_has_no_state_and_compiled_ones_are_bounded():
     for number in range(grammar.MAX_COMPILED + 5):
         own.start(SamplingParams(regex=f"a{{{number + 1}}}"), ends=True)
     assert len(own._compiled) == grammar.MAX_COMPILED
+    for letter in "abc":
+        own.start(SamplingParams(choice=[letter * 100_000]), ends=True)
+    assert len(own._compiled) == 2
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------

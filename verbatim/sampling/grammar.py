@@ -30,7 +30,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from verbatim.errors import InvalidRequest, RequestFailed
-from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.params import MAX_STRUCTURE_CHARS, STRUCTURES, SamplingParams
 from verbatim.sampling.json_schema import (
     ANY_WHITESPACE,
     COMPACT,
@@ -41,7 +41,8 @@ from verbatim.sampling.json_schema import (
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
-MAX_COMPILED = 32  # grammars kept; a large one can take some megabytes
+MAX_COMPILED = 32  # structures that are kept
+MAX_COMPILED_CHARS = 2 * MAX_STRUCTURE_CHARS  # of their sources; the largest one takes up to 170 MB
 # llguidance walks a chain of rules, or of references, by recursion. The longest that MAX_STRUCTURE_CHARS
 # allow take less than a quarter of this; a thread's usual stack they would overrun, which ends the process.
 _STACK_BYTES = 256 << 20
@@ -77,7 +78,7 @@ _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 class GrammarCompiler:
     """Turns what requests ask for into states; one per engine, made on the first such request.
 
-    Compiled structures are kept, the `MAX_COMPILED` used last.
+    Compiled structures are kept, the last used `MAX_COMPILED` of at most `MAX_COMPILED_CHARS`.
 
     Args:
         tokenizer: the model's.
@@ -140,7 +141,10 @@ class GrammarCompiler:
             if state.compiled is compiled:
                 self._compiled[key] = compiled
                 self._compiled.move_to_end(key)
-            if len(self._compiled) > MAX_COMPILED:
+            while (
+                len(self._compiled) > MAX_COMPILED
+                or sum(map(_num_chars, self._compiled)) > MAX_COMPILED_CHARS
+            ):
                 self._compiled.popitem(last=False)
         return state
 
@@ -431,6 +435,11 @@ def _bits(ids: Iterable[int], num_words: int) -> Tensor:
     flags = torch.zeros(num_words, 32, dtype=torch.int64)
     flags.view(-1)[torch.tensor(list(ids), dtype=torch.int64)] = 1
     return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
+
+
+def _num_chars(key: _Key) -> int:
+    source = key[1]
+    return len(source) if isinstance(source, str) else sum(map(len, source))
 
 
 def _key(kind: str, params: SamplingParams) -> _Key:
