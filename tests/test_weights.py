@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from toys import make_toy as make
 
 from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingParams, VerbatimError
+from verbatim.model.weights import _is_finite
 
 PROMPTS = [[5, 9, 23, 40], [7, 8], [5, 9, 23, 41, 3, 3, 60]]
 LONG = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
@@ -130,6 +131,24 @@ def test_what_overflows_the_models_dtype_is_not_finite() -> None:
         with pytest.raises(InvalidRequest, match=r"model\.norm\.weight holds NaN or infinity"):
             llm.update_weights(new, check_finite=True)
         llm.update_weights(new)  # not asked to look
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2],
+)
+def test_the_check_finds_what_isfinite_finds(dtype: torch.dtype, into: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    for size, place in ((1, 0), (9, 3), (40_001, 40_000), (40_001, 77)):
+        for odd in (torch.nan, torch.inf, -torch.inf, most, -most, 0.0, 3.4e38, 1e39):
+            tensor = torch.linspace(-2, 2, size, dtype=torch.float64)
+            tensor[place] = odd
+            tensor = tensor.to(dtype)
+            expected = bool(tensor.to(into).isfinite().all())
+            assert _is_finite(tensor, into) is expected, (size, place, odd)
+            assert _is_finite(tensor.expand(2, -1).t(), into) is expected
+    assert _is_finite(torch.empty(0, 3, dtype=dtype), into)
 
 
 @pytest.mark.parametrize("weights", [5, None, torch.ones(3), ["a", "b"], [("a",)], [(1, 2, 3)]])
