@@ -546,6 +546,27 @@ def test_parameters_that_lie_otherwise_are_made_as_they_lie(tmp_path: Path) -> N
 # What is refused.
 
 
+@pytest.mark.parametrize("placement", [None, Offload(weights=(0, 0, 100))])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
+def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype, placement: Any) -> None:
+    module = toys.make_toy("llama")
+    state = {**module.state_dict(), "model.norm.weight": torch.ones(64).to(dtype)}
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight is .*must be floating-point numbers"
+    ):
+        LLM(save(tmp_path / "step", state), config=module.config, placement=placement)
+
+
+def test_a_config_far_larger_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    module = toys.make_toy("llama")
+    folder = save(tmp_path / "step", module.state_dict())
+    module.config.vocab_size = 10**9
+    with pytest.raises(
+        ModelError, match=r"describes [\d,]+ weights, and the checkpoint has [\d,]+ bytes"
+    ):
+        LLM(folder, config=module.config)
+
+
 def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"holds no config: config= must be .*\.toml"):
         LLM(folder)

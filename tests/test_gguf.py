@@ -106,6 +106,20 @@ def test_the_words_are_those_of_the_numbers_in_the_file(
         assert all_facts(llm.generate(*requests)) == packed
 
 
+def test_integers_and_sizes_beyond_the_file_are_refused(tmp_path: Path) -> None:
+    odd = make_toy("qwen3", **SHAPE)
+    write(path := tmp_path / "toy.gguf", odd, "F32")
+    odd.config.num_hidden_layers = 10**9
+    write(tmp_path / "deep.gguf", odd, "F32")
+    with pytest.raises(ModelError, match="num_hidden_layers=1000000000: must be from 0 to 4096"):
+        LLM(tmp_path / "deep.gguf")
+    for tensor in gguf.GGUFReader(path, "r+").tensors:  # mapped: what is assigned is written
+        if tensor.name == "output_norm.weight":
+            tensor.field.parts[4][0] = gguf.GGMLQuantizationType.I32
+    with pytest.raises(ModelError, match=r"output_norm\.weight is I32: weights must be"):
+        LLM(path)
+
+
 def test_what_can_not_be_read_is_refused_by_name(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

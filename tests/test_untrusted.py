@@ -147,14 +147,19 @@ def test_no_error_quotes_a_file(folder: Path, name: str, content: str) -> None:
             opened(folder, placement)
 
 
-def test_new_weights_quote_no_file(folder: Path) -> None:
+@pytest.mark.parametrize("content", [SECRET, json.dumps({SECRET: SECRET}), json.dumps([SECRET])])
+def test_new_weights_and_sessions_quote_no_file(folder: Path, content: str) -> None:
     odd = folder.parent / "odd.safetensors"
-    odd.write_bytes(len(SECRET).to_bytes(8, "little") + SECRET.encode())
+    odd.write_bytes(len(content).to_bytes(8, "little") + content.encode())
     with LLM(folder, **SMALL) as llm:
         with pytest.raises(ModelError), without_secrets():
             llm.update_weights(odd)
         with pytest.raises(VerbatimError), without_secrets():
             llm.session(load=odd)
+    (folder.parent / "dcp").mkdir()
+    (folder.parent / "dcp" / ".metadata").write_text(content)
+    with pytest.raises(ModelError, match=r"opcode|can't be read"), without_secrets():
+        opened(folder.parent / "dcp", config=folder)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
     Raises:
         InvalidRequest: not a session's file, a damaged one, or one of another model.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     def refuse(why: object) -> InvalidRequest:
         return InvalidRequest(f"load={str(path)!r}: {why}")
@@ -195,6 +195,8 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
                 saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"])
     except InvalidRequest:
         raise
+    except SafetensorError:  # whose message may quote the file
+        raise refuse("a damaged file, or not a session") from None
     except (
         Exception
     ) as error:  # a damaged file: safetensors, JSON and our own checks raise many kinds

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from verbatim.errors import ModelError, first_line
+from verbatim.errors import ModelError
+from verbatim.untrusted import reason
 
 MOST_DIMENSIONS = 64  # of a tensor; numpy has no more either
 _MOST_ARGUMENTS = 64
@@ -144,7 +145,7 @@ class Unpickler(pickle._Unpickler):
 
 class _Opcodes(dict[int, Any]):
     def __missing__(self, code: int) -> NoReturn:
-        raise ModelError(f"it has the opcode {bytes([code])!r}, which DCP has no need of")
+        raise ModelError("it has an opcode that DCP has no need of")
 
 
 # Protocols 2 to 5, as far as strings, numbers, tuples, lists, dictionaries and objects go.
@@ -181,4 +182,4 @@ def read_records(path: Path) -> Any:
     except ModelError as error:
         raise ModelError(f"{path} is refused: {error}") from None
     except Exception as error:  # a damaged pickle fails in any way it likes
-        raise ModelError(f"{path} can't be read: {first_line(error)}") from None
+        raise ModelError(f"{path} can't be read: {reason(error)}") from None
