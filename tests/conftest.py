@@ -36,9 +36,10 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-# A shell starts background jobs with Ctrl-C ignored, and Python leaves it at that. Tests that press it
-# need it, wherever they are run.
+# A shell starts background jobs with Ctrl-C ignored, nohup ignores SIGHUP, and Python and the programs that
+# it starts leave it at that. Tests that send these signals need them, wherever they are run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

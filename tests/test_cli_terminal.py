@@ -14,6 +14,7 @@ import termios
 import time
 
 import pytest
+from programs import environment
 
 # The commands on the scripted engine, whose answers take as long as a test needs.
 SCRIPT = """
@@ -97,8 +98,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    folder = os.path.dirname(os.path.abspath(__file__))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setenv("TERM", "xterm")
     begun = []
 
@@ -181,6 +181,7 @@ os._exit(os.waitstatus_to_exitcode(status))
     started.until_raw()
     started.press(b"Hi")
     started.until(b"Hi")
+    time.sleep(0.5)  # as in `until_raw`
     started.press(b"\x1a")
     started.until(b"stopped")
     assert termios.tcgetattr(started.fd) == started.found

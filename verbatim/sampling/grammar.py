@@ -371,13 +371,13 @@ class _LexerFailed(RequestFailed):
 @cache
 def _quick_pool() -> ThreadPoolExecutor:
     """Return the threads for masks that may be quick."""
-    return ThreadPoolExecutor(2, "verbatim-masks")
+    return ThreadPoolExecutor(2, "grammar-masks")
 
 
 @cache
 def _slow_pool() -> ThreadPoolExecutor:
     """Return the threads for slow masks, which leave the CPU to all others."""
-    return ThreadPoolExecutor(2, "verbatim-slow-masks", initializer=_lower_priority)
+    return ThreadPoolExecutor(2, "grammar-slow-masks", initializer=_lower_priority)
 
 
 @cache
