@@ -128,6 +128,33 @@ def test_every_list_of_the_document_has_a_limit(served):
     assert len(bounded) > 25
 
 
+def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
+    """Beside a Content-Length, it would be another request to a proxy than to this server."""
+    hidden = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for length in (b"", b"Content-Length: %d\r\n" % len(hidden)):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+            link.sendall(HEAD + length + b"Transfer-Encoding: chunked\r\n\r\n" + hidden)
+            answer = b""
+            while more := link.recv(65536):
+                answer += more
+        assert answer.startswith(b"HTTP/1.1 411") and answer.count(b"HTTP/1.1") == 1
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        link.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            link.sendall(b"1\r\na\r\n" * 10_000_000)
+
+
+def test_no_client_runs_in_place_of_another(llm, served):
+    for path, body in (
+        ("/v1/completions", SHORT | {"priority": -1}),
+        ("/v1/generate", {"prompt": "x", "params": {"priority": -1}}),
+    ):
+        refusal = served.refused(path, body)
+        assert (refusal["param"], "0 or more" in refusal["message"]) == ("priority", True)
+    with serving(llm, ServeSettings(negative_priorities=True)) as server:
+        assert server.post("/v1/completions", **SHORT, priority=-1)["choices"]
+
+
 # ---- responses
 
 

@@ -126,6 +126,14 @@ def serve(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    negative_priorities: Annotated[
+        bool,
+        typer.Option(
+            "--negative-priorities",
+            help="Accept priorities below 0, which run before other clients' requests.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False,
     request_timeout_s: Annotated[
         float | None,
         typer.Option(
@@ -173,6 +181,7 @@ def serve(
         playground=playground,
         docs=docs,
         chat_defaults=chat_defaults,
+        negative_priorities=negative_priorities,
         **{key: value for key, value in given.items() if value is not None},
     )
     placement = placement_of({**values, "stats": None})

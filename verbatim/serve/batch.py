@@ -35,6 +35,7 @@ from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 MAX_LINE_BYTES = 64 << 20
+MAX_RESPONSE_BYTES = 1 << 30
 _ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
     "/v1/completions": (Completions, completions.Asked),
     "/v1/chat/completions": (ChatCompletions, chat.Asked),
@@ -99,7 +100,13 @@ class BatchRun:
         self.in_flight = 2 * scheduler.max_sequences if in_flight is None else in_flight
         if self.in_flight < 1:
             raise InvalidRequest(f"in_flight={in_flight}: must be 1 or more")
-        settings = ServeSettings(name=name, max_requests=self.in_flight, max_choices=MAX_N)
+        settings = ServeSettings(
+            name=name,
+            max_requests=self.in_flight,
+            max_choices=MAX_N,
+            max_response_bytes=MAX_RESPONSE_BYTES,
+            negative_priorities=True,
+        )
         self.service = Service(llm, settings)
         self.source = check_source(source)
         if records.path.samefile(self.source):

@@ -16,8 +16,11 @@ from verbatim.serve.errors import Refusal
 from verbatim.serve.settings import ServeSettings
 
 MAX_CONNECTIONS = 4096
-_SPARE_DESCRIPTORS = 64  # for files, and for connections that are accepted before one is closed
-_SPARE_CONNECTIONS = 16  # beyond the limit, for health checks
+_SPARE_DESCRIPTORS = (
+    64  # at most; for files, and for connections that are accepted before one is closed
+)
+_SPARE_CONNECTIONS = 16  # at most; beyond the limit, for health checks
+_READ_BYTES = 1 << 14  # that are parsed in one turn of the event loop
 _HEALTH = frozenset({"/health", "/ready"})
 # Valid before any HTTP/1.1 response, and sent only to learn whether a client that has sent an EOF is there.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -34,7 +37,8 @@ def connection_limit(settings: ServeSettings) -> int:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if allowed == resource.RLIM_INFINITY:
         allowed = 1 << 20
-    free = allowed - _num_descriptors() - _SPARE_DESCRIPTORS - _SPARE_CONNECTIONS
+    free = allowed - _num_descriptors()
+    free -= min(_SPARE_DESCRIPTORS, free // 3) + min(_SPARE_CONNECTIONS, free // 6)
     if settings.max_connections is None:
         return max(1, min(free, MAX_CONNECTIONS))
     if settings.max_connections > free:
@@ -92,6 +96,8 @@ class Connection(_Base):  # type: ignore[misc]
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own
+            transport.max_size = _READ_BYTES
         address = self._address
         same = [each for each in self.connections if each._address == address]
         for connections, limit in zip((self.connections, same), self._limits, strict=True):

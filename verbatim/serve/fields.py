@@ -115,7 +115,11 @@ class Sampling(Strict):
     regex: str | None = within(minLength=1)
     grammar: str | None = within(minLength=1)
     choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = within(minItems=1)
-    priority: Integer = within("Lower runs earlier.", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+    priority: Integer = within(
+        "Lower runs earlier; below 0 only where the server allows it.",
+        minimum=-MAX_PRIORITY,
+        maximum=MAX_PRIORITY,
+    )
     timeout_s: Number = within(exclusiveMinimum=0)
     cache_salt: str | None = None
     draft: Switch = None

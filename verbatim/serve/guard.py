@@ -85,6 +85,14 @@ class Guard:
             raise Refusal(421, f"Host: {host[:80]!r}: not a name of this server")
 
     def _check_length(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            # Each chunk costs as much as a kilobyte of a body, and may hold one byte. With a Content-Length
+            # beside it, a proxy may see another request than this server.
+            raise Refusal(
+                411,
+                "Transfer-Encoding: not supported; send the body with its Content-Length",
+                headers={"Connection": "close"},
+            )
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         # Sliced, since int() rejects thousands of digits.
         if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:

@@ -167,6 +167,11 @@ class Service:
                 f"{len(prompts)} prompts times n={params.n} exceed the limit of "
                 f"{self.settings.max_choices} completions per request"
             )
+        if params.priority < 0 and not self.settings.negative_priorities:
+            raise InvalidRequest(
+                f"priority={params.priority}: must be 0 or more on this server, so that no request runs in "
+                "place of another client's (--negative-priorities)"
+            )
         if key:
             params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
         limit = self.settings.timeout_s

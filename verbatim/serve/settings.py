@@ -30,6 +30,8 @@ class ServeSettings:
         read_timeout_s: seconds after which a client that reads nothing of its response is disconnected.
         timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None: no
             limit.
+        negative_priorities: accept a `priority` below 0, with which a client's requests run before, and in
+            place of, those of others.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
             resolve their own name to it (DNS rebinding).
         cors_origins: origins whose web pages may call the server; empty: none.
@@ -53,6 +55,7 @@ class ServeSettings:
     body_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     timeout_s: float | None = None
+    negative_priorities: bool = False
     hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     docs: bool = True
