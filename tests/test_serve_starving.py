@@ -155,6 +155,22 @@ def test_no_client_runs_in_place_of_another(llm, served):
         assert server.post("/v1/completions", **SHORT, priority=-1)["choices"]
 
 
+def test_a_client_that_fills_the_batch_gives_way_to_others():
+    """The batch has room for four; one client's four choices are two more than its share."""
+    with LLM(kv_memory="64MB", max_sequences=4) as llm, serving(llm) as server:
+        alone = server.post("/v1/completions", **SHORT, seed=1)["choices"]
+        body = {"prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+            link.sendall(whole(body))
+            assert link.recv(100).startswith(b"HTTP/1.1 200")
+            other = httpx.HTTPTransport(local_address="127.0.0.2")
+            with httpx.Client(transport=other, base_url=server.url, timeout=60) as client:
+                answer = client.post("/v1/completions", json=SHORT | {"seed": 1})
+            assert answer.json()["choices"] == alone
+            assert server.service.under_way == 1  # the four are not at their end
+        assert server.idle()
+
+
 # ---- responses
 
 

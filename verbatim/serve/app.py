@@ -27,7 +27,7 @@ from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
 from verbatim.serve.places import places_of
 from verbatim.serve.responses_fields import Responses
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 
 log = logging.getLogger("verbatim.serve")
@@ -84,8 +84,9 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     return app
 
 
-def _key(http: Request) -> str:
-    return str(getattr(http.state, "key", ""))
+def _client(http: Request) -> Client:
+    address = "" if http.client is None else http.client.host
+    return Client(str(getattr(http.state, "key", "")), address)
 
 
 async def _told(
@@ -96,8 +97,8 @@ async def _told(
     done: bool = True,
 ) -> Response:
     if stream:
-        return await streamed(http, asked.events(_key(http)), done=done)
-    return await answered(http, asked.answer(_key(http)))
+        return await streamed(http, asked.events(_client(http)), done=done)
+    return await answered(http, asked.answer(_client(http)))
 
 
 def _openai(app: FastAPI, service: Service) -> None:
@@ -139,13 +140,13 @@ def _ours(app: FastAPI, service: Service) -> None:
     async def generate(http: Request, body: Generate) -> Response:
         if body.stream:
             return await streamed(
-                http, native.generate_events(service, body, _key(http)), done=False
+                http, native.generate_events(service, body, _client(http)), done=False
             )
-        return await answered(http, native.generate(service, body, _key(http)))
+        return await answered(http, native.generate(service, body, _client(http)))
 
     @app.post("/v1/logprobs", responses=_ERRORS, tags=["Verbatim"])
     async def logprobs(http: Request, body: Score) -> Response:
-        return await answered(http, native.score(service, body, _key(http)))
+        return await answered(http, native.score(service, body, _client(http)))
 
     @app.post("/tokenize", responses=_ERRORS, tags=["Verbatim"])
     async def tokenize(http: Request, body: Tokenize) -> Response:

@@ -31,7 +31,7 @@ from verbatim.serve.errors import Refusal, refusal_of
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.records import Records, check_source
 from verbatim.serve.responses_fields import Responses
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
 
 MAX_LINE_BYTES = 64 << 20
@@ -251,7 +251,7 @@ class BatchRun:
                 raise refusal_of_body(error.errors()) from None
             if body.stream:
                 raise Refusal(400, "stream: not supported in a batch", param="stream")
-            return 200, await asked(self.service, body).answer("")
+            return 200, await asked(self.service, body).answer(Client())
         except (EngineClosed, StageFailed, TierFailed):
             raise  # not this request's fault, and that of all the others
         except Exception as error:

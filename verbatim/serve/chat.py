@@ -31,7 +31,7 @@ from verbatim.serve.fields import (
     SchemaFormat,
     ToolMessage,
 )
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 from verbatim.serve.tools import ANY_OBJECT, Call, CallReader, ToolUse, said_and_called
 from verbatim.text.chat import render_chat
 
@@ -152,16 +152,16 @@ class Asked:
             body.chat_template_kwargs,
         )
 
-    async def answer(self, key: str) -> dict[str, Any]:
+    async def answer(self, client: Client) -> dict[str, Any]:
         """All of it at once."""
         with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
             results = await self.service.results(requests)
         choices = Rows(lambda: map(self._choice, results[0].outputs), large=True)
         return self._envelope("chat.completion", choices) | {"usage": usage(results)}
 
-    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """The same in pieces."""
         result: Result | None = None
         readers: dict[int, CallReader | None] = {}
@@ -179,7 +179,7 @@ class Asked:
 
         with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result

@@ -14,7 +14,7 @@ from verbatim.params import SamplingParams
 from verbatim.serve.errors import Refusal, Rows
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Completions, StreamOptions
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -38,10 +38,10 @@ class Asked:
         service.note_user(self.id, body.user)
         check_stream_options(body.stream_options, body.stream)
 
-    async def answer(self, key: str) -> dict[str, Any]:
+    async def answer(self, client: Client) -> dict[str, Any]:
         """All of it at once."""
         with self.service.seat() as seat:
-            requests = await self.service.admit(seat, self.prompts, self.params, key)
+            requests = await self.service.admit(seat, self.prompts, self.params, client)
             results = await self.service.results(requests)
         choices = Rows(
             lambda: (
@@ -53,12 +53,12 @@ class Asked:
         )
         return self._envelope(choices) | {"usage": usage(results)}
 
-    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """The same in pieces."""
         results: list[Result] = []
         with_usage = wants_usage(self.body.stream_options)
         with self.service.seat() as seat:
-            requests = await self.service.admit(seat, self.prompts, self.params, key)
+            requests = await self.service.admit(seat, self.prompts, self.params, client)
             begun: dict[int, int] = {}  # choice: characters so far
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for number, delta in deltas:

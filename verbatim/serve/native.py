@@ -16,7 +16,7 @@ from verbatim.serve.chat import message_of
 from verbatim.serve.errors import Rows
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, Variables
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 from verbatim.text.chat import render_chat
 from verbatim.text.tokenizer import Tokenizer
 
@@ -90,12 +90,12 @@ def _as_id(key: str) -> int:
     return int(key[:20])
 
 
-async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]:
+async def generate(service: Service, body: Generate, client: Client) -> dict[str, Any]:
     """Generate, and return the `Result` as JSON."""
     service.check_model(body.model)
     params = _settled(body)
     with service.seat() as seat:
-        requests = await service.admit(seat, [body.prompt], params, key)
+        requests = await service.admit(seat, [body.prompt], params, client)
         (result,) = await service.results(requests)
     told = _told(service, result)
     if body.return_tokens:
@@ -104,14 +104,14 @@ async def generate(service: Service, body: Generate, key: str) -> dict[str, Any]
 
 
 async def generate_events(
-    service: Service, body: Generate, key: str
+    service: Service, body: Generate, client: Client
 ) -> AsyncGenerator[Event, None]:
     """Generate, and yield `Delta`s as JSON; the last one has the result."""
     service.check_model(body.model)
     params = _settled(body)
     known: set[int] = set()
     with service.seat() as seat:
-        requests = await service.admit(seat, [body.prompt], params, key)
+        requests = await service.admit(seat, [body.prompt], params, client)
         async with aclosing(service.deltas(requests)) as deltas:
             async for _, delta in deltas:
                 told = _told(service, delta)
@@ -140,12 +140,12 @@ def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict
     return {i: service.texts.text(i) for i in new}
 
 
-async def score(service: Service, body: Score, key: str) -> dict[str, Any]:
+async def score(service: Service, body: Score, client: Client) -> dict[str, Any]:
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
     with service.seat() as seat:
-        requests = await service.admit(seat, body.prompts, params, key)
+        requests = await service.admit(seat, body.prompts, params, client)
         results = await service.results(requests)
     return {
         "model": service.name,

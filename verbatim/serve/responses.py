@@ -32,7 +32,7 @@ from verbatim.serve.responses_fields import (
     OutputItem,
     Responses,
 )
-from verbatim.serve.service import Service
+from verbatim.serve.service import Client, Service
 from verbatim.serve.tools import Call, Part, ToolUse
 
 
@@ -73,11 +73,11 @@ class Asked:
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         )
 
-    async def answer(self, key: str) -> dict[str, Any]:
+    async def answer(self, client: Client) -> dict[str, Any]:
         """All of it at once."""
         with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         reader = self.talk.reader()
@@ -92,7 +92,7 @@ class Asked:
                 logprobs = []
         return self._response(items, result)
 
-    async def events(self, key: str) -> AsyncGenerator[Event, None]:
+    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """The same as a stream of named events, numbered in order."""
         number = -1
 
@@ -106,7 +106,7 @@ class Asked:
         result: Result | None = None
         with self.service.seat() as seat:
             prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, key)
+            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
             reader = self.talk.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:

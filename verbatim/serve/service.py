@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
-from verbatim.params import SamplingParams
+from verbatim.params import MAX_PRIORITY, SamplingParams
 from verbatim.placement.resident import trim_heap
 from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.metrics import Metrics
@@ -39,11 +40,21 @@ _TRIM_S = 1.0
 _RESPONSES = 16  # as many times `max_response_bytes` may be in progress
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The sender of a request: the short hash of its API key, "" without one, and its address."""
+
+    key: str = ""
+    address: str = ""
+
+
 @dataclass(slots=True)
 class Seat:
-    """One generation in progress. `nbytes`: estimated size of its response."""
+    """One generation in progress, with the estimated size of its response."""
 
     nbytes: int = 0
+    client: Client = Client()
+    num_choices: int = 0
 
 
 class Service:
@@ -71,6 +82,7 @@ class Service:
         self.metrics = Metrics()
         self.draining = self._trims = False
         self._under_way = self._bytes_under_way = 0
+        self._choices: Counter[Client] = Counter()  # in progress
         self._hidden_size = int(getattr(llm.engine.config, "hidden_size", 0) or 0)
         self._stats: asyncio.Task[dict[str, Any]] | None = None
         self._info: asyncio.Task[dict[str, Any]] | None = None
@@ -143,6 +155,9 @@ class Service:
         finally:
             self._under_way -= 1
             self._bytes_under_way -= seat.nbytes
+            self._choices[seat.client] -= seat.num_choices
+            if not self._choices[seat.client]:
+                del self._choices[seat.client]
 
     @property
     def under_way(self) -> int:
@@ -150,12 +165,12 @@ class Service:
         return self._under_way
 
     async def admit(
-        self, seat: Seat, prompts: SequenceOf[Prompt], params: SamplingParams, key: str
+        self, seat: Seat, prompts: SequenceOf[Prompt], params: SamplingParams, client: Client
     ) -> list[Request]:
         """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
 
         Args:
-            key: of the client; prompts share cached prefixes only under the same key.
+            client: prompts share cached prefixes only under the same key.
 
         Raises:
             InvalidRequest: more completions than `max_choices`, or a response larger than
@@ -172,8 +187,9 @@ class Service:
                 f"priority={params.priority}: must be 0 or more on this server, so that no request runs in "
                 "place of another client's (--negative-priorities)"
             )
-        if key:
-            params = params.replace(cache_salt=f"{key}/{params.cache_salt or ''}")
+        params = self._given_way(seat, client, len(prompts), params)
+        if client.key:
+            params = params.replace(cache_salt=f"{client.key}/{params.cache_salt or ''}")
         limit = self.settings.timeout_s
         if limit is not None and (params.timeout_s is None or params.timeout_s > limit):
             params = params.replace(timeout_s=limit)
@@ -185,6 +201,20 @@ class Service:
         )
         self._reserve(seat, requests)
         return requests
+
+    def _given_way(
+        self, seat: Seat, client: Client, num_prompts: int, params: SamplingParams
+    ) -> SamplingParams:
+        """Return `params` with a worse priority if the client already fills half of the engine's batch.
+
+        Others' requests then run first, and in place of these; alone, the client has the whole batch.
+        """
+        seat.client, seat.num_choices = client, num_prompts * max(params.n, params.num_beams)
+        self._choices[client] += seat.num_choices
+        share = max(1, self.llm.engine.scheduler.max_sequences // 2)
+        if self._choices[client] <= share or client == Client():
+            return params
+        return params.replace(priority=min(params.priority + 1, MAX_PRIORITY))
 
     async def in_thread(
         self, work: Callable[[], T], *, num_chars: int, compiles: bool = False
