@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache
@@ -38,6 +38,7 @@ from verbatim.sampling.json_schema import (
     check_embedded,
     check_schema,
 )
+from verbatim.sampling.processors import bitmask
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
@@ -93,9 +94,9 @@ class GrammarCompiler:
         self.num_words = -(-vocab_size // 32)
         self.eos_ids = eos_ids
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
-        self.real = _bits(self.vocabulary.real_ids, self.num_words)
-        self.first = ~_bits(self.vocabulary.never_first, self.num_words)
-        self.eos = _bits((i for i in eos_ids if 0 <= i < vocab_size), self.num_words)
+        self.real = bitmask(self.vocabulary.real_ids, vocab_size)
+        self.first = ~bitmask(self.vocabulary.never_first, vocab_size)
+        self.eos = bitmask((i for i in eos_ids if 0 <= i < vocab_size), vocab_size)
         wrapper: Any = self.vocabulary  # it has what llguidance reads of a TokenizerWrapper
         self._ll = LLTokenizer(wrapper)
         self.vocabulary.greedy = self._ll.greedy_tokenize
@@ -428,13 +429,6 @@ def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
 
 
 _stack_lock = threading.Lock()
-
-
-def _bits(ids: Iterable[int], num_words: int) -> Tensor:
-    """A mask with the bits of `ids`."""
-    flags = torch.zeros(num_words, 32, dtype=torch.int64)
-    flags.view(-1)[torch.tensor(list(ids), dtype=torch.int64)] = 1
-    return (flags << torch.arange(32)).sum(dim=1).to(torch.int32)
 
 
 def _num_chars(key: _Key) -> int:
