@@ -263,6 +263,23 @@ extern "C" void vb_layer_after(const Layer *l, const void *hidden, const void *a
     after(*l, hidden, attended, rows, {chosen, forced, stride}, out, normed, threads);
 }
 
+// Whether any product of the model is large enough for several threads. A team that only waits takes
+// processors from other programs, and an OpenMP barrier to begin and end.
+static bool shares_products(const Model &m, int64_t rows, int64_t logit_rows, int threads) {
+    const auto shared = [&](const Matrix *matrices, int count, int64_t rows) {
+        int64_t numbers = 0;
+        for (int i = 0; i < count; i++) numbers += matrices[i].cols * matrices[i].depth;
+        return threads_for(rows * numbers, numbers, threads) > 1;
+    };
+    for (int64_t i = 0; i < m.count; i++) {
+        const Layer &l = *m.layers[i];
+        if (l.mixture || shared(l.inputs, l.num_inputs, rows) || shared(&l.output, 1, rows) ||
+            shared(l.gates, l.num_gates, rows) || shared(&l.down, 1, rows))
+            return true;
+    }
+    return shared(&m.head, 1, logit_rows);
+}
+
 // The whole layer.
 extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *v_store,
                          const void *hidden, const void *cos, const void *sin, int64_t angles,
@@ -287,7 +304,7 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
     for (int64_t i = 0; i < m->count; i++)
         if (const Mixture *mixture = m->layers[i]->mixture) stride += mixture->router.top_k;
     const Record all{chosen, forced, stride};
-    with_team(threads, [&] {
+    const auto run = [&] {
         const int64_t last = m->count - 1;
         int64_t routed = 0;
         const auto record = [&](const Layer &l) {
@@ -304,7 +321,9 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         else
             finish(*m, *rows, k, v, (const float *)hidden, found, own, logit_rows, count,
                    (float *)normed, (float *)logits, threads);
-    });
+    };
+    if (shares_products(*m, rows->count, count, threads)) with_team(threads, run);
+    else run();
 }
 
 // Bytes of a Layer, of a Mixture, and of a Model, for the one who declares them elsewhere.
