@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stages import ThreadHosts, serving
 
 from verbatim import LLM, Cluster, SamplingParams, VerbatimError
-from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow, dummy_batch
+from verbatim.batch import Batch, Candidate, Candidates, Draws, SamplePlan, SampleRow, dummy_batch
 from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.connection import Connection
 from verbatim.placement.cluster.crew import Crew
@@ -109,10 +109,10 @@ def test_batches_plans_and_draws_arrive_as_they_were() -> None:
     assert plan.rows[0].params == params
     draws = Draws(
         [1, 2], [-0.5, -math.inf], [0.0, -1.0], [[1], []], [[-0.5], []],
-        {1: [Candidate(3, -0.1, -0.2), Candidate(4, -3.0, -3.0)]},
+        {1: Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])},
     )  # fmt: skip
     again = unpack_draws(over_the_wire(pack_draws(draws)))
-    assert again == draws and isinstance(again.candidates[1][0], Candidate)
+    assert again == draws and next(iter(again.candidates[1])) == Candidate(3, -0.1, -0.2)
     assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
 
 

@@ -173,6 +173,27 @@ def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
         assert order == ["high", "middle", "low 0", "low 1", "low 2"]
 
 
+def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority() -> None:
+    with LLM(make_toy("llama"), max_sequences=8) as llm:
+        engine, order = llm.engine, []
+
+        def join(name: str, params: SamplingParams) -> None:
+            request = llm.engine.admission.admit(random_ids(8, 3), params)
+            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
+
+        beams = LONG.replace(num_beams=2, temperature=0)
+        for priority in (0, 0, 1, 1):
+            join("beams", beams.replace(priority=priority))
+        for _ in range(5):
+            engine.step()
+        join("short", LONG.replace(max_tokens=8))
+        for _ in range(8):
+            engine.step()
+        assert order == ["short"]
+        while engine.step():
+            engine.scheduler.pool.check()
+
+
 def test_a_minute_of_waiting_is_worth_a_step_of_priority(llm: LLM) -> None:
     with LLM(make_toy("llama"), max_sequences=1) as llm:
         engine, order = llm.engine, []

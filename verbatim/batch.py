@@ -6,7 +6,7 @@ logits, `V` the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -142,6 +142,18 @@ class Candidate(NamedTuple):
     score: float  # for ranking: the log-prob after penalties, biases, bans and structure
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest continuations of a beam, likeliest first; few of them are ever looked at."""
+
+    ids: list[int]
+    logprobs: list[float]
+    scores: list[float]
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(Candidate, self.ids, self.logprobs, self.scores)
+
+
 @dataclass(slots=True)
 class Draws:
     """The results of a `SamplePlan`, row by row."""
@@ -151,7 +163,7 @@ class Draws:
     sampled_logprobs: list[float]  # of the distribution the id was drawn from; 0.0 at temperature 0
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
-    candidates: dict[int, list[Candidate]] = field(default_factory=dict)  # by row, of beams only
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # by row, of beams only
 
     def some(self, rows: Sequence[int]) -> Draws:
         """Return the results of these rows, none of which is a beam's."""

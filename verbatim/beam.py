@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -106,7 +106,7 @@ class BeamSearch(Generic[State]):
         self._length_penalty = max(-limit, min(limit, length_penalty))
 
     def advance(
-        self, rows: Sequence[Sequence[Candidate]], grow: Callable[[State, Candidate], State]
+        self, rows: Sequence[Iterable[Candidate]], grow: Callable[[State, Candidate], State]
     ) -> list[Beam[State]]:
         """Advance the search by one token.
 
@@ -150,7 +150,7 @@ class BeamSearch(Generic[State]):
         return self.finished[:n]
 
     def _ranked(
-        self, rows: Sequence[Sequence[Candidate]]
+        self, rows: Sequence[Iterable[Candidate]]
     ) -> Iterator[tuple[float, int, Candidate]]:
         """Yield the best continuations, best first: running score, parent, candidate.
 

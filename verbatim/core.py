@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verbatim.batch import Candidate
+from verbatim.batch import Candidates
 from verbatim.beam import BeamSearch
 from verbatim.params import SamplingParams
 
@@ -268,7 +268,7 @@ class Sequence:
     # By MTP layer: positions whose K and V are in its blocks.
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     # Candidates of a beam's next token, until all beams of its request have theirs.
-    candidates: list[Candidate] | None = None
+    candidates: Candidates | None = None
     score: float = 0.0  # of a beam
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None

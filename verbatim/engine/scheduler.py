@@ -125,16 +125,11 @@ class Scheduler:
                 over: no sequence waits or is preempted for a draft.
         """
         budget = _Budget(self.max_batch_tokens, self.max_prompt_rows)
-        self._preempt_for_priority()
         self._compute_masks()
         # A beam with candidates waits for the other beams of its request, a sequence for its mask.
         active = [s for s in self.running if s.candidates is None and s.is_ready]
         active.sort(key=lambda s: (s.num_uncomputed > 1, s.rank))
-        num_decodes = sum(s.num_uncomputed == 1 for s in active)
-        for sequence in active[:num_decodes]:
-            self._schedule_running(sequence, budget)
-        for sequence in active[num_decodes:]:
-            # Among prefills, waiting sequences of a better rank go first.
+        for sequence in active:
             self._schedule_waiting(budget, before=sequence)
             self._schedule_running(sequence, budget)
         self._schedule_waiting(budget)
@@ -146,13 +141,17 @@ class Scheduler:
         """Start waiting sequences in order of rank, as far as rows, sequence slots and blocks allow.
 
         Args:
-            before: stop at sequences of a worse rank than this one's.
+            before: start only those that go before this running sequence.
         """
         # The batch has no more prompt rows for them, or their masks are not computed yet.
         skipped: list[Sequence] = []
-        while budget.rows and (first := self._next_waiting()) is not None:
-            if before is not None and first.rank > before.rank:
+        while budget.rows and (first := self.waiting.first()) is not None:
+            if before is not None and not _goes_before(first, before):
                 break
+            awaited = None if first.blocks else self.prefixes.in_flight(first)
+            if awaited is not None:  # another sequence is computing its prefix
+                self.waiting.defer(first, awaited)
+                continue
             no_prompt_rows = first.request.needs_prompt_rows and not budget.prompt_rows
             if no_prompt_rows or self._start_mask(first) is not None:
                 self.waiting.remove(first)
@@ -284,15 +283,6 @@ class Scheduler:
         self.pool.give_back(sequence.blocks[needed:])
         del sequence.blocks[needed:]
 
-    def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence whose prefix is not being computed by another one."""
-        while (sequence := self.waiting.first()) is not None:
-            awaited = None if sequence.blocks else self.prefixes.in_flight(sequence)
-            if awaited is None:
-                return sequence
-            self.waiting.defer(sequence, awaited)
-        return None
-
     def _start(self, sequence: Sequence, budget: _Budget) -> bool:
         """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
         was_parked = sequence in self._parked
@@ -310,20 +300,6 @@ class Scheduler:
         self.prefixes.promise(sequence)
         self._allocate(chunk, budget)
         return True
-
-    def _preempt_for_priority(self) -> None:
-        """Make room for the first waiting sequence if one of a worse priority runs."""
-        first = self._next_waiting()
-        if first is None or not first.is_ready:
-            return
-        priority, is_parked = first.request.params.priority, first in self._parked
-        if any(s.request.params.priority > priority for s in self.running):
-            if not is_parked:
-                self.prefixes.attach(first)
-            empty = _Budget(self.max_batch_tokens, self.max_prompt_rows)
-            self._make_room(first, min(first.num_uncomputed, empty.rows), empty)
-            if not is_parked:
-                self._free(first)
 
     def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
         """Free a sequence slot and blocks for `rows` of a waiting sequence; False if that is impossible."""
@@ -417,6 +393,13 @@ class Scheduler:
 def _preemption_order(running: Sequence) -> tuple[bool, tuple[float, int]]:
     """Key whose maximum is preempted first: a beam with candidates, then the worst rank."""
     return running.candidates is not None, running.rank
+
+
+def _goes_before(waiting: Sequence, running: Sequence) -> bool:
+    """Return whether `waiting` is scheduled before `running`; a decode gives way to priority only."""
+    if running.num_uncomputed == 1:
+        return _may_preempt(waiting, running)
+    return waiting.rank <= running.rank
 
 
 def _may_preempt(waiting: Sequence, running: Sequence) -> bool:

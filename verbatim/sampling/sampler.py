@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
-from verbatim.batch import Candidate, Draws, SamplePlan, SampleRow
+from verbatim.batch import Candidates, Draws, SamplePlan, SampleRow
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, gpu
@@ -180,9 +180,8 @@ def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
     draws.top_logprobs.append(mass.logprobs(raw[top_ids]))
 
 
-def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> list[Candidate] | None:
-    """The likeliest ways for a beam to go on, likeliest first, ties by id; None where they hold NaN or
-    +inf.
+def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
+    """Return the likeliest continuations of a beam, ties by id; None if a score is NaN or +inf.
 
     As in transformers, penalties and processors work on log-probs, which are not normalised again.
     """
@@ -191,8 +190,7 @@ def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> list[Candidate] | No
     if not scores.max() < math.inf:
         return None
     ids = likeliest(scores, row.num_candidates)
-    columns = (ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
-    return [Candidate(*entry) for entry in zip(*columns, strict=True)]
+    return Candidates(ids.tolist(), logprobs[ids].tolist(), scores[ids].tolist())
 
 
 def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:

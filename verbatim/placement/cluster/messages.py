@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Candidate, Draws, SamplePlan, SampleRow
+from verbatim.batch import Batch, Candidates, Draws, SamplePlan, SampleRow
 from verbatim.params import SamplingParams
 
 
@@ -102,13 +102,13 @@ def pack_draws(draws: Draws) -> dict[str, Any]:
         "sampled_logprobs": draws.sampled_logprobs,
         "top_ids": draws.top_ids,
         "top_logprobs": draws.top_logprobs,
-        "candidates": [[row, found] for row, found in draws.candidates.items()],
+        "candidates": [[row, c.ids, c.logprobs, c.scores] for row, c in draws.candidates.items()],
     }
 
 
 def unpack_draws(plain: dict[str, Any]) -> Draws:
     """The draws again."""
-    candidates = {row: [Candidate(*c) for c in found] for row, found in plain["candidates"]}
+    candidates = {row: Candidates(*columns) for row, *columns in plain["candidates"]}
     return Draws(**{**plain, "candidates": candidates})
 
 
