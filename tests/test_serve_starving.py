@@ -144,6 +144,32 @@ def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
             link.sendall(b"1\r\na\r\n" * 10_000_000)
 
 
+def test_an_encoded_body_is_refused(served):
+    for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+        answer = served.client.post(
+            "/v1/completions", json=SHORT, headers={"Content-Encoding": encoding}
+        )
+        assert answer.status_code == status, encoding
+
+
+def test_large_bodies_in_progress_have_a_limit_together(llm):
+    with serving(llm, ServeSettings(max_body_bytes=300_000)) as server:
+        links = []
+        for _ in range(17):  # 16 times 300,000 bytes are allowed
+            links.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            links[-1].sendall(HEAD + b"Content-Length: 299000\r\n\r\n" + b" " * 290_000)
+        with links.pop() as link:
+            assert link.recv(65536).startswith(b"HTTP/1.1 429")
+        assert server.post("/v1/completions", **SHORT)["choices"]
+        for link in links:
+            link.close()
+        while (
+            server.refused("/v1/completions", {"prompt": "a" * 290_000})["code"]
+            == "rate_limit_exceeded"
+        ):
+            time.sleep(0.1)  # the server has yet to notice
+
+
 def test_no_client_runs_in_place_of_another(llm, served):
     for path, body in (
         ("/v1/completions", SHORT | {"priority": -1}),

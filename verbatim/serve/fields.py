@@ -24,6 +24,7 @@ from verbatim.params import (
 MAX_TOP = 20  # limit of `top_logprobs`, as OpenAI's
 MAX_PROMPTS = 1024
 MAX_PROMPT_IDS = 1 << 21
+MAX_TEXT_IDS = 1 << 17  # of /detokenize, which has the GIL for a microsecond for each
 MAX_MESSAGES = 4096  # also of the parts of a message
 MAX_TOOLS = 128  # also of the calls in a message
 MAX_ALLOWED_IDS = 1 << 19
@@ -66,6 +67,7 @@ T = TypeVar("T")
 # Ids outside the vocabulary are rejected at admission.
 TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
 PromptIds = Annotated[list[TokenId], AtMost(MAX_PROMPT_IDS)]
+TextIds = Annotated[list[TokenId], AtMost(MAX_TEXT_IDS)]
 Phrase = Annotated[list[TokenId], AtMost(MAX_PHRASE_IDS)]
 Prompts = Annotated[list[T], AtMost(MAX_PROMPTS)]
 Variables = Annotated[dict[str, Any], AtMost(MAX_VARIABLES)]

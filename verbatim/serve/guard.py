@@ -11,12 +11,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verbatim.serve.errors import Refusal
+from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.settings import ServeSettings
 
 # Paths without a key: probes, and the playground, which asks for the key itself.
 OPEN = frozenset({"/health", "/ready", "/"})
 _LARGE_BYTES = 1 << 18
+_BODIES = 16  # as many times `max_body_bytes` may large bodies in progress have
 
 
 class Guard:
@@ -32,6 +33,7 @@ class Guard:
         self._app = app
         self._on_large_body = on_large_body
         self._settings = settings
+        self._large_bytes = 0  # of the large bodies in progress
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +43,7 @@ class Guard:
         try:
             self._check_host(scope["headers"])
             key = self._key(scope["headers"]) if scope["path"] not in OPEN else ""
-            self._check_length(scope["headers"])
+            self._check_body(scope["headers"])
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
@@ -50,7 +52,8 @@ class Guard:
         try:
             await self._app(scope, self._bounded(receive, state), send)
         finally:
-            if state.get("has_large_body"):
+            if num_bytes := state.get("large_bytes", 0):
+                self._large_bytes -= num_bytes
                 self._on_large_body()
 
     def _key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -79,12 +82,18 @@ class Guard:
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if not self._settings.hosts:
             return
-        host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1")
+        given = next((value for name, value in headers if name == b"host"), None)
+        if given is None:  # HTTP/1.0: no web page, since every browser sends it
+            return
+        host = given.decode("latin-1")
         name = re.sub(r":\d*$", "", host.lower()).strip("[]")
         if name not in self._settings.hosts:
             raise Refusal(421, f"Host: {host[:80]!r}: not a name of this server")
 
-    def _check_length(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _check_body(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        encodings = [value for name, value in headers if name == b"content-encoding"]
+        if any(value.strip().lower() not in (b"", b"identity") for value in encodings):
+            raise Refusal(415, "Content-Encoding: not supported; send the body as it is")
         if any(name == b"transfer-encoding" for name, _ in headers):
             # Each chunk costs as much as a kilobyte of a body, and may hold one byte. With a Content-Length
             # beside it, a proxy may see another request than this server.
@@ -104,7 +113,7 @@ class Guard:
         )
 
     def _bounded(self, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Return `receive` with the limits of body size and time."""
+        """Return `receive` with the limits of body size and time, and of all large bodies together."""
         left, loop = self._settings.max_body_bytes, asyncio.get_running_loop()
         deadline: float | None = loop.time() + self._settings.body_timeout_s
 
@@ -127,9 +136,15 @@ class Guard:
                 if left < 0:
                     deadline = None
                     raise self._too_long()
+                num_bytes = self._settings.max_body_bytes - left
+                if num_bytes > _LARGE_BYTES:
+                    self._large_bytes += num_bytes - state.get("large_bytes", 0)
+                    state["large_bytes"] = num_bytes
+                    if self._large_bytes > _BODIES * self._settings.max_body_bytes:
+                        deadline = None
+                        raise too_many("the large bodies in progress have as many bytes as allowed")
                 if not message.get("more_body", False):
                     deadline = None
-                    state["has_large_body"] = self._settings.max_body_bytes - left > _LARGE_BYTES
             else:
                 deadline = None
             return message

@@ -15,7 +15,7 @@ from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
 from verbatim.serve.errors import Rows
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, Variables
+from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
 from verbatim.serve.service import Client, Service
 from verbatim.text.chat import render_chat
 from verbatim.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class Detokenize(Strict):
     """Token ids to decode."""
 
     model: str | None = None
-    ids: PromptIds = Field(examples=[[1, 2, 3]])
+    ids: TextIds = Field(examples=[[1, 2, 3]])
     skip_special_tokens: bool = False
 
 
