@@ -180,9 +180,9 @@ class Group:
 
 def read_alone(folder: Path, nbytes: int) -> float:
     """Bytes a second of direct reads with nothing else running, with as many readers as Verbatim has."""
-    from verbatim.placement.offload.recipe import Stored
     from verbatim.placement.offload.stream import Stream, lay_out
     from verbatim.placement.offload.trace import Trace
+    from verbatim.weights.lazy import Stored
 
     path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
     step = 64 << 20
@@ -338,7 +338,7 @@ def throttle(rate: float) -> None:
     """Let the readers together read no more than `rate` bytes a second."""
     import threading
 
-    from verbatim.placement.offload.files import File
+    from verbatim.weights.files import File
 
     plain, lock, free_at = File.read, threading.Lock(), [time.perf_counter()]
 

@@ -60,8 +60,7 @@ NAMES = {
 REFUSED = {
     frozenset({(one_name, one), (other_name, other)}): (NAMES[one], NAMES[other])
     for one_name, some, other_name, others in [
-        ("quantization", ("int8", "int4"), "placement", ("cluster", "tensor", "pipeline")),
-        ("quantization", ("w8a8", "w4a8"), "placement", DIMENSIONS["placement"][1:]),
+        ("quantization", ("w8a8", "w4a8"), "placement", ("offload",)),
         ("draft", ("mtp",), "placement", ("offload", "tensor", "pipeline")),
         ("draft", ("early-exit",), "placement", DIMENSIONS["placement"][1:]),
         ("draft", ("mtp",), "quantization", DIMENSIONS["quantization"][1:]),

@@ -50,9 +50,9 @@ from verbatim.model.dcp.metadata import Metadata, Place
 from verbatim.model.dcp.payload import find_numbers, read_chunk
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.layout import transformers_config
-from verbatim.placement.offload.dcp import leave_there
-from verbatim.placement.offload.files import read_whole
-from verbatim.placement.offload.recipe import cook
+from verbatim.weights.dcp import leave_there
+from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import materialize
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = Path(__file__).parent
@@ -533,11 +533,11 @@ def test_parameters_that_lie_otherwise_are_made_as_they_lie(tmp_path: Path) -> N
     right, module = Odd(), Odd()
     checkpoint = DcpCheckpoint(save(tmp_path / "x", dict(right.state_dict())))
     pieces = [Piece(name, into) for name, into in module.state_dict().items()]
-    recipes = leave_there(checkpoint, module, settled(checkpoint, pieces))
+    lazy_weights = leave_there(checkpoint, module, settled(checkpoint, pieces))
     for (name, parameter), expected in zip(
         module.named_parameters(), right.parameters(), strict=True
     ):
-        made = cook(recipes[parameter], read_whole)
+        made = materialize(lazy_weights[parameter], read_whole)
         assert torch.equal(made, expected) and made.stride() == expected.stride(), name
     with pytest.raises(NotSupported, match="twin shares its memory"):
         leave_there(checkpoint, Odd(shared=True), [])

@@ -16,11 +16,11 @@ import verbatim
 # From low to high: a room imports only from rooms that stand before it.
 ROOMS = """
     _version storyteller plain shield
-    errors files options params batch beam core protocols untrusted
+    errors files heap options params batch beam core protocols untrusted
     kernels numerics
     text sampling
     kv
-    device model
+    device model weights
     placement
     engine
     prompts draft source drafters opening planning

@@ -24,9 +24,9 @@ from verbatim import (
 from verbatim.model.integers import unpack_any
 from verbatim.model.packed import PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.quantization import Quantization, settle_quantization
-from verbatim.placement import packed_cache
-from verbatim.placement.offload.recipe import Held
-from verbatim.placement.packing import fill
+from verbatim.weights import packed_cache
+from verbatim.weights.lazy import Held
+from verbatim.weights.load import load_weights
 
 TIED = dict(tie_word_embeddings=True)
 ODD = dict(hidden_size=60, intermediate_size=100, num_attention_heads=6)  # rows end in short groups
@@ -41,7 +41,7 @@ def saved(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **change
 def filled(name: str, kind: Quantization, **changes: Any) -> Any:
     """A toy, packed, without an engine."""
     packed = make_toy(name, **changes)
-    fill(packed, {p: Held(p.data) for p in packed.parameters()}, kind, None)
+    load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
     return packed
 
 
@@ -211,8 +211,6 @@ def test_names() -> None:
 def test_where_it_does_not_serve_it_is_refused_by_name(folders: Callable[[str], Path]) -> None:
     with pytest.raises(NotSupported, match=r"int8-g64-a8.*dequantized before they are multiplied"):
         LLM(folders("llama"), quantization="w8a8", placement=Offload(gpu="300MB"))
-    with pytest.raises(NotSupported, match=r"int8-g64-a8.*not supported with placement"):
-        LLM(folders("llama"), quantization="w8a8", placement=Cluster(stages=2))
     with pytest.raises(NotSupported, match=r"int8-g64-a8.*live module"):
         LLM(make_toy("llama"), quantization="w8a8")
     with pytest.raises(NotSupported, match=r"nothing that the model multiplies is an nn\.Linear"):

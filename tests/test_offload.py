@@ -31,9 +31,11 @@ from verbatim import (
     kernels,
 )
 from verbatim.batch import Batch
-from verbatim.placement.offload import checkpoint
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.files import (
+from verbatim.placement.offload.stream import Stream, lay_out
+from verbatim.placement.offload.trace import Trace
+from verbatim.weights import skeleton
+from verbatim.weights.files import (
     PAGE,
     File,
     buffer_bytes,
@@ -43,9 +45,7 @@ from verbatim.placement.offload.files import (
     read_whole,
     up,
 )
-from verbatim.placement.offload.recipe import Made, Stored, cook, rows_can_be_read, rows_of
-from verbatim.placement.offload.stream import Stream, lay_out
-from verbatim.placement.offload.trace import Trace
+from verbatim.weights.lazy import Computed, Stored, materialize, rows_can_be_read, rows_of
 
 ARCHITECTURES = ("llama", "qwen3_moe", "gpt2", "mistral", "gemma2")
 WEIGHTS = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
@@ -239,12 +239,12 @@ def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_
         Stored(f"{first}", tmp_path / "numbers", 3 + 16 * first, 16 * count, rows.dtype, (count, 4))
         for first, count in ((0, 5), (5, 1), (6, 3))
     ]
-    recipe = Made(torch.ops.aten.cat.default, (shards,), {}, None)
+    lazy = Computed(torch.ops.aten.cat.default, (shards,), {}, None)
     if dtype != rows.dtype:
-        recipe = Made(torch.ops.aten._to_copy.default, (recipe,), {"dtype": dtype}, None)
-    assert rows_can_be_read(recipe)
+        lazy = Computed(torch.ops.aten._to_copy.default, (lazy,), {"dtype": dtype}, None)
+    assert rows_can_be_read(lazy)
     for begin, end in itertools.combinations(range(10), 2):
-        found = cook(rows_of(recipe, begin, end), read_whole)
+        found = materialize(rows_of(lazy, begin, end), read_whole)
         assert torch.equal(found, rows[begin:end].to(dtype)), (begin, end)
 
 
@@ -332,7 +332,7 @@ def test_a_read_error_closes_the_engine_and_hands_out_what_was_finished(
             raise OSError(5, "Input/output error")
         return plain(fd, buffers, offset)
 
-    monkeypatch.setattr("verbatim.placement.offload.files.os.preadv", preadv)
+    monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
     short = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     long = short.replace(max_tokens=50)
 
@@ -398,7 +398,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
             raise OSError(22, "Invalid argument")
         return plain(fd, buffers, offset)
 
-    monkeypatch.setattr("verbatim.placement.offload.files.os.preadv", preadv)
+    monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
     file, out = File(path), torch.empty(9000, dtype=torch.uint8)
     read_into(out.numpy(), _piece(path, 300, 9000), file, pages(buffer_bytes(9000)))
     assert _is_what_lies_there(_piece(path, 300, 9000), out)
@@ -421,7 +421,7 @@ def test_a_checkpoint_that_changes_is_found_out(
             llm.generate([[5, 6]], GREEDY)
         llm.close()
         return
-    plain = checkpoint.tensors_of
+    plain = skeleton.tensors_of
 
     def tensors_of(folder: Path, config: Any = None) -> Any:
         found = plain(folder, config)
@@ -429,7 +429,7 @@ def test_a_checkpoint_that_changes_is_found_out(
         (tmp_path / "new").replace(path)
         return found
 
-    monkeypatch.setattr(checkpoint, "tensors_of", tensors_of)
+    monkeypatch.setattr(skeleton, "tensors_of", tensors_of)
     with pytest.raises(TierFailed, match="changed since the model was opened"):
         offloaded(tmp_path)
 

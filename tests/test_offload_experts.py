@@ -20,12 +20,12 @@ from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
 from verbatim.model.experts import run_experts
 from verbatim.placement.offload import experts as cache_room
-from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.experts import ExpertCache
-from verbatim.placement.offload.files import File, read_whole
-from verbatim.placement.offload.recipe import Made, cook, pieces_of, rows_of
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
+from verbatim.weights.files import File, read_whole
+from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
+from verbatim.weights.skeleton import open_skeleton
 
 ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -66,8 +66,8 @@ def words(llm: LLM, count: int = 9) -> Any:
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units]:
     from transformers import AutoConfig
 
-    module, recipes = open_skeleton(folder, AutoConfig.from_pretrained(folder), dtype, False)
-    units = find_units(module, recipes)
+    module, lazy_weights = open_skeleton(folder, AutoConfig.from_pretrained(folder), dtype, False)
+    units = find_units(module, lazy_weights)
     units.split_experts()
     return module, units
 
@@ -141,7 +141,7 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     each = layer.expert_bytes
     cache = ExpertCache(units.experts, 100 * each, 2, Trace())
     share: Any = layer.module.expert_share
-    whole = {key: cook(stack.slot.recipe, read_whole) for key, stack in layer.stacks.items()}
+    whole = {key: materialize(stack.slot.lazy, read_whole) for key, stack in layer.stacks.items()}
     rows = torch.randn(6, 64)
     counts = [0, 3, 0, 0, 1, 0, 2, 0]
     out = share.run(layer.module, rows, counts)
@@ -249,19 +249,21 @@ def test_one_expert_is_cut_from_every_form(
     _, units = opened(moe(name), dtype)
     assert units.experts
     for stack in (s for layer in units.experts for s in layer.stacks.values()):
-        whole = cook(stack.slot.recipe, read_whole)
+        whole = materialize(stack.slot.lazy, read_whole)
         rows = whole.shape[0] // stack.count
         for expert in range(stack.count):
-            recipe = stack.recipe(expert)
-            assert torch.equal(cook(recipe, read_whole), whole[expert * rows : (expert + 1) * rows])
-            made = [cook(piece, read_whole).flatten() for piece in pieces_of(recipe)]
+            lazy = stack.lazy(expert)
+            assert torch.equal(
+                materialize(lazy, read_whole), whole[expert * rows : (expert + 1) * rows]
+            )
+            made = [materialize(piece, read_whole).flatten() for piece in pieces_of(lazy)]
             assert torch.equal(
                 torch.cat(made), whole[expert * rows : (expert + 1) * rows].flatten()
             )
 
 
 def test_what_cannot_be_cut_is_said() -> None:
-    stored = Made(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
+    stored = Computed(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
     assert rows_of(stored, 0, 1) is None
 
 

@@ -25,7 +25,6 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
 from verbatim.placement.offload.activations import HiddenStates
-from verbatim.placement.offload.files import PAGE
 from verbatim.placement.offload.jobs import Job, Worker
 from verbatim.placement.offload.kv import TieredKVStore, deal
 from verbatim.placement.offload.schedule import Part
@@ -33,6 +32,7 @@ from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.visits import Visits
+from verbatim.weights.files import PAGE
 
 KV = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
 ACTIVATIONS = ((0, 0, 100), (100, 0, 0), (0, 100, 0), (30, 40, 30))

@@ -14,20 +14,20 @@ from toys import TOYS, make_toy
 
 from verbatim import LLM, InvalidRequest, Offload
 from verbatim.errors import OutOfBlocks
+from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.placement.offload import forecast as forecasts
 from verbatim.placement.offload import machine as machines
 from verbatim.placement.offload.cost import Load, pipeline_s, predict, predict_step
-from verbatim.placement.offload.heap import Heap
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.memory import waiting_bytes
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.policy import make_plan
-from verbatim.placement.offload.recipe import ingredients
 from verbatim.placement.offload.report import amount, compared, plan_text
 from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
 from verbatim.placement.offload.shares import Costs, Room, solve
 from verbatim.placement.options import EngineOptions, engine_options
+from verbatim.weights.lazy import sources
 
 GB = 1_000_000_000
 PAGE = 4096
@@ -461,7 +461,7 @@ def test_measuring_leaves_nothing_behind_and_happens_once(folder, tmp_path, monk
     monkeypatch.setattr(machines, "_found", {})
     with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
         slots = llm.engine.runner.weights.units.slots
-        tensors = [stored for slot in slots for stored in ingredients(slot.recipe)]
+        tensors = [stored for slot in slots for stored in sources(slot.lazy)]
     found = measure(tensors, tmp_path, torch.float32)
     assert all(value > 0 for value in found.as_dict().values() if isinstance(value, int | float))
     assert [rows for rows, _ in found.product_s] == [1, 8, 64, 512]

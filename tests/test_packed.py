@@ -19,13 +19,13 @@ from requests_mixed import all_facts, mixed_requests
 from torch import nn
 from toys import make_toy, random_ids
 
-from verbatim import LLM, Cluster, ModelError, NotSupported, Offload, SamplingParams, TensorParallel
+from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
 from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
-from verbatim.placement import packed_cache
+from verbatim.weights import packed_cache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TIED = dict(tie_word_embeddings=True)
@@ -116,8 +116,8 @@ def test_every_architecture_gives_the_logits_of_its_unpacked_matrices() -> None:
     from test_sweep import forward, poisoned_store
 
     from verbatim.model.decoder import Decoder
-    from verbatim.placement.offload.recipe import Held
-    from verbatim.placement.packing import fill
+    from verbatim.weights.lazy import Held
+    from verbatim.weights.load import load_weights
 
     def logits(module: Any) -> Any:
         decoder = Decoder(module)
@@ -134,7 +134,7 @@ def test_every_architecture_gives_the_logits_of_its_unpacked_matrices() -> None:
         with torch.no_grad():
             for weight, packing in choose_packings(module, kind).items():
                 weight.copy_(rounded(weight, packing))
-        fill(packed, {p: Held(p.data) for p in packed.parameters()}, kind, None)
+        load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
         if not torch.equal(logits(module), logits(packed)):
             wrong.append(case)
     assert wrong == []
@@ -158,11 +158,11 @@ for i in (0, 2, 3):
 
 def filled(name: str, kind: Quantization, **changes: Any) -> tuple[Any, Any]:
     """A toy in float32, and the same packed, without an engine."""
-    from verbatim.placement.offload.recipe import Held
-    from verbatim.placement.packing import fill
+    from verbatim.weights.lazy import Held
+    from verbatim.weights.load import load_weights
 
     plain, packed = (make_toy(name, **changes) for _ in range(2))
-    fill(packed, {p: Held(p.data) for p in packed.parameters()}, kind, None)
+    load_weights(packed, {p: Held(p.data) for p in packed.parameters()}, kind)
     return plain, packed
 
 
@@ -254,9 +254,6 @@ def test_drafts_of_all_kinds_change_no_word(folders: Callable[[str], Path], tmp_
 def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path]) -> None:
     with pytest.raises(NotSupported, match=r"int8-g64.*live module.*save_pretrained"):
         LLM(make_toy("llama"), quantization="int8")
-    for placement in (Cluster(stages=2), TensorParallel(size=2)):
-        with pytest.raises(NotSupported, match=r"int4-g64-head8.*placement=Offload"):
-            LLM(folders("llama"), quantization="int4", placement=placement)
     with pytest.raises(NotSupported, match=r"draft=.*MTP layers can't be quantized"):
         LLM(folders("llama"), quantization="int4", draft="mtp")
     with (
@@ -290,16 +287,16 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the weights that are packed from now on."""
-    from verbatim.placement import packing
+    from verbatim.weights import load
 
     seen: list[str] = []
-    plain = packing.pack_and_measure
+    plain = load.pack_and_measure
 
     def noted(weight: Any, how: Any, name: str) -> Any:
         seen.append(name)
         return plain(weight, how, name)
 
-    monkeypatch.setattr(packing, "pack_and_measure", noted)
+    monkeypatch.setattr(load, "pack_and_measure", noted)
     return seen
 
 

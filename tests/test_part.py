@@ -32,9 +32,9 @@ from verbatim.model.routing import RoutingStore
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
-from verbatim.placement.offload.checkpoint import open_skeleton
-from verbatim.placement.offload.recipe import Held
 from verbatim.source import open_model
+from verbatim.weights.lazy import Held
+from verbatim.weights.skeleton import open_skeleton
 
 FAST = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
 LENGTHS = (23, 5, 31)
@@ -63,8 +63,8 @@ def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
 
 def held(module: Any) -> LoadedModel:
     """A skeleton of a module that was never saved."""
-    recipes = {p: Held(p.data) for p in module.parameters()}
-    return LoadedModel(module, None, None, "held", recipes=recipes)
+    lazy_weights = {p: Held(p.data) for p in module.parameters()}
+    return LoadedModel(module, None, None, "held", lazy_weights=lazy_weights)
 
 
 def batches(vocab_size: int = toys.VOCAB) -> Iterator[Batch]:

@@ -479,7 +479,7 @@ def test_closing_gives_the_packed_weights_back(
         llm.generate([[5, 6, 7]])
         llm.close()
         assert list(tmp_path.iterdir()) == []
-        held = [getattr(slot.recipe, "tensor", torch.empty(0)) for slot in slots]
+        held = [getattr(slot.lazy, "tensor", torch.empty(0)) for slot in slots]
         assert sum(tensor.nbytes for tensor in held) == 0
 
 

@@ -23,8 +23,8 @@ from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
 from verbatim.model.quantization import settle_quantization
 from verbatim.model.whole import WholeModel
-from verbatim.placement.offload.recipe import Held
-from verbatim.placement.packing import fill
+from verbatim.weights.lazy import Held
+from verbatim.weights.load import load_weights
 
 WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4".split()
 
@@ -304,8 +304,8 @@ def test_a_call_is_no_longer_where_weights_are_in_few_bits(
     model = make_toy("llama", tie_word_embeddings=False)
     numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
     if kind is not None:
-        recipes = {p: Held(p.data) for p in model.parameters()}
-        fill(model, recipes, settle_quantization(kind), None)
+        lazy_weights = {p: Held(p.data) for p in model.parameters()}
+        load_weights(model, lazy_weights, settle_quantization(kind))
     rows = len(BATCHES[3].token_ids)
     monkeypatch.setattr("verbatim.model.whole._MOST_WORK", numbers * rows // 2)
     decoder = whole(model)

@@ -26,16 +26,16 @@ from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.runner import Clustered
-from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.options import EngineOptions, engine_options
-from verbatim.placement.packing import open_packed, refuse_unpacked
 from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat
+from verbatim.weights.load import open_packed
+from verbatim.weights.skeleton import open_skeleton
 
 
 class LLM:
@@ -78,10 +78,10 @@ class LLM:
         num_draft_tokens: tokens per draft, 0 to 64. None: adaptive, up to 8.
         placement: None: this process's memory; or an `Offload`, a `Cluster`, a `TensorParallel`, a
             `PipelineParallel` or an `ExpertParallel`.
-        quantization: weight quantization of a folder or hub id, in memory or with `placement=Offload(...)`:
-            "int8", "int4", or a `Quantization`, for other group sizes. Quantized weights are kept in the
-            user's cache. "w8a8" and "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers
-            to 8 bits: faster at many rows, slightly less accurate, and not available with a placement.
+        quantization: weight quantization of a folder or hub id: "int8", "int4", or a `Quantization`, for
+            other group sizes. Without a placement, quantized weights are kept in the user's cache. "w8a8" and
+            "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers to 8 bits: faster at many
+            rows, slightly less accurate, and not available with `placement=Offload(...)`.
             None: not quantized. `info` reports what is quantized, and the error.
         fused: run layers of the common architecture with one call of a compiled kernel each, which does not
             change any bit of the output; `info` lists these layers. False: run them module by module, which
@@ -154,9 +154,12 @@ class LLM:
             raise NotSupported(
                 f"fused=False: not supported with placement={placement!r}, where each stage decides itself"
             )
-        in_few_bits = options.quantization if offload is None else None
-        if in_few_bits is not None:
-            refuse_unpacked(model, placement, in_few_bits)
+        quantized = options.quantization if offload is None else None
+        if quantized is not None and isinstance(model, nn.Module):
+            raise NotSupported(
+                f"quantization={quantized.name!r}: not supported for a live module, which is used in place; "
+                "save it with save_pretrained and open the folder"
+            )
         drafts = DraftOptions(
             resolve_draft(draft),
             num_tokens=resolve_draft_tokens(num_draft_tokens, draft),
@@ -181,10 +184,13 @@ class LLM:
                 skeleton=skeleton,
             )
 
-        if in_few_bits is None:
-            loaded = open_(None if placement is None else open_skeleton)
+        if placement is not None:
+            loaded = open_(open_skeleton)
+            loaded.quantization = quantized
+        elif quantized is not None:
+            loaded = open_packed(open_, quantized)
         else:
-            loaded = open_packed(open_, in_few_bits)
+            loaded = open_(None)
         handle = open_engine(
             loaded,
             options,

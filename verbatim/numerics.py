@@ -12,12 +12,13 @@ from verbatim import kernels
 def numerics_key(
     dtype: str,
     kv_dtype: str,
-    quantization: dict[str, Any] | None = None,
+    quantization: str | None = None,
     gpu: dict[str, Any] | None = None,
 ) -> str:
     """What two machines must have in common to give the same bits.
 
     Args:
+        quantization: the name of the weights' format.
         gpu: its `name` and whether it is `deterministic`; None is the CPU.
     """
     if gpu is not None:
@@ -28,5 +29,5 @@ def numerics_key(
     computed_by = f"kernels{kernels.VERSION}-{instructions}"
     if instructions is None:
         computed_by = f"torch{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
-    packed = "" if quantization is None else f"/weights-{quantization['format']}"
+    packed = "" if quantization is None else f"/weights-{quantization}"
     return f"cpu/{computed_by}/{dtype}{packed}/kv-{kv_dtype}"

@@ -56,6 +56,11 @@ def open_engine(
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
     mtp = drafts.draft if isinstance(drafts.draft, Mtp) else None
+    if options.quantization is not None and mtp is not None:
+        raise NotSupported(
+            f"draft={drafts.draft!r}: MTP layers can't be quantized, so they are not supported with "
+            "quantization; use 'ngram' or a smaller model"
+        )
     module: Any = loaded.module
     together: Any = None
     if speaks_kv_caches(module):
@@ -102,11 +107,6 @@ def open_engine(
         )
         runner, together = placed.runner, placed.together
     else:
-        if loaded.packed is not None and mtp is not None:
-            raise NotSupported(
-                f"draft={drafts.draft!r}: MTP layers can't be quantized, so they are not supported with "
-                "quantization; use 'ngram', 'early-exit' or a smaller model"
-            )
         device = options.device
         if device.is_gpu and not loaded.live:
             move(loaded, device)

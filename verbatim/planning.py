@@ -9,12 +9,12 @@ import torch
 from verbatim.model.anatomy import inner_model
 from verbatim.model.limits import max_length_of
 from verbatim.opening import settle_length
-from verbatim.placement.offload.checkpoint import open_skeleton
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast
 from verbatim.placement.offload.opening import units_of
 from verbatim.placement.options import EngineOptions
 from verbatim.source import open_model
+from verbatim.weights.skeleton import open_skeleton
 
 
 def look_ahead(

@@ -16,9 +16,9 @@ from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import DTYPES, LoadedModel, Skeleton, load
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
-from verbatim.placement.offload.dcp import leave_there
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
+from verbatim.weights.dcp import leave_there
 
 
 def open_model(

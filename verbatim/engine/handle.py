@@ -508,7 +508,10 @@ class EngineHandle:
             "num_blocks": runner.num_blocks,
             "draft": None if drafting is None else drafting.info(),
             "numerics_key": numerics_key(
-                placed["dtype"], placed["kv_dtype"], placed.get("quantization"), placed.get("gpu")
+                placed["dtype"],
+                placed["kv_dtype"],
+                (placed.get("quantization") or {}).get("format"),
+                placed.get("gpu"),
             ),
             "probe": _probe_findings(),
         }

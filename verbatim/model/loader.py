@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from verbatim.errors import (
     first_line,
 )
 from verbatim.model.lines import begin_at_lines
-from verbatim.model.packed import nothing_of, packed_buffers
+from verbatim.model.packed import drop_weights, packed_buffers
+from verbatim.model.quantization import Quantization
 from verbatim.untrusted import (
     check_config,
     check_dtypes,
@@ -65,9 +66,12 @@ class LoadedModel:
     name: str
     live: bool = False  # somebody else's module, whose weights may change between two calls
     checkpoint: Checkpoint | None = None  # None for a live one
-    recipes: Mapping[nn.Parameter, Any] | None = None  # of weights that were left where they are
+    lazy_weights: Mapping[nn.Parameter, Any] | None = (
+        None  # of weights that were left where they are
+    )
     folder: Path | None = None  # where those are
     packed: PackingReport | None = None  # what is in few bits; None: nothing is
+    quantization: Quantization | None = None  # of lazy weights, when they are read
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
 
@@ -78,6 +82,7 @@ class ModelSource:
     Attributes:
         model: a folder's whole path, a hub id, or None for the small model inside the package.
         config: what a DCP folder is a checkpoint of, as plain data; None for everything else.
+        quantization: the fields of a `Quantization`, as plain data.
     """
 
     model: str | None
@@ -85,6 +90,7 @@ class ModelSource:
     revision: str | None
     trust_remote_code: bool
     config: Mapping[str, Any] | None = None
+    quantization: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -102,7 +108,8 @@ class ModelSource:
             named = os.path.expanduser(os.fspath(model))
             model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-        return cls(model, name, revision, trust_remote_code, loaded.config)
+        quantized = None if loaded.quantization is None else asdict(loaded.quantization)
+        return cls(model, name, revision, trust_remote_code, loaded.config, quantized)
 
 
 class Checkpoint:
@@ -152,12 +159,7 @@ class Checkpoint:
                 f"{self.folder}, and would be lost"
             )
         self.dropped = True
-        for parameter in module.parameters():
-            with torch.inference_mode(False):
-                nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nothing.expand(parameter.shape)
-        for _, packed, _ in packed_buffers(module):
-            packed.data = nothing_of(packed)
+        drop_weights(module)
 
     def restore(self, module: nn.Module) -> None:
         """Read the weights again as they were read before, bit for bit; nothing if they are there.
@@ -223,7 +225,7 @@ def load(
         revision: a branch, tag or commit of a hub id.
         trust_remote_code: let the model's own Python code run; off unless asked for.
         skeleton: builds the module without its weights, from a folder, a config, a dtype and
-            `trust_remote_code`; it returns a recipe for each parameter as well. None reads the weights.
+            `trust_remote_code`; it returns a lazy weight for each parameter as well. None reads the weights.
 
     Raises:
         ModelError: nothing there, a damaged file, weights that are missing.
@@ -244,9 +246,11 @@ def load(
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
     if skeleton is not None:
         folder = _all_files(source, where)
-        module, recipes = skeleton(folder, config, settled, trust_remote_code)
+        module, lazy_weights = skeleton(folder, config, settled, trust_remote_code)
         generation = _generation_config(folder, config)
-        return LoadedModel(module, tokenizer, generation, source, recipes=recipes, folder=folder)
+        return LoadedModel(
+            module, tokenizer, generation, source, lazy_weights=lazy_weights, folder=folder
+        )
     module = built_module(source, config, settled, where)
     folder = _folder(source, where)
 

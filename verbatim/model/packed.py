@@ -178,7 +178,29 @@ def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacki
                 yield f"{path}.{name}" if path else name, packed, packing
 
 
-def nothing_of(packed: Tensor) -> Tensor:
-    """Bytes in no memory, of which every number reads as NaN."""
+def placeholder(like: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype without memory; it reads as NaN, packed or not."""
+    value = torch.nan if like.is_floating_point() else _POISON if like.dtype is torch.uint8 else 0
     with torch.inference_mode(False):
-        return torch.full((), _POISON, dtype=torch.uint8).expand(packed.shape)
+        return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def drop_weights(module: nn.Module) -> None:
+    """Free the memory of all weights; a second call does nothing."""
+    for tensor in _weights(module):
+        tensor.data = placeholder(tensor)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of the weights that are in memory; what several names share counts once."""
+    found: dict[int, tuple[int, int]] = {}
+    for tensor in _weights(module):
+        storage = tensor.untyped_storage()
+        _, seen = found.get(storage.data_ptr(), (0, 0))
+        if tensor.nbytes <= storage.nbytes():  # else a placeholder
+            found[storage.data_ptr()] = storage.nbytes(), seen + tensor.nbytes
+    return sum(min(pair) for pair in found.values())
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *(packed for _, packed, _ in packed_buffers(module))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
+from verbatim.heap import give_back_freed
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
@@ -208,20 +208,6 @@ class Resident:
         if self.mtp is not None:
             self.mtp.close()
         self.decoder.close()
-
-
-def trim_heap() -> None:
-    """Return the C library's free memory to the system, of which glibc keeps some for each thread."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
-
-
-def give_back_freed() -> None:
-    """Return free memory to the system and to the GPU."""
-    trim_heap()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def move(loaded: LoadedModel, device: Device) -> None:

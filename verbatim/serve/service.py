@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
+from verbatim.heap import trim_heap
 from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
-from verbatim.placement.resident import trim_heap
 from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings

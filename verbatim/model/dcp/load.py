@@ -85,12 +85,12 @@ def load_dcp(
     if leave is None:
         module = plan.module(checkpoint, settled)
     else:
-        module, recipes = plan.skeleton(checkpoint, settled, leave)
+        module, lazy_weights = plan.skeleton(checkpoint, settled, leave)
     if plan.kempner is not None and tokenizer is not None:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
     loaded = LoadedModel(module, tokenizer, module.generation_config, str(folder))
     if leave is not None:
-        loaded.recipes, loaded.folder, loaded.config = recipes, folder, plan.as_dict()
+        loaded.lazy_weights, loaded.folder, loaded.config = lazy_weights, folder, plan.as_dict()
         return loaded
     loaded.checkpoint = Checkpoint(
         folder,
@@ -180,8 +180,8 @@ class _Plan:
         with torch.inference_mode(False):
             module: Any = self._built(dtype)
             pieces = settled(checkpoint, self._pieces(module), self._ignored(module))
-            recipes = leave(checkpoint, module, pieces)
-        return self._finished(module), recipes
+            lazy_weights = leave(checkpoint, module, pieces)
+        return self._finished(module), lazy_weights
 
     def as_dict(self) -> dict[str, Any]:
         """The config as plain data, from which `config_from_dict` makes it again.

@@ -25,12 +25,12 @@ from verbatim.model.mtp import MtpLayers
 from verbatim.model.routing import RoutingStore
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
-from verbatim.placement.again import load_again
-from verbatim.placement.cluster.identity import changed, fingerprint
 from verbatim.placement.cluster.mtp import drafted, open_part
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.sampling.sampler import sample_rows
+from verbatim.weights.identity import changed, fingerprint
+from verbatim.weights.reopen import reopen
 
 Message = dict[str, Any]
 
@@ -88,7 +88,7 @@ class Layers:
         """The model without its weights; kept, since layers may come and go. Its files may change."""
         model = {name: message[name] for name in _NAMES_A_MODEL}
         if self._loaded is None or self._loaded_from != model or changed(self._loaded):
-            self._loaded = load_again(ModelSource(**model))
+            self._loaded = reopen(ModelSource(**model))
             self._loaded_from = model
             self._split = Split(self._loaded)
         return self._loaded
@@ -117,7 +117,11 @@ class Layers:
             "kv_dtype": name_of(dtype),
             "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype) + drafting,
             "mtp": {} if self._mtp is None else self._mtp.info(),
-            "numerics_key": numerics_key(dtype_name(part.shape.dtype), name_of(dtype)),
+            "numerics_key": numerics_key(
+                dtype_name(part.shape.dtype),
+                name_of(dtype),
+                (part.shape.quantization or {}).get("format"),
+            ),
             "fingerprint": self._fingerprint,
             "memory": available_memory(),
         }

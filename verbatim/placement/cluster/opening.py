@@ -14,7 +14,6 @@ from verbatim.model.mtp_source import Mtp, mtp_bytes
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
-from verbatim.placement.cluster.identity import fingerprint
 from verbatim.placement.cluster.layers import name_of
 from verbatim.placement.cluster.plan import Layout
 from verbatim.placement.cluster.runner import Clustered
@@ -22,6 +21,7 @@ from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.staffing import Staffing
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
+from verbatim.weights.identity import fingerprint
 
 _ALIKE = 0.7  # of a machine's speed
 _FEWEST = 2  # stages, where nobody says how many

@@ -23,7 +23,7 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.model.anatomy import Look, inner_model, look_forward, takes_positions
 from verbatim.model.borrow import configs_of
 from verbatim.model.hidden import head_of
-from verbatim.placement.offload.checkpoint import placeholder
+from verbatim.model.packed import placeholder
 
 _WEIGHT = 1 / 64  # every weight outside of the layers
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))

@@ -20,21 +20,21 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, UnsupportedModel
+from verbatim.heap import give_back_freed
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import exclusive
 from verbatim.model.decoder import Decoder
 from verbatim.model.loader import LoadedModel
+from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.routing import RoutedLayers, RoutingStore
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.outline import hidden_of, hollow_copy, with_hidden
 from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
-from verbatim.placement.offload.checkpoint import placeholder
-from verbatim.placement.offload.files import read_whole
-from verbatim.placement.offload.recipe import cook
-from verbatim.placement.resident import give_back_freed
+from verbatim.weights.files import read_whole
+from verbatim.weights.load import load_weights
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 _STAND_INS = 64  # rows of hidden states for a forward that nobody sent any for
@@ -83,7 +83,9 @@ class Part:
         split: Split | None = None,
         embeds: bool = False,
     ) -> None:
-        assert skeleton.recipes is not None, "a skeleton has a recipe for each of its weights"
+        assert skeleton.lazy_weights is not None, (
+            "a skeleton has a lazy weight for each of its weights"
+        )
         split = split or Split(skeleton)
         split.check(first, end)
         self.first, self.end = first, end
@@ -91,7 +93,7 @@ class Part:
         self._split = split
         self._received: Tensor | None = None
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward in progress
-        self._parameters: list[nn.Parameter] = []
+        self._module: nn.Module | None = None
         try:
             self._decoder: Decoder | None = self._open(skeleton, embeds)
             self.shape = self._shape()
@@ -101,12 +103,16 @@ class Part:
 
     def _open(self, skeleton: LoadedModel, embeds: bool) -> Decoder:
         split, first, end = self._split, self.first, self.end
-        assert skeleton.recipes is not None
+        assert skeleton.lazy_weights is not None
         module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
-        for parameter in split.parameters(first, end, embeds=embeds):
-            own = copies[parameter]
-            own.data = cook(skeleton.recipes[parameter], read_whole)
-            self._parameters.append(own)
+        parameters = split.parameters(first, end, embeds=embeds)
+        self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
+        self._report = load_weights(
+            module,
+            {copies[p]: skeleton.lazy_weights[p] for p in parameters},
+            skeleton.quantization,
+            read=read_whole,
+        )
         for index in split.walked[:first]:
             layers[index].__dict__["forward"] = self._pass
         if not self.is_first:
@@ -125,7 +131,8 @@ class Part:
         return decoder
 
     def _shape(self) -> PartShape:
-        split, anatomy = self._split, self.decoder.anatomy
+        split, anatomy, module = self._split, self.decoder.anatomy, self._module
+        assert module is not None
         routed = None
         if anatomy.routed is not None:
             own = anatomy.routed
@@ -143,8 +150,9 @@ class Part:
             routing_reason=anatomy.routing_reason,
             hidden_reason=anatomy.hidden_reason if self.is_last else None,
             architecture=type(inner_model(self.decoder.module)).__name__,
-            parameters=sum(p.numel() for p in self._parameters),
-            weight_bytes=sum(p.nbytes for p in self._parameters),
+            parameters=self._num_parameters,
+            weight_bytes=weight_bytes(module),
+            quantization=None if self._report is None else self._report.info(),
             safety_net=sorted(anatomy.needs_safety_net),
         )
 
@@ -210,9 +218,9 @@ class Part:
 
     def close(self) -> None:
         """Free the weights; again does nothing."""
-        for parameter in self._parameters:
-            parameter.data = placeholder(parameter)
-        self._parameters = []
+        if self._module is not None:
+            drop_weights(self._module)
+        self._module = None
         decoder, self._decoder = getattr(self, "_decoder", None), None
         if decoder is not None:
             decoder.close()

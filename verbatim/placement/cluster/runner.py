@@ -20,6 +20,7 @@ from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.link import RELAY
 from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
+from verbatim.placement.cluster.shape import joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
@@ -270,6 +271,7 @@ class Clustered:
             "parameters": sum(shape["parameters"] for shape in shapes),
             "weight_bytes": sum(shape["weight_bytes"] for shape in shapes),
             "dtype": shapes[0]["dtype"],
+            **joined_quantization([shape["quantization"] for shape in shapes]),
             "layers": members[-1].end,
             "kv_bytes": sum(shape["kv_bytes_per_token"] for shape in shapes)
             * self.num_blocks

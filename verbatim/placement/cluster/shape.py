@@ -11,6 +11,15 @@ from verbatim.kv.store import LayerShape
 from verbatim.options import dtype_name
 
 
+def joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """Return the "quantization" of `info`, of all stages: sums, and each stage's own."""
+    found = [stage for stage in stages if stage is not None]
+    if not found:
+        return {}
+    sums = {name: sum(stage[name] for stage in found) for name in ("bytes_before", "bytes_after")}
+    return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
+
+
 @dataclass(frozen=True, slots=True)
 class PartShape:
     """What others must know of a part.
@@ -27,6 +36,7 @@ class PartShape:
         hidden_reason: why what the head sees can't be handed back; None: it can, by the last part.
         architecture: name of the model's class.
         parameters, weight_bytes: what it holds; what several parts hold counts on each.
+        quantization: of its weights, as `PackingReport.info` has it, or None.
         safety_net: functions its layers call directly that must be swapped; usually none.
     """
 
@@ -44,6 +54,7 @@ class PartShape:
     architecture: str
     parameters: int
     weight_bytes: int
+    quantization: dict[str, Any] | None
     safety_net: list[str]
 
     @property

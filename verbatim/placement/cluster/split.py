@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import exclusive
 from verbatim.model.decoder import register
 from verbatim.model.loader import LoadedModel
+from verbatim.model.packing import choose_packings
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.placement.cluster.outline import Beyond, Outline, Returned, Walk, same
 
@@ -64,6 +66,8 @@ class Split:
         register()
         inner = inner_model(skeleton.module)
         self.skeleton = skeleton
+        kind = skeleton.quantization
+        self._packings = {} if kind is None else choose_packings(skeleton.module, kind)
         try:
             reason = reason_to_refuse(inner)
             if reason is not None:
@@ -93,7 +97,7 @@ class Split:
             raise UnsupportedModel(f"its layers are given hidden states of shape {entered.shape}")
         self.hidden_size = entered.numel() // rows.numel()
         self.hidden_dtype = entered.dtype
-        self.layer_bytes = [_nbytes(self.layers[i].parameters()) for i in self.walked]
+        self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.walked]
         self.outside = _outside(outline)
         self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline)
         self.cuts = [cut for cut in range(1, self.num_layers) if cut not in self.blocked]
@@ -142,11 +146,17 @@ class Split:
     @property
     def embedding_bytes(self) -> int:
         """What it takes on the last part, where that would not have it anyway."""
-        return _nbytes(self.embedding - self.outside.after - self.outside.beside)
+        return self._nbytes(self.embedding - self.outside.after - self.outside.beside)
 
     def weight_bytes(self, first: int, end: int) -> int:
         """What these take in memory."""
-        return _nbytes(self.parameters(first, end))
+        return self._nbytes(self.parameters(first, end))
+
+    def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return what parameters take in memory, quantized as they will be."""
+        return sum(
+            self._packings[p].nbytes if p in self._packings else p.nbytes for p in parameters
+        )
 
     @property
     def outside_bytes(self) -> tuple[int, int, int]:
@@ -155,14 +165,10 @@ class Split:
         """
         outside = self.outside
         return (
-            _nbytes(outside.before - outside.beside),
-            _nbytes(outside.after - outside.beside),
-            _nbytes(outside.beside),
+            self._nbytes(outside.before - outside.beside),
+            self._nbytes(outside.after - outside.beside),
+            self._nbytes(outside.beside),
         )
-
-
-def _nbytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, Outline]:
@@ -186,7 +192,7 @@ def _candidates(inner: Any) -> list[nn.ModuleList]:
         lists: list[nn.ModuleList] = []
         for child in module.children():
             lists += [child] if isinstance(child, nn.ModuleList) else walk(child)
-        return sorted(lists, key=lambda one: -_nbytes(one.parameters()))
+        return sorted(lists, key=lambda one: -sum(p.nbytes for p in one.parameters()))
 
     try:
         decoder = inner.get_decoder()

@@ -10,13 +10,13 @@ from weakref import ref
 from torch import Tensor, UntypedStorage, nn
 
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.files import up
 from verbatim.placement.offload.kv import deal
 from verbatim.placement.offload.schedule import Part
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit
 from verbatim.placement.offload.visits import Traffic
+from verbatim.weights.files import up
 
 
 class HiddenStates:

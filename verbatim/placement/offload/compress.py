@@ -12,10 +12,10 @@ from verbatim.model.packing import PackingReport
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure, rounded
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.placement.offload.files import read_whole
-from verbatim.placement.offload.recipe import Held, cook
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
+from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import Held, materialize
 
 
 @dataclass(slots=True)
@@ -54,16 +54,16 @@ class Compression:
         for slot in list(self.packed):
             assert slot.packing is not None
             if slot.tier == "disk":
-                slot.rows, slot.rounding = slot.recipe, slot.packing
+                slot.rows, slot.rounding = slot.lazy, slot.packing
                 if slot not in streamed:  # its rows are looked up, and that is all
                     slot.packing = None
                     self.packed.remove(slot)
                     self.rounded.append(slot)
                     continue
-            weight = cook(slot.recipe, read_whole)
+            weight = materialize(slot.lazy, read_whole)
             packed, self.squares[slot.name] = pack_and_measure(weight, slot.packing, slot.name)
             on_disk = slot.tier == "disk"
-            slot.recipe = scratch.keep(slot.name, packed) if on_disk else Held(packed)
+            slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
             slot.in_place = False
 
 

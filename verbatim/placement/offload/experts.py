@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import ExpertShare, run_experts
-from verbatim.model.packed import hold_packed, nothing_of
+from verbatim.model.packed import hold_packed, placeholder
 from verbatim.placement.offload.cost import LIKELY
-from verbatim.placement.offload.files import CHUNK, PAGE, File, pages, read_into
 from verbatim.placement.offload.jobs import Job, Worker
-from verbatim.placement.offload.recipe import Held, Stored, cook, ingredients, pieces_of
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
+from verbatim.weights.files import CHUNK, PAGE, File, pages, read_into
+from verbatim.weights.lazy import Held, Stored, materialize, pieces_of, sources
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -85,9 +85,7 @@ class ExpertCache:
         self._turn = 0
         self._layers: list[CachedLayer] = []
         try:
-            for stored in {
-                s for layer in layers for t in layer.slots for s in ingredients(t.recipe)
-            }:
+            for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
                 if stored.path not in self._files:
                     self._files[stored.path] = File(stored.path, stamp=stored.stamp)
             self._layers = self._share_out(layers, nbytes)
@@ -172,12 +170,14 @@ class ExpertCache:
 
         for key, stack in cached.layer.stacks.items():
             room, at = cached.pool.room(key, slot), 0
-            for piece in pieces_of(stack.recipe(expert)):
+            for piece in pieces_of(stack.lazy(expert)):
                 if isinstance(piece, Stored):
                     end = at + piece.nbytes
                     read(room[at:end], piece)
                 else:
-                    made = cook(piece, apart).contiguous().view(torch.uint8).flatten().numpy()
+                    made = (
+                        materialize(piece, apart).contiguous().view(torch.uint8).flatten().numpy()
+                    )
                     end = at + len(made)
                     np.copyto(room[at:end], made)
                 at = end
@@ -402,10 +402,10 @@ def hold_experts(layers: Sequence[ExpertLayer]) -> None:
     """Put quantized experts that stay in memory into their modules, which multiply with them as they are."""
     for layer in layers:
         for key, stack in layer.stacks.items():
-            recipe, packing = stack.slot.recipe, stack.slot.packing
+            lazy, packing = stack.slot.lazy, stack.slot.packing
             if packing is not None:
-                assert isinstance(recipe, Held)
-                hold_packed(layer.module, key, recipe.tensor, packing)
+                assert isinstance(lazy, Held)
+                hold_packed(layer.module, key, lazy.tensor, packing)
 
 
 def let_go_of_experts(layers: Sequence[ExpertLayer]) -> None:
@@ -413,7 +413,7 @@ def let_go_of_experts(layers: Sequence[ExpertLayer]) -> None:
     for layer in layers:
         for key in layer.stacks:
             if (packed := layer.module._buffers.get(f"{key}_packed")) is not None:
-                layer.module._buffers[f"{key}_packed"] = nothing_of(packed)
+                layer.module._buffers[f"{key}_packed"] = placeholder(packed)
 
 
 def _shape_of(layer: ExpertLayer) -> Any:

@@ -17,11 +17,11 @@ from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.policy import make_plan
-from verbatim.placement.offload.recipe import ingredients
 from verbatim.placement.offload.shape import ModelShape, shape_of
 from verbatim.placement.offload.units import Units
 from verbatim.placement.offload.wish import may_spill
 from verbatim.placement.options import EngineOptions
+from verbatim.weights.lazy import sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def forecast(
         folder = None
         if may_spill(shape, offload, options):
             folder = Path(gettempdir()) if offload.disk is None else offload.disk
-        tensors = [stored for slot in units.slots for stored in ingredients(slot.recipe)]
+        tensors = [stored for slot in units.slots for stored in sources(slot.lazy)]
         with threads(options.num_threads):
             machine = measure(tensors, folder, dtype, offload.disk_limit)
     plan, prediction = make_plan(shape, offload, options, machine, limit)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.placement.offload.recipe import rows_can_be_read, rows_of
 from verbatim.placement.offload.units import Slot, Unit, Units
+from verbatim.weights.lazy import rows_can_be_read, rows_of
 
 _ROWS = 64  # of a piece, a multiple of it: the kernels' tiles of columns
 _SMALLEST = 64 << 20  # bytes of a head that is worth it
@@ -39,7 +39,7 @@ def split_head(
     count = -(-slot.nbytes // max(largest, _LEAST))
     if count < 2 or slot.nbytes < _SMALLEST or kernels.library() is None:
         return
-    if not rows_can_be_read(slot.recipe):
+    if not rows_can_be_read(slot.lazy):
         return
     num_out, depth = head.weight.shape
     rows = -(-num_out // count // _ROWS) * _ROWS
@@ -51,9 +51,9 @@ def split_head(
         name = f"{unit.name}[{begin}:{end}]"
         if head.weight in packings:
             packings[piece.weight] = replace(packings[head.weight], shape=tuple(piece.weight.shape))
-        recipe = rows_of(slot.recipe, begin, end)
-        assert recipe is not None
-        pieces.append(Unit(name, piece.eval(), [Slot(f"{name}.weight", piece.weight, recipe)]))
+        lazy = rows_of(slot.lazy, begin, end)
+        assert lazy is not None
+        pieces.append(Unit(name, piece.eval(), [Slot(f"{name}.weight", piece.weight, lazy)]))
     at = units.order.index(unit)
     units.order[at : at + 1] = pieces
     slot.rows_only = any(slot in other.slots for other in units.order)

@@ -18,10 +18,10 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.products import linear
 from verbatim.params import SamplingParams
-from verbatim.placement.offload.files import CHUNK, PAGE, File, bytes_of, pages, up
-from verbatim.placement.offload.recipe import Stored
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.sampling.sampler import sample_rows
+from verbatim.weights.files import CHUNK, PAGE, File, bytes_of, pages, up
+from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
 _MOST_READ = 256_000_000  # bytes

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from verbatim.errors import NotSupported, UnsupportedModel
+from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
@@ -20,7 +21,6 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression, choose
 from verbatim.placement.offload.forecast import forecast
 from verbatim.placement.offload.head import split_head
-from verbatim.placement.offload.heap import Heap
 from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.memory import READERS
 from verbatim.placement.offload.plan import Plan
@@ -158,8 +158,8 @@ def units_of(
     Raises:
         NotSupported: nothing can be in few bits, or activations can't.
     """
-    assert loaded.recipes is not None
-    units, kind = find_units(loaded.module, loaded.recipes), options.quantization
+    assert loaded.lazy_weights is not None
+    units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
     if kind is not None and kind.activation_bits is not None:
         raise NotSupported(
             f"quantization={kind.name!r} with placement=Offload: offloaded weights are dequantized before "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported
+from verbatim.heap import give_back_freed
 from verbatim.model.context import Pass
 from verbatim.model.decoder import Decoder
 from verbatim.placement.offload.activations import HiddenStates
@@ -30,7 +31,7 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot
 from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
-from verbatim.placement.resident import Resident, give_back_freed
+from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.placement.offload.files import PAGE, File, bytes_of, up
-from verbatim.placement.offload.recipe import Stored
+from verbatim.weights.files import PAGE, File, bytes_of, up
+from verbatim.weights.lazy import Stored
 
 _VIEWS = 1024  # that one call of the system takes
 _UNFLUSHED = 64 << 20  # bytes that may lie in the page cache until the disk has them

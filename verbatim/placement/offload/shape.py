@@ -11,9 +11,9 @@ from torch import nn
 from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
-from verbatim.placement.offload.files import PAGE, up
-from verbatim.placement.offload.recipe import Made, Recipe, Stored, ingredients
 from verbatim.placement.offload.units import Slot, Units
+from verbatim.weights.files import PAGE, up
+from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ def _first(config: Any, *names: str) -> int:
 def _slot(slot: Slot, experts: int) -> SlotShape:
     if slot.rows_only:
         return SlotShape(0, 0)
-    stored = ingredients(slot.recipe)
+    stored = sources(slot.lazy)
     # A tensor in the middle of a file begins and ends within pages that are read as a whole.
     disk = sum(up(s.nbytes) + (PAGE if s.nbytes % PAGE or s.offset % PAGE else 0) for s in stored)
     shape = slot.parameter.shape
@@ -267,17 +267,17 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
     if slot.packing is not None:
         held, away = slot.tier_bytes, up(slot.stored_bytes)
         return SlotShape(held, away, slot.nbytes, elements, of_experts, made_always=True)
-    return SlotShape(slot.nbytes, disk, _made_bytes(slot.recipe, slot.nbytes), elements, of_experts)
+    return SlotShape(slot.nbytes, disk, _made_bytes(slot.lazy, slot.nbytes), elements, of_experts)
 
 
-def _made_bytes(recipe: Recipe, nbytes: int) -> int:
-    """What `cook` allocates: nothing where a parameter is a view of what was read."""
-    if not isinstance(recipe, Made):
-        return _cloned_bytes(recipe)
-    schema = getattr(recipe.func, "_schema", None)  # of torch's own operators
+def _made_bytes(lazy: LazyWeight, nbytes: int) -> int:
+    """What `materialize` allocates: nothing where a parameter is a view of what was read."""
+    if not isinstance(lazy, Computed):
+        return _cloned_bytes(lazy)
+    schema = getattr(lazy.func, "_schema", None)  # of torch's own operators
     is_view = schema is not None and all(v.alias_info is not None for v in schema.returns)
-    below = sum(_made_bytes(part, nbytes) for part in recipe.args if isinstance(part, Made))
-    return below + _cloned_bytes(recipe.args) + (0 if is_view else nbytes)
+    below = sum(_made_bytes(part, nbytes) for part in lazy.args if isinstance(part, Computed))
+    return below + _cloned_bytes(lazy.args) + (0 if is_view else nbytes)
 
 
 def _cloned_bytes(part: Any) -> int:

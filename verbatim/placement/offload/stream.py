@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from verbatim.placement.offload.files import CHUNK, PAGE, File, bytes_of, pages, up
-from verbatim.placement.offload.recipe import Stored
 from verbatim.placement.offload.trace import Trace
 from verbatim.shield import Shield
+from verbatim.weights.files import CHUNK, PAGE, File, bytes_of, pages, up
+from verbatim.weights.lazy import Stored
 
 
 class Run(NamedTuple):

@@ -14,14 +14,14 @@ from verbatim.model.experts import ExpertsParts, runs_flat
 from verbatim.model.invariant import forward_for
 from verbatim.model.structs import NotFusable
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.placement.offload.files import buffer_bytes
-from verbatim.placement.offload.recipe import (
-    Recipe,
+from verbatim.weights.files import buffer_bytes
+from verbatim.weights.lazy import (
+    LazyWeight,
     Stored,
-    ingredients,
     pieces_of,
     rows_can_be_read,
     rows_of,
+    sources,
 )
 
 _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter outside of the units, stays put
@@ -32,31 +32,31 @@ class Slot:
     """A parameter and where its numbers are.
 
     Attributes:
-        recipe: how it is made of what lies in its tier.
+        lazy: how it is made of what lies in its tier.
         nbytes: as the model sees it.
         stored_bytes: as it lies in its tier.
         tier: "gpu", "cpu" or "disk".
         in_place: its numbers are there all the time, as the model needs them.
         rows_only: rows of it are looked up in its file, and that is all.
-        packing: of what the recipe makes, where that is in few bits and is unpacked when it is lent.
+        packing: of what the lazy weight gives, where that is in few bits and is unpacked when it is lent.
         rounding: as it would be packed, where what is read is as it was: it is rounded to what packing
             and unpacking leave of it.
-        rows: how rows of it are read, where that is another recipe.
+        rows: how rows of it are read, where that is another lazy.
     """
 
     name: str
     parameter: nn.Parameter
-    recipe: Recipe
+    lazy: LazyWeight
     tier: str = "disk"
     in_place: bool = False
     rows_only: bool = False
     stored_bytes: int = 0
     packing: WeightPacking | None = None
     rounding: WeightPacking | None = None
-    rows: Recipe | None = None
+    rows: LazyWeight | None = None
 
     def __post_init__(self) -> None:
-        self.stored_bytes = sum(stored.nbytes for stored in ingredients(self.recipe))
+        self.stored_bytes = sum(stored.nbytes for stored in sources(self.lazy))
 
     @property
     def nbytes(self) -> int:
@@ -102,14 +102,14 @@ class StackedSlot:
         """Bytes of one expert, as the kernels read it."""
         return self.slot.tier_bytes // self.count
 
-    def recipe(self, expert: int) -> Recipe:
+    def lazy(self, expert: int) -> LazyWeight:
         """Return how one expert is made."""
         packing = self.slot.packing
         length = self.slot.parameter.shape[0] if packing is None else packing.nbytes
         rows = length // self.count
-        recipe = rows_of(self.slot.recipe, expert * rows, (expert + 1) * rows)
-        assert recipe is not None
-        return recipe
+        lazy = rows_of(self.slot.lazy, expert * rows, (expert + 1) * rows)
+        assert lazy is not None
+        return lazy
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +145,8 @@ class ExpertLayer:
             if stack.slot.packing is not None:  # it will be in the scratch file as it is held
                 found.append(buffer_bytes(stack.nbytes))
                 continue
-            for piece in pieces_of(stack.recipe(0)):
-                stored = ingredients(piece)
+            for piece in pieces_of(stack.lazy(0)):
+                stored = sources(piece)
                 converted = 0 if isinstance(piece, Stored) else stack.nbytes
                 converted += sum(s.nbytes for s in stored) if converted else 0
                 found.append(buffer_bytes(max(s.nbytes for s in stored)) + converted)
@@ -192,18 +192,18 @@ class Units:
             layer.unit.slots += [slot for slot in layer.slots if slot.packing is None]
 
 
-def find_units(module: nn.Module, recipes: Mapping[nn.Parameter, Recipe]) -> Units:
+def find_units(module: nn.Module, lazy_weights: Mapping[nn.Parameter, LazyWeight]) -> Units:
     """Cut a model into units: each entry of its lists of layers, each embedding and each linear outside."""
     slots: dict[nn.Parameter, Slot] = {}
     for name, parameter in module.named_parameters():  # tied ones come once
-        slots[parameter] = Slot(name, parameter, recipes[parameter])
+        slots[parameter] = Slot(name, parameter, lazy_weights[parameter])
     total = sum(slot.nbytes for slot in slots.values())
     order: list[Unit] = []
 
     def add(name: str, layer: nn.Module) -> None:
         own = list(dict.fromkeys(slots[p] for p in layer.parameters()))
         if own:
-            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(own[0].recipe)
+            gathers = isinstance(layer, nn.Embedding) and rows_can_be_read(own[0].lazy)
             order.append(Unit(name, layer, own, gathers))
 
     def walk(prefix: str, layer: nn.Module) -> None:
@@ -245,7 +245,7 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
                 if tensors.get(key) is not None:
                     return None
                 continue
-            if rows_of(slot.recipe, 0, 1) is None:
+            if rows_of(slot.lazy, 0, 1) is None:
                 return None
             stacks[key] = StackedSlot(slot, slot.parameter.numel() // size)
     count = min(stack.count for stack in stacks.values())

@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
+from verbatim.model.packed import placeholder
 from verbatim.model.quantize import unpack, unpack_rows
-from verbatim.placement.offload.checkpoint import placeholder
 from verbatim.placement.offload.compress import rounded_rows
 from verbatim.placement.offload.experts import ExpertCache, hold_experts, let_go_of_experts
-from verbatim.placement.offload.files import PAGE, File, bytes_of, pages, read_whole, up
-from verbatim.placement.offload.recipe import Held, Stored, cook, from_rows, ingredients
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
+from verbatim.weights.files import PAGE, File, bytes_of, pages, read_whole, up
+from verbatim.weights.lazy import Held, Stored, from_rows, materialize, sources
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 
@@ -73,10 +73,10 @@ class Weights:
         try:
             for slot in units.slots:
                 if slot.in_place:
-                    slot.parameter.data = rounded_rows(slot, cook(slot.recipe, read_whole))
+                    slot.parameter.data = rounded_rows(slot, materialize(slot.lazy, read_whole))
             for unit in units.order:
                 away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
-                tensors = [s for slot in away for s in ingredients(slot.recipe)]
+                tensors = [s for slot in away for s in sources(slot.lazy)]
                 if tensors:
                     self._layout_of[unit] = len(layouts)
                     layouts.append(lay_out(unit.name, tensors))
@@ -168,7 +168,7 @@ class Weights:
         """Give parameters their numbers; those in few bits are unpacked into one room, again and again."""
         at = 0
         for slot in away:
-            made = cook(slot.recipe, self._read)
+            made = materialize(slot.lazy, self._read)
             if slot.packing is not None:
                 assert self._room is not None
                 room = self._room[at : at + slot.nbytes].view(slot.packing.dtype)
@@ -189,11 +189,11 @@ class Weights:
 
     def _rows(self, slot: Slot, ids: Tensor) -> Tensor:
         """Rows of an embedding `[V, H]`, straight from its file or unpacked: `[len(ids), H]`."""
-        recipe = slot.rows or slot.recipe
-        if isinstance(recipe, Held):
+        lazy = slot.rows or slot.lazy
+        if isinstance(lazy, Held):
             assert slot.packing is not None
-            return unpack_rows(recipe.tensor, slot.packing, ids)
-        parts = ingredients(recipe)  # the rows of each, one after another
+            return unpack_rows(lazy.tensor, slot.packing, ids)
+        parts = sources(lazy)  # the rows of each, one after another
         stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
         for part in parts:
             if part.path not in self._row_files:
@@ -211,7 +211,7 @@ class Weights:
             rows[i] = buffer[skip : skip + width]
         self._row_bytes += rows.nbytes
         found = rows.view(stored.dtype).view(len(ids), *stored.shape[1:])
-        return rounded_rows(slot, from_rows(recipe, found))
+        return rounded_rows(slot, from_rows(lazy, found))
 
     def check_files(self) -> None:
         """Are they still what they were when the model was opened?
@@ -238,8 +238,8 @@ class Weights:
             let_go_of_experts(self.units.experts)
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
-            if isinstance(slot.recipe, Held):
-                slot.recipe = Held(slot.recipe.tensor.new_empty(0))
+            if isinstance(slot.lazy, Held):
+                slot.lazy = Held(slot.lazy.tensor.new_empty(0))
         for file in self._row_files.values():
             file.close()
         self._row_files.clear()

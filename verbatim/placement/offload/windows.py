@@ -11,8 +11,8 @@ from torch import Tensor
 
 from verbatim.batch import Batch
 from verbatim.kv.store import KVStore
-from verbatim.placement.offload.files import PAGE, bytes_of, pages, up
 from verbatim.placement.offload.scratch import Scratch
+from verbatim.weights.files import PAGE, bytes_of, pages, up
 
 
 class Stretch(NamedTuple):

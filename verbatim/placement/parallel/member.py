@@ -10,7 +10,6 @@ from verbatim.errors import TierFailed, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
-from verbatim.placement.again import load_again
 from verbatim.placement.cluster.link import Link
 from verbatim.placement.cluster.messages import unpack_batch
 from verbatim.placement.cluster.part import Part
@@ -19,6 +18,7 @@ from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Rank
 from verbatim.placement.parallel.share import Shared, open_share
 from verbatim.placement.parallel.stages import Stage, open_part
+from verbatim.weights.reopen import reopen
 
 Message = dict[str, Any]
 
@@ -68,8 +68,10 @@ class Member:
         self._told = message
         if self._loaded is None:
             trust, config = message["trust_remote_code"], message["config"]
-            source = ModelSource(message["folder"], message["dtype"], None, trust, config)
-            self._loaded = load_again(source)
+            source = ModelSource(
+                message["folder"], message["dtype"], None, trust, config, message["quantization"]
+            )
+            self._loaded = reopen(source)
         key = numerics_key(message["dtype"], message["kv_dtype"])
         self._link.send({"key": key})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -133,6 +133,7 @@ def _lead(
             "dtype": dtype,
             "kv_dtype": kv_dtype,
             "trust_remote_code": trust_remote_code,
+            "quantization": None if loaded.quantization is None else asdict(loaded.quantization),
             "size": size,
             "meeting": str(meeting),
             "timeout_s": timeout_s,
@@ -248,8 +249,7 @@ def _open_experts(
 ) -> Placed:
     """Everything but the experts of other ranks."""
     group = Group(choice.process_group)
-    module, recipes = loaded.module, loaded.recipes
-    assert recipes is not None
+    module = loaded.module
     if not any(map(is_stacked, module.modules())):
         raise InvalidRequest(
             f"placement=ExpertParallel: {type(inner_model(module)).__name__} hands no tokens to experts "
@@ -257,13 +257,15 @@ def _open_experts(
         )
     dtype = str(inner_model(module).config.dtype).removeprefix("torch.")
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
-    group.check_equal(numerics_key(dtype, kv_dtype))
-    cut = take_share(module, recipes, group, head=None, linears=False, share=ExchangedExperts)
+    kind = loaded.quantization
+    group.check_equal(numerics_key(dtype, kv_dtype, None if kind is None else kind.name))
+    cut = take_share(loaded, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
     layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
     runner = open_resident(decoder, loaded, options, limit, layers)
+    runner.packed = cut.report
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,

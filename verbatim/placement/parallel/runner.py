@@ -10,13 +10,14 @@ from torch import Tensor
 
 from verbatim.batch import Batch
 from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
+from verbatim.heap import give_back_freed
 from verbatim.model.decoder import Decoder
 from verbatim.placement.cluster.messages import pack_batch
 from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.share import Cut
-from verbatim.placement.resident import Resident, give_back_freed
+from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.shield import Shield
 
@@ -30,6 +31,7 @@ class Rank(Resident):
         super().__init__(decoder, store, num_threads)
         self.ranks = ranks
         self.cut = cut
+        self.packed = cut.report
 
     def check_replay(self) -> None:
         with self.ranks.everywhere():

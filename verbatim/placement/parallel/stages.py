@@ -20,7 +20,7 @@ from verbatim.model.routing import RoutingStore
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.messages import pack_batch
 from verbatim.placement.cluster.part import Part, PartOutput
-from verbatim.placement.cluster.shape import PartShape
+from verbatim.placement.cluster.shape import PartShape, joined_quantization
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.ranks import Gloo
@@ -243,6 +243,7 @@ class PipelineLead(Leading):
                 for s in (stage_of(rank, self.ranks.size) for rank in range(self.ranks.size))
             ],
             "dtype": dtype_name(last.dtype),
+            **joined_quantization([shape.quantization for shape in shapes]),
             "layers": sum(len(shape.layers) for shape in shapes),
             "kv_bytes": sum(self._kv_bytes),
             "rank_kv_bytes": self._kv_bytes,

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.loader import building, quiet
-from verbatim.placement.offload.recipe import Recipe, Stored, Traced, stamp_of, traced
+from verbatim.model.packed import placeholder
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
+from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced
 
 _DTYPES = {
     "F64": torch.float64,
@@ -39,7 +40,7 @@ _MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
 
 def open_skeleton(
     folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[nn.Module, dict[nn.Parameter, Recipe]]:
+) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight]]:
     """Build the module that transformers would load from `folder`, without reading a weight.
 
     Returns:
@@ -58,9 +59,9 @@ def open_skeleton(
         if names:
             what = kind.replace("_keys", "")
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
-    recipes = _settle_parameters(module)
+    lazy_weights = _settle_parameters(module)
     _settle_buffers(module)
-    return module.eval(), recipes
+    return module.eval(), lazy_weights
 
 
 def _load_traced(
@@ -93,17 +94,10 @@ def _load_traced(
     return module, report
 
 
-def placeholder(like: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype in no memory, of which every number reads as NaN."""
-    with torch.inference_mode(False):
-        nothing = torch.full((), torch.nan if like.is_floating_point() else 0, dtype=like.dtype)
-    return nothing.expand(like.shape)
-
-
-def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, Recipe]:
+def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, LazyWeight]:
     """Put placeholders in place of traced parameters; tied ones stay tied."""
     placed: dict[int, nn.Parameter] = {}
-    recipes: dict[nn.Parameter, Recipe] = {}
+    lazy_weights: dict[nn.Parameter, LazyWeight] = {}
     for layer in module.modules():
         for name, parameter in layer._parameters.items():
             if parameter is None:
@@ -116,20 +110,20 @@ def _settle_parameters(module: nn.Module) -> dict[nn.Parameter, Recipe]:
                         "from the checkpoint, so it can't be left there until it is needed"
                     )
                 placed[id(parameter)] = nn.Parameter(placeholder(found), requires_grad=False)
-                recipes[placed[id(parameter)]] = found.recipe
+                lazy_weights[placed[id(parameter)]] = found.lazy
             layer._parameters[name] = placed[id(parameter)]
-    return recipes
+    return lazy_weights
 
 
 def _settle_buffers(module: nn.Module) -> None:
     """Read the buffers that a checkpoint holds; they are small."""
-    from verbatim.placement.offload.files import read_whole
-    from verbatim.placement.offload.recipe import cook
+    from verbatim.weights.files import read_whole
+    from verbatim.weights.lazy import materialize
 
     for layer in module.modules():
         for name, buffer in layer._buffers.items():
             if isinstance(buffer, Traced):
-                layer._buffers[name] = cook(buffer.recipe, read_whole)
+                layer._buffers[name] = materialize(buffer.lazy, read_whole)
 
 
 def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:

@@ -1,9 +1,9 @@
-"""How a parameter is made of the tensors in a checkpoint, learned from transformers' own loading.
+"""Lazy weights: which tensors of a checkpoint a parameter is computed from, and how.
 
-A checkpoint seldom holds a model's parameters as they are: names changed over the years, experts lie one
-by one and are stacked, a dtype is converted. transformers knows all of that. It is therefore handed a state
-dict of `Traced` tensors, which hold no numbers and note what is done to them; what it then puts into the
-module tells, parameter by parameter, which tensors to read and what to do with them.
+A checkpoint seldom holds a model's parameters as they are: names changed over the years, experts are stored
+one by one and stacked, dtypes are converted. transformers implements all of that. It is therefore given a
+state dict of `Traced` tensors, which have no data and record the operators that are applied to them. What it
+then assigns to the module are lazy weights, which `materialize` reads and computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp_of(fd: int) -> Stamp:
-    """What changes when a file is written to, or is another one: device, number, size and time."""
+    """Return the device, inode, size and modification time of a file, which change when it does."""
     stat = os.fstat(fd)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -33,7 +33,7 @@ class Stored:
 
     Attributes:
         offset: of its first byte.
-        stamp: of the file when its header was read; None of one that nobody else can change.
+        stamp: of the file when its header was read; None: only this process writes to it.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a torch operator makes: `func(*args, **kwargs)`, in which recipes stand for tensors."""
+class Computed:
+    """The result of a torch operator, `func(*args, **kwargs)`, with lazy weights in place of tensors."""
 
     func: Any
     args: tuple[Any, ...]
@@ -60,12 +60,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A tensor in memory: there is nothing to read."""
+    """A tensor in memory."""
 
     tensor: Tensor
 
 
-Recipe = Stored | Made | Held
+LazyWeight = Stored | Computed | Held
 
 _AT_ONCE = 1 << 20  # bytes that are compared
 _aten = torch.ops.aten
@@ -73,19 +73,19 @@ _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.d
 
 
 class Traced(Tensor):
-    """A tensor without numbers that notes how it came to be."""
+    """A tensor without data that records the operators it comes from."""
 
-    recipe: Recipe
+    lazy: LazyWeight
 
     @staticmethod
-    def __new__(cls, recipe: Recipe, like: Tensor) -> Traced:
+    def __new__(cls, lazy: LazyWeight, like: Tensor) -> Traced:
         made: Traced = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
-        made.recipe = recipe
+        made.lazy = lazy
         return made
 
-    def __init__(self, recipe: Recipe, like: Tensor) -> None: ...
+    def __init__(self, lazy: LazyWeight, like: Tensor) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Traced({list(self.shape)}, {self.dtype})"
@@ -96,21 +96,23 @@ class Traced(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is _aten.equal.default:  # of two that may be tied
-            return same_numbers(*map(_recipe_of, args))
+            return same_numbers(*map(_lazy_of, args))
         shapes = tree_map(_without_numbers, (args, kwargs))
         if "device" in kwargs:
             shapes[1]["device"] = torch.device("meta")
             del kwargs["device"]  # made where it is needed
         kwargs.pop("pin_memory", None)
         out = func(*shapes[0], **shapes[1])
-        of_args, of_kwargs = tree_map(_recipe_of, (args, kwargs))
+        of_args, of_kwargs = tree_map(_lazy_of, (args, kwargs))
         if isinstance(out, Tensor):
             if func in _SAME:
                 return Traced(of_args[0], out)
             if func is _aten._to_copy.default and out.dtype == args[0].dtype:
                 return Traced(of_args[0], out)
-            return Traced(Made(func, of_args, of_kwargs, None), out)
-        return type(out)(Traced(Made(func, of_args, of_kwargs, i), o) for i, o in enumerate(out))
+            return Traced(Computed(func, of_args, of_kwargs, None), out)
+        return type(out)(
+            Traced(Computed(func, of_args, of_kwargs, i), o) for i, o in enumerate(out)
+        )
 
 
 def _without_numbers(x: Any) -> Any:
@@ -119,14 +121,14 @@ def _without_numbers(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _recipe_of(x: Any) -> Any:
-    return x.recipe if isinstance(x, Traced) else x
+def _lazy_of(x: Any) -> Any:
+    return x.lazy if isinstance(x, Traced) else x
 
 
-def same_numbers(a: Recipe, b: Recipe) -> bool:
-    """Do two recipes give the same, as far as their files tell? transformers ties what does.
+def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
+    """Return whether two lazy weights are equal, which transformers then ties.
 
-    False for two that are made of something: they stay apart, and give the same words.
+    False for two computed ones, which stay apart.
     """
     if a == b:
         return True
@@ -145,19 +147,19 @@ def same_numbers(a: Recipe, b: Recipe) -> bool:
 
 
 def traced(stored: Stored) -> Traced:
-    """A stand-in for what lies in a file."""
+    """Return a tensor without data for one in a file."""
     return Traced(stored, torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
 
 
-def ingredients(recipe: Recipe) -> list[Stored]:
-    """Every tensor that must be read, once each, in the order of use."""
-    return list(dict.fromkeys(_walk(recipe)))
+def sources(lazy: LazyWeight) -> list[Stored]:
+    """Return the tensors that must be read, once each, in the order of use."""
+    return list(dict.fromkeys(_walk(lazy)))
 
 
 def _walk(part: Any) -> Iterator[Stored]:
     if isinstance(part, Stored):
         yield part
-    elif isinstance(part, Made):
+    elif isinstance(part, Computed):
         yield from _walk(part.args)
         yield from _walk(tuple(part.kwargs.values()))
     elif isinstance(part, tuple | list):
@@ -165,8 +167,8 @@ def _walk(part: Any) -> Iterator[Stored]:
             yield from _walk(inner)
 
 
-def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
-    """The parameter itself; `read` hands over what was read of a file."""
+def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
+    """Compute a parameter; `read` returns the data of a tensor in a file."""
     done: dict[int, Any] = {}
 
     def value(part: Any) -> Any:
@@ -174,7 +176,7 @@ def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
             return read(part)
         if isinstance(part, Held):
             return part.tensor
-        if isinstance(part, Made):
+        if isinstance(part, Computed):
             key = id(part.args)  # all results of one call share it: it is made once
             if key not in done:
                 done[key] = part.func(
@@ -189,67 +191,67 @@ def cook(recipe: Recipe, read: Callable[[Stored], Tensor]) -> Tensor:
 
     try:
         with torch.no_grad():
-            made: Tensor = value(recipe)
+            made: Tensor = value(lazy)
     finally:
         done.clear()  # `value` holds itself, and so would keep what was made until garbage is collected
     return made
 
 
-def rows_can_be_read(recipe: Recipe) -> bool:
-    """Is each row of the parameter a row of a stored tensor, or of it in another dtype?
+def rows_can_be_read(lazy: LazyWeight) -> bool:
+    """Return whether each row of the parameter is a row of a stored tensor, or a row in another dtype.
 
-    The tensors may be several, whose rows come one after another.
+    The rows of several tensors may follow one another.
     """
-    if isinstance(recipe, Stored):
-        return len(recipe.shape) > 1
-    if isinstance(recipe, Held):
+    if isinstance(lazy, Stored):
+        return len(lazy.shape) > 1
+    if isinstance(lazy, Held):
         return False
-    if recipe.func is _aten.cat.default:
-        (parts,) = recipe.args
+    if lazy.func is _aten.cat.default:
+        (parts,) = lazy.args
         return all(isinstance(part, Stored) and len(part.shape) > 1 for part in parts)
-    return recipe.func is _aten._to_copy.default and rows_can_be_read(recipe.args[0])
+    return lazy.func is _aten._to_copy.default and rows_can_be_read(lazy.args[0])
 
 
-def from_rows(recipe: Recipe, rows: Tensor) -> Tensor:
-    """Rows as the parameter has them, from `rows` as they are stored; of one whose rows can be read."""
-    if isinstance(recipe, Made) and recipe.func is _aten._to_copy.default:
-        cast: Tensor = recipe.func(from_rows(recipe.args[0], rows), **recipe.kwargs)
+def from_rows(lazy: LazyWeight, rows: Tensor) -> Tensor:
+    """Convert rows as they are stored to the rows of the parameter, if `rows_can_be_read`."""
+    if isinstance(lazy, Computed) and lazy.func is _aten._to_copy.default:
+        cast: Tensor = lazy.func(from_rows(lazy.args[0], rows), **lazy.kwargs)
         return cast
     return rows
 
 
-def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe | None:
-    """Return the recipe of the entries `begin` to `end` of the first dimension.
+def rows_of(lazy: LazyWeight, begin: int, end: int) -> LazyWeight | None:
+    """Return the lazy weight of the entries `begin` to `end` of the first dimension.
 
-    None where they cannot be told apart in what is stored.
+    None if they are not separate in the file.
     """
-    if isinstance(recipe, Stored):
-        width = recipe.nbytes // recipe.shape[0]
+    if isinstance(lazy, Stored):
+        width = lazy.nbytes // lazy.shape[0]
         return Stored(
-            f"{recipe.name}[{begin}:{end}]",
-            recipe.path,
-            recipe.offset + begin * width,
+            f"{lazy.name}[{begin}:{end}]",
+            lazy.path,
+            lazy.offset + begin * width,
             (end - begin) * width,
-            recipe.dtype,
-            (end - begin, *recipe.shape[1:]),
-            recipe.stamp,
+            lazy.dtype,
+            (end - begin, *lazy.shape[1:]),
+            lazy.stamp,
         )
-    if not isinstance(recipe, Made) or not recipe.args:
+    if not isinstance(lazy, Computed) or not lazy.args:
         return None
-    source: Any = recipe.args[0]
-    if recipe.func is _aten._to_copy.default:
+    source: Any = lazy.args[0]
+    if lazy.func is _aten._to_copy.default:
         cut = rows_of(source, begin, end)
-        return cut and Made(recipe.func, (cut, *recipe.args[1:]), recipe.kwargs, None)
-    if recipe.func not in (_aten.stack.default, _aten.cat.default):
+        return cut and Computed(lazy.func, (cut, *lazy.args[1:]), lazy.kwargs, None)
+    if lazy.func not in (_aten.stack.default, _aten.cat.default):
         return None
-    dim = recipe.args[1] if len(recipe.args) > 1 else 0
-    if recipe.func is _aten.stack.default:
-        return None if dim else Made(recipe.func, (source[begin:end],), {}, None)
+    dim = lazy.args[1] if len(lazy.args) > 1 else 0
+    if lazy.func is _aten.stack.default:
+        return None if dim else Computed(lazy.func, (source[begin:end],), {}, None)
     if dim < 0:
         return None
     if dim > 0:
         cuts = [rows_of(part, begin, end) for part in source]
-        return None if None in cuts else Made(recipe.func, (cuts, dim), {}, None)
+        return None if None in cuts else Computed(lazy.func, (cuts, dim), {}, None)
     if not all(isinstance(part, Stored) for part in source):
         return None
     pieces, at = [], 0
@@ -258,17 +260,12 @@ def rows_of(recipe: Recipe, begin: int, end: int) -> Recipe | None:
         if first < last:
             pieces.append(rows_of(part, first, last))
         at += part.shape[0]
-    return pieces[0] if len(pieces) == 1 else Made(recipe.func, (pieces,), {}, None)
+    return pieces[0] if len(pieces) == 1 else Computed(lazy.func, (pieces,), {}, None)
 
 
-def pieces_of(recipe: Recipe) -> list[Recipe]:
-    """Return the recipes whose results, one behind the other in memory, are that of `recipe`.
-
-    `recipe` is of one entry of the first dimension, as `rows_of` cuts it.
-    """
-    if not isinstance(recipe, Made) or recipe.func not in (_aten.stack.default, _aten.cat.default):
-        return [recipe]
-    parts, *dim = recipe.args
-    return (
-        [recipe] if dim and dim[0] > 1 else [piece for part in parts for piece in pieces_of(part)]
-    )
+def pieces_of(lazy: LazyWeight) -> list[LazyWeight]:
+    """Return the lazy weights whose data, concatenated, is that of one entry of `rows_of`."""
+    if not isinstance(lazy, Computed) or lazy.func not in (_aten.stack.default, _aten.cat.default):
+        return [lazy]
+    parts, *dim = lazy.args
+    return [lazy] if dim and dim[0] > 1 else [piece for part in parts for piece in pieces_of(part)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.errors import ModelError
 from verbatim.model.loader import LoadedModel
-from verbatim.placement.offload.recipe import Stored, ingredients, stamp_of
+from verbatim.weights.lazy import Stored, sources, stamp_of
 
 _GLIMPSES = 1024  # tensors at most that a fingerprint looks into
 _GLIMPSE_BYTES = 64
@@ -22,11 +22,11 @@ def fingerprint(loaded: LoadedModel) -> str:
     Raises:
         ModelError: they can't be read.
     """
-    assert loaded.recipes is not None
+    assert loaded.lazy_weights is not None
     stored = {
         f"{s.path.name} {s.name} {s.offset} {s.dtype} {s.shape} {s.stamp and s.stamp[2]}": s
-        for recipe in loaded.recipes.values()
-        for s in ingredients(recipe)
+        for lazy in loaded.lazy_weights.values()
+        for s in sources(lazy)
     }
     lines = set(stored)
     # Two fine-tunes of a model differ in nothing but their numbers.
@@ -51,8 +51,8 @@ def _glimpse(stored: Stored) -> bytes:
 
 def changed(loaded: LoadedModel) -> bool:
     """Are a skeleton's files others than when it was opened, or gone?"""
-    assert loaded.recipes is not None
-    stamps = {s.path: s.stamp for recipe in loaded.recipes.values() for s in ingredients(recipe)}
+    assert loaded.lazy_weights is not None
+    stamps = {s.path: s.stamp for lazy in loaded.lazy_weights.values() for s in sources(lazy)}
     for path, stamp in stamps.items():
         try:
             with path.open("rb") as file:

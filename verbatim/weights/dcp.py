@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from verbatim.errors import NotSupported
 from verbatim.model.dcp.filling import Piece, read, unequal
 from verbatim.model.dcp.folder import DcpCheckpoint, Lying
-from verbatim.placement.offload.checkpoint import placeholder
-from verbatim.placement.offload.files import read_whole
-from verbatim.placement.offload.recipe import Held, Made, Recipe, Stamp, Stored, cook, stamp_of
+from verbatim.model.packed import placeholder
+from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import Computed, Held, LazyWeight, Stamp, Stored, materialize, stamp_of
 
 _aten = torch.ops.aten
 
 
 def leave_there(
     checkpoint: DcpCheckpoint, module: nn.Module, pieces: list[tuple[str, Piece]]
-) -> Mapping[nn.Parameter, Recipe]:
+) -> Mapping[nn.Parameter, LazyWeight]:
     """Take the weights of a module away, and tell how each is made; buffers, which are small, are read.
 
     Raises:
@@ -42,7 +42,7 @@ def leave_there(
             )
     parts: dict[nn.Parameter, list[_Part]] = {p: [] for p in owners.values()}
     stamps: dict[Path, Stamp] = {}
-    twice: list[tuple[str, nn.Parameter, Recipe]] = []
+    twice: list[tuple[str, nn.Parameter, LazyWeight]] = []
     for name, piece in pieces:
         owner = owners.get(piece.into.untyped_storage().data_ptr())
         if owner is None:
@@ -53,27 +53,29 @@ def leave_there(
             twice.append((name, owner, _joined(owner, found)))
         else:
             parts[owner] += found
-    recipes = {
+    lazy_weights = {
         # Held: what the checkpoint has nothing like.
         p: _joined(p, own) if (own := parts.get(p)) else Held(p.data.clone())
         for p in module.parameters()
     }
-    for parameter in recipes:
+    for parameter in lazy_weights:
         parameter.requires_grad_(False)
         parameter.data = placeholder(parameter)
-    for name, parameter, recipe in twice:
-        if not torch.equal(cook(recipe, read_whole), cook(recipes[parameter], read_whole)):
+    for name, parameter, lazy in twice:
+        if not torch.equal(
+            materialize(lazy, read_whole), materialize(lazy_weights[parameter], read_whole)
+        ):
             raise unequal(checkpoint, name)
-    return recipes
+    return lazy_weights
 
 
 class _Part:
     """A box of a tensor, and its place among the numbers of a parameter."""
 
-    def __init__(self, into: Tensor, recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(self, into: Tensor, lazy: LazyWeight, dtype: torch.dtype) -> None:
         self.size, self.stride = tuple(into.shape), tuple(into.stride())
         self.offset = into.storage_offset()
-        self.recipe, self.dtype = recipe, dtype
+        self.lazy, self.dtype = lazy, dtype
 
 
 def _parts(
@@ -84,12 +86,12 @@ def _parts(
     if piece.arrange is not None:  # of the whole tensor
         into = torch.empty(into.shape, dtype=dtype, device="meta")
     found = [
-        _Part(_box(into, chunk), _recipe(name, chunk, dtype, stamps), dtype)
+        _Part(_box(into, chunk), _lazy_weight(name, chunk, dtype, stamps), dtype)
         for chunk in checkpoint.chunks(name)
     ]
     if piece.arrange is None:
         return found
-    return [_Part(piece.into, Made(piece.arrange, (_joined(into, found),), {}, None), dtype)]
+    return [_Part(piece.into, Computed(piece.arrange, (_joined(into, found),), {}, None), dtype)]
 
 
 def _box(into: Tensor, chunk: Lying) -> Tensor:
@@ -97,7 +99,9 @@ def _box(into: Tensor, chunk: Lying) -> Tensor:
     return into[tuple(slice(begin, begin + count) for begin, count in spans)]
 
 
-def _recipe(name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stamp]) -> Recipe:
+def _lazy_weight(
+    name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stamp]
+) -> LazyWeight:
     """How a chunk is read."""
     numbers = chunk.numbers
     if chunk.path not in stamps:
@@ -115,12 +119,12 @@ def _recipe(name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stam
     )
     if in_order:
         return stored
-    laid = Made(_aten.as_strided.default, (stored, chunk.sizes, numbers.strides), {}, None)
+    laid = Computed(_aten.as_strided.default, (stored, chunk.sizes, numbers.strides), {}, None)
     # As it would be in memory: where its numbers lie otherwise, products take other paths.
-    return Made(_aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}, None)
+    return Computed(_aten.clone.default, (laid,), {"memory_format": torch.contiguous_format}, None)
 
 
-def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
+def _joined(like: Tensor, parts: list[_Part]) -> LazyWeight:
     """How a tensor like this is made of its parts, which cover it."""
     shape, base = tuple(like.shape), like.storage_offset()
     parts = sorted(parts, key=lambda part: part.offset)
@@ -137,14 +141,14 @@ def _joined(like: Tensor, parts: list[_Part]) -> Recipe:
     )
     if not in_rows:
         places = tuple((part.size, part.stride, part.offset - base) for part in parts)
-        made = tuple(part.recipe for part in parts)
-        return Made(_put_together, (shape, like.stride(), like.dtype, places, made), {}, None)
-    recipe = first.recipe
+        made = tuple(part.lazy for part in parts)
+        return Computed(_put_together, (shape, like.stride(), like.dtype, places, made), {}, None)
+    lazy = first.lazy
     if others:
-        recipe = Made(_aten.cat.default, ([part.recipe for part in parts],), {}, None)
+        lazy = Computed(_aten.cat.default, ([part.lazy for part in parts],), {}, None)
     if first.dtype != like.dtype:
-        recipe = Made(_aten._to_copy.default, (recipe,), {"dtype": like.dtype}, None)
-    return recipe
+        lazy = Computed(_aten._to_copy.default, (lazy,), {"dtype": like.dtype}, None)
+    return lazy
 
 
 def _put_together(

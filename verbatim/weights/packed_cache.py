@@ -30,10 +30,10 @@ from verbatim.errors import ModelError
 from verbatim.model.loader import LoadedModel
 from verbatim.model.quantization import Quantization
 from verbatim.options import dtype_name
-from verbatim.placement.cluster.identity import fingerprint
-from verbatim.placement.offload.checkpoint import stored_in
-from verbatim.placement.offload.files import bytes_of
-from verbatim.placement.offload.recipe import Stored, ingredients, stamp_of
+from verbatim.weights.files import bytes_of
+from verbatim.weights.identity import fingerprint
+from verbatim.weights.lazy import Stored, sources, stamp_of
+from verbatim.weights.skeleton import stored_in
 
 FORMAT = 1  # of the file and of what is packed how: raised with either
 THREADS = 2
@@ -56,12 +56,12 @@ class PackedCache:
 
     def __init__(self, loaded: LoadedModel, quantization: Quantization) -> None:
         self.path: Path | None = None
-        assert loaded.recipes is not None and loaded.folder is not None
-        parts = [s for recipe in loaded.recipes.values() for s in ingredients(recipe)]
+        assert loaded.lazy_weights is not None and loaded.folder is not None
+        parts = [s for lazy in loaded.lazy_weights.values() for s in sources(lazy)]
         root = _root()
         if root is None or sum(s.nbytes for s in parts) < _WORTH:
             return
-        dtype = dtype_name(next(iter(loaded.recipes)).dtype)
+        dtype = dtype_name(next(iter(loaded.lazy_weights)).dtype)
         kind = (
             quantization.of_weights.name
         )  # the bytes are the same whatever becomes of activations

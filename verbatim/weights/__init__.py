@@ -1,0 +1,1 @@
+"""Weights: lazy weights of any checkpoint format, reading and quantizing them."""

@@ -1,0 +1,238 @@
+"""Reading weights into a module: all of them or a share of them, as they are or quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim import kernels
+from verbatim.errors import NotSupported
+from verbatim.heap import give_back_freed
+from verbatim.model.dcp.folder import fingerprints as dcp_fingerprints
+from verbatim.model.integers import interleave
+from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
+from verbatim.model.packed import hold_packed, placeholder
+from verbatim.model.packing import PackingReport, choose_packings, owners
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import pack_and_measure
+from verbatim.model.weight_packing import WeightPacking
+from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, sources
+from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
+from verbatim.weights.skeleton import open_skeleton
+
+_TRIMMED = 1 << 20  # bytes of a weight; the C library would keep those that were freed
+# Opens a model; with a skeleton: leaves its weights in their files.
+Opener = Callable[[Skeleton | None], LoadedModel]
+Place = tuple[int, str]  # the id of a module, and the name of its parameter
+Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
+
+
+def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
+    """Open a model with quantized weights.
+
+    The quantized weights of a folder with safetensors, or of a DCP folder, are cached for the next time.
+    Any other model is loaded as it is first.
+
+    Raises:
+        ModelError: it can't be opened, or has NaN, an infinity or a number too large to be quantized.
+        NotSupported: nothing in it can be quantized.
+    """
+    loaded, lazy_weights, cache = _open_lazily(open_, quantization)
+    assert not loaded.live
+    module, folder = loaded.module, loaded.folder
+    loaded.packed = load_weights(module, lazy_weights, quantization, cache=cache)
+    checkpoint = loaded.checkpoint
+    marks: Callable[[Path], dict[str, tuple[int, int]]]
+    marks = fingerprints if loaded.config is None else dcp_fingerprints
+    if checkpoint is not None:
+        folder, marks = checkpoint.folder, checkpoint.fingerprints
+    assert folder is not None
+    loaded.lazy_weights = loaded.folder = loaded.config = None
+    loaded.checkpoint = Checkpoint(
+        folder,
+        module,
+        read=lambda: open_packed(open_, quantization).module,
+        fingerprints=marks,
+    )
+    return loaded
+
+
+def _open_lazily(
+    open_: Opener, quantization: Quantization
+) -> tuple[LoadedModel, dict[nn.Parameter, LazyWeight], PackedCache | None]:
+    """Return the model, its lazy weights, which are in memory for some formats, and their cache."""
+    try:
+        loaded = open_(open_skeleton)
+    except NotSupported:
+        loaded = open_(None)
+    if loaded.lazy_weights is not None:
+        return loaded, dict(loaded.lazy_weights), PackedCache(loaded, quantization)
+    held: dict[nn.Parameter, LazyWeight] = {p: Held(p.data) for p in loaded.module.parameters()}
+    for parameter in held:
+        parameter.data = placeholder(parameter)
+    return loaded, held, None
+
+
+def load_weights(
+    module: nn.Module,
+    lazy_weights: dict[nn.Parameter, LazyWeight],
+    quantization: Quantization | None,
+    *,
+    read: Callable[[Stored], Tensor] = read_stored,
+    cuts: Mapping[Place, Cut] | None = None,
+    cache: PackedCache | None = None,
+) -> PackingReport | None:
+    """Read weights into a module, and quantize those that `quantization` is for.
+
+    At most `THREADS` weights are in memory whole and unquantized at the same time.
+
+    Args:
+        lazy_weights: of the parameters to read, which are removed; other parameters stay as they are.
+        read: returns the data of a tensor in a file.
+        cuts: the range to keep at some of the places where parameters are used; a weight is quantized the
+            same whether it is cut or not.
+        cache: of the quantized weights, if all are read and none is cut.
+
+    Returns:
+        What is quantized; None without `quantization`.
+    """
+    cuts = cuts or {}
+    packings = {} if quantization is None else choose_packings(module, quantization)
+    weights: dict[nn.Parameter, _Weight] = {}
+    for name, parameter in module.named_parameters():
+        if parameter in lazy_weights:
+            weights[parameter] = _Weight(
+                name, parameter, lazy_weights.pop(parameter), packings.get(parameter)
+            )
+    for _, layer, name, parameter in owners(module):
+        if parameter in weights:
+            weights[parameter].cuts.setdefault(cuts.get((id(layer), name)))
+    _read_all(weights.values(), read, cache)
+    give_back_freed()
+    _assign(module, weights, cuts)
+    if quantization is None:
+        return None
+    packed = {w.name: w for w in weights.values() if w.packing is not None}
+    return PackingReport(
+        quantization,
+        {name: w.kept[next(iter(w.cuts))][1] for name, w in packed.items()},
+        [w.name for p, w in weights.items() if w.packing is None and p.ndim > 1],
+        {name: w.squares for name, w in packed.items()},
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Weight:
+    """A weight, and what is kept of it."""
+
+    name: str
+    parameter: nn.Parameter
+    lazy: LazyWeight | None  # None once it is read
+    packing: WeightPacking | None  # of all of it
+    cuts: dict[Cut | None, None] = field(default_factory=dict)  # None: all of it
+    kept: dict[Cut | None, tuple[Tensor, Any]] = field(default_factory=dict)  # and their packings
+    squares: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it begins in the files, to read them in order."""
+        assert self.lazy is not None
+        parts = sources(self.lazy)
+        return (str(parts[0].path), parts[0].offset) if parts else ("", 0)
+
+    def load(self, read: Callable[[Stored], Tensor]) -> None:
+        """Read the weight, and keep its cuts, quantized or not."""
+        lazy, self.lazy = self.lazy, None
+        assert lazy is not None
+        with torch.inference_mode(False):
+            whole = materialize(lazy, read)
+            del lazy  # a weight in memory is freed here
+            for cut in self.cuts:
+                part = whole if cut is None else whole.narrow(cut[0], cut[1], cut[2] - cut[1])
+                if self.packing is not None:
+                    packing = replace(self.packing, shape=tuple(part.shape))
+                    packed, self.squares = pack_and_measure(part.contiguous(), packing, self.name)
+                    self.kept[cut] = packed, packing
+                elif cut is None or (None in self.cuts and kernels.library() is not None):
+                    # A head that is tied to an embedding is a view of the embedding's rows.
+                    self.kept[cut] = (part.contiguous() if cut is None else part), None
+                else:
+                    self.kept[cut] = part.clone(memory_format=torch.contiguous_format), None
+            num_bytes = whole.nbytes
+            del whole, part
+        if self.packing is not None and num_bytes > _TRIMMED:
+            give_back_freed()
+
+    def interleave(self) -> None:
+        """Lay out the weights that multiply quantized activations."""
+        if self.packing is not None and self.packing.multiplies_codes:
+            with torch.inference_mode(False):
+                self.kept = {cut: interleave(*pair) for cut, pair in self.kept.items()}
+
+
+def _read_all(
+    weights: Iterable[_Weight], read: Callable[[Stored], Tensor], cache: PackedCache | None
+) -> None:
+    expected = {w.name: _stored_as(w) for w in weights}
+    found = None if cache is None else cache.read(expected)
+    if found is not None:
+        tensors, squares = found
+        for weight in weights:
+            weight.kept[None] = tensors[weight.name], weight.packing
+            a, b = squares.get(weight.name, (0.0, 0.0))
+            weight.squares = a, b
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda w: w.load(read), sorted(weights, key=lambda w: w.place)))
+        if cache is not None:
+            cache.write(
+                {w.name: w.kept[None][0] for w in weights},
+                {w.name: w.squares for w in weights if w.packing is not None},
+            )
+    for weight in weights:
+        weight.interleave()
+
+
+def _stored_as(weight: _Weight) -> tuple[torch.dtype, tuple[int, ...]]:
+    if weight.packing is not None:
+        return torch.uint8, (weight.packing.nbytes,)
+    return weight.parameter.dtype, tuple(weight.parameter.shape)
+
+
+def _assign(
+    module: nn.Module, weights: Mapping[nn.Parameter, _Weight], cuts: Mapping[Place, Cut]
+) -> None:
+    """Give every layer its weights; those that are tied share one tensor."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    packed_dtype: torch.dtype | None = None
+    for _, layer, name, parameter in list(owners(module)):
+        weight = weights.get(parameter)
+        if weight is None:
+            continue
+        cut = cuts.get((id(layer), name))
+        tensor, packing = weight.kept[cut]
+        if packing is not None:
+            packed_dtype = packing.dtype
+            here = replaced.get(layer, layer)
+            holder = hold_packed(here, name, tensor, packing)
+            if holder is not here:
+                replaced[layer] = holder
+        elif cut is None:
+            parameter.data = tensor
+        else:
+            here = replaced.get(layer, layer)
+            here._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    for layer in list(module.modules()):
+        for name, child in layer._modules.items():
+            if child in replaced:
+                layer._modules[name] = replaced[child]
+    if next(module.parameters(), None) is None:
+        # Models ask their parameters for their dtype, and one without gains in its norms has none left.
+        nothing = nn.Parameter(torch.empty(0, dtype=packed_dtype), requires_grad=False)
+        module.register_parameter("_dtype_holder", nothing)
