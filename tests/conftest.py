@@ -66,7 +66,7 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         opened = plain(*args, **kwargs)
         store, pool = getattr(opened.runner, "store", None), opened.scheduler.pool
-        if store is None:  # it lies elsewhere, and is poisoned there (tests/stages.py)
+        if store is None:  # it lies elsewhere, and is poisoned there (tests/support/stages.py)
             return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
@@ -100,7 +100,7 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Toys on the disk, each saved once."""
-    import toys
+    from support import toys
 
     saved: dict[str, Path] = {}
 
