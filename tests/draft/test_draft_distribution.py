@@ -24,12 +24,9 @@ from verbatim.sampling.sampler import sample_rows
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from draft_acceptance import Pair, pairs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCAB, PROMPT = 8, [3, 4, 5, 6]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @cache

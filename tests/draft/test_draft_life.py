@@ -20,14 +20,11 @@ from verbatim import LLM, FinishReason, InvalidRequest, NotSupported, SamplingPa
 from verbatim.core import DraftStats, Request
 from verbatim.draft.ngram import Ngram
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = [random_ids(5 + 6 * i, seed=i) for i in range(4)]
 LONG = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9)
 ASKED = [LONG.replace(seed=i, n=1 + i % 2) for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def open_toy(module: Any, draft: Any = None, length: int | None = None, **options: Any) -> LLM:

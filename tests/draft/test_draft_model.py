@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,22 @@ import pytest
 import torch
 
 from support.kempner_toys import kempner_toy
-from support.requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    finish_despite_ctrl_c,
+    mixed_requests,
+    press_ctrl_c,
+)
 from support.toy_tokenizers import byte_level, metaspace
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storyteller
-from verbatim.draft import DraftModel
+from verbatim.draft import DraftModel, EarlyExit
 from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
 from verbatim.errors import ModelError, OutOfBlocks
 
 PROMPT = random_ids(21, seed=5)
-
-
-def requests(count: int = 12) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Mixed ones; beams, which can't be drafted for, go without."""
-    prompts, params = mixed_requests(count)
-    return prompts, [p.replace(draft=False) if p.num_beams > 1 else p for p in params]
 
 
 def exact_requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -76,8 +75,8 @@ def poison(llm: LLM) -> None:
 
 def check_nothing_held(llm: LLM) -> None:
     assert llm.stats()["blocks_used"] == 0
-    proposer = proposer_of(llm)
-    assert proposer.cache.num_used == 0
+    if isinstance(llm.engine.drafting.proposer, DraftModelProposer):  # type: ignore[union-attr]
+        assert proposer_of(llm).cache.num_used == 0
     assert llm.stats()["draft"]["errors"] == 0, llm.stats()["draft"]["last_error"]
 
 
@@ -91,7 +90,7 @@ def check_nothing_held(llm: LLM) -> None:
 def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
     name: str, dtype: torch.dtype
 ) -> None:
-    prompts, params = requests()
+    prompts, params = mixed_requests(12)
     model = make_toy(name, dtype=dtype)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
@@ -117,15 +116,18 @@ def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
         dict(max_batch_tokens=7, num_threads=1),
         dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),
         dict(block_size=8, tokens=150),  # evictions
+        dict(block_size=4, tokens=150, num_threads=3),
         dict(block_size=4, kv_dtype="int8", num_threads=3),
         dict(),
     ],
 )
+@pytest.mark.parametrize("early_exit", [False, True], ids=["model", "early-exit"])
 def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
-    settings: dict[str, Any],
+    early_exit: bool, settings: dict[str, Any]
 ) -> None:
-    prompts, params = requests(17)
-    settings, model, draft = dict(settings), make_toy("qwen3"), make_toy("qwen3", seed=1)
+    prompts, params = mixed_requests()
+    settings, model = dict(settings), make_toy("qwen3")
+    draft = EarlyExit(2) if early_exit else make_toy("qwen3", seed=1)
     with LLM(model, kv_dtype=settings.get("kv_dtype", "auto")) as llm:
         expected = all_facts(llm.generate(prompts, params))
         per_token = llm.info()["kv_bytes_per_token"]
@@ -133,7 +135,8 @@ def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
         settings["kv_memory"] = tokens * per_token
     for number in (3, None):
         with LLM(model, draft=draft, num_draft_tokens=number, **settings) as llm:
-            poison(llm)
+            if not early_exit:
+                poison(llm)
             for _ in range(2):
                 assert all_facts(llm.generate(prompts, params)) == expected
             check_nothing_held(llm)
@@ -356,7 +359,7 @@ def test_holdings_take_back_from_the_least_recently_used_and_never_from_the_livi
 
 def test_aborted_and_timed_out_requests_leave_nothing_behind() -> None:
     model = make_toy("qwen3")
-    prompts, params = requests()
+    prompts, params = mixed_requests(12)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
     with LLM(model, draft=make_toy("qwen3", seed=1), num_draft_tokens=4) as llm:
@@ -379,32 +382,18 @@ def test_ctrl_c_anywhere_in_a_draft_loses_neither_words_nor_blocks(
     model, rng = make_toy("qwen3"), random.Random(6)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
-
-    def maybe(owner: Any, name: str, chance: float) -> None:
-        plain = getattr(owner, name)
-
-        def interrupting(*args: Any, **kwargs: Any) -> Any:
-            if rng.random() < chance:
-                signal.raise_signal(signal.SIGINT)
-            answer = plain(*args, **kwargs)
-            if rng.random() < chance:
-                signal.raise_signal(signal.SIGINT)
-            return answer
-
-        monkeypatch.setattr(owner, name, interrupting)
-
     with LLM(model, draft=make_toy("qwen3"), num_draft_tokens=4, block_size=4) as llm:
         poison(llm)
         engine, proposer = llm.engine, proposer_of(llm)
-        for owner, name, chance in (
-            (proposer.cache, "entry", 0.003),
-            (proposer.cache, "reserve", 0.01),
-            (proposer.runner, "forward", 0.05),
-            (proposer.runner, "sample", 0.02),
-            (proposer, "computed", 0.003),
-            (engine.runner, "forward", 0.05),
+        for chance, owner, *names in (
+            (0.003, proposer.cache, "entry"),
+            (0.01, proposer.cache, "reserve"),
+            (0.05, proposer.runner, "forward"),
+            (0.02, proposer.runner, "sample"),
+            (0.003, proposer, "computed"),
+            (0.05, engine.runner, "forward"),
         ):
-            maybe(owner, name, chance)
+            press_ctrl_c(monkeypatch, rng, chance, owner, *names)
         results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10
@@ -514,7 +503,7 @@ def test_a_closed_engine_lets_go_of_the_draft_model() -> None:
 
 
 def test_a_draft_model_of_nan_or_one_that_raises_costs_no_word() -> None:
-    prompts, params = requests()
+    prompts, params = mixed_requests(12)
     model = make_toy("qwen3")
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))

@@ -18,14 +18,10 @@ from support.toys import make_toy, random_ids
 from verbatim import LLM, Delta, RequestFailed, Result, SamplingParams
 from verbatim.draft.ngram import Ngram
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Toys are so small that a second thread only waits."""
-    torch.set_num_threads(1)
 
 
 @cache
@@ -46,7 +42,6 @@ def draftable_requests(name: str) -> tuple[list[list[int]], list[SamplingParams]
     return prompts, [
         p.replace(
             max_tokens=min(6 + i % 9, 64 - len(prompts[i])) if name == "kempner" else 6 + i % 9,
-            draft=p.num_beams == 1,
             record_routing=moe and p.num_beams == 1,
             hidden_states=p.hidden_states and name != "kempner",
         )

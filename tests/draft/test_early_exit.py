@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import signal
 import warnings
 import weakref
 from collections import OrderedDict
@@ -17,7 +16,13 @@ import torch
 from torch import nn
 
 from support.kempner_toys import kempner_toy
-from support.requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    finish_despite_ctrl_c,
+    mixed_requests,
+    press_ctrl_c,
+)
 from support.sweep import UNBUILDABLE, cases, refusal
 from support.sweep import build as build_case
 from support.toys import TOYS, build, make_toy, random_ids
@@ -35,12 +40,6 @@ from verbatim.model.early_exit import EarlyExit as FirstLayers
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 PROMPT = random_ids(21, seed=5)
-
-
-def requests(count: int = 12) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Mixed ones; beams, which can't be drafted for, go without."""
-    prompts, params = mixed_requests(count)
-    return prompts, [p.replace(draft=False) if p.num_beams > 1 else p for p in params]
 
 
 def proposer_of(llm: LLM) -> EarlyExitProposer:
@@ -161,7 +160,7 @@ def test_what_can_not_exit_early_is_refused_by_name() -> None:
     [("qwen3", torch.float32), ("gemma2", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
 )
 def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    prompts, params = requests()
+    prompts, params = mixed_requests(12)
     if "moe" in name:
         params = [p.replace(record_routing=True) if p.num_beams == 1 else p for p in params]
     model = make_toy(name, dtype=dtype)
@@ -175,34 +174,6 @@ def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> Non
             assert stats["forwards"] <= forwards and stats["blocks_used"] == 0
             assert stats["draft"]["errors"] == stats["draft"]["cut"] == 0
             assert bool(stats["draft"]["accepted"]) == (number != 0)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(max_batch_tokens=7, num_threads=1),
-        dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),
-        dict(block_size=4, tokens=150, num_threads=3),  # evictions
-        dict(block_size=4, kv_dtype="int8"),
-    ],
-)
-def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
-    settings: dict[str, Any],
-) -> None:
-    prompts, params = requests(17)
-    settings, model = dict(settings), make_toy("qwen3")
-    with LLM(model, kv_dtype=settings.get("kv_dtype", "auto")) as llm:
-        expected = all_facts(llm.generate(prompts, params))
-        per_token = llm.info()["kv_bytes_per_token"]
-    if tokens := settings.pop("tokens", None):
-        settings["kv_memory"] = tokens * per_token
-    for number in (3, None):
-        draft = EarlyExit(2)
-        with LLM(model, draft=draft, num_draft_tokens=number, **settings) as llm:
-            for _ in range(2):
-                assert all_facts(llm.generate(prompts, params)) == expected
-            assert not tokens or llm.stats()["preemptions"] > 0
-            assert llm.stats()["blocks_used"] == 0 == llm.stats()["draft"]["errors"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +252,7 @@ def test_a_structure_is_kept_in_mind_while_drafting() -> None:
 def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts, params = requests()
+    prompts, params = mixed_requests(12)
     model, rng = make_toy("qwen3_moe"), random.Random(4)
     with LLM(model) as llm:
         expected = all_facts(llm.generate(prompts, params))
@@ -290,21 +261,8 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
         next(stream), next(stream)
         stream.close()
         engine, proposer = llm.engine, proposer_of(llm)
-        plain_forward, plain_run = proposer.forward, engine.runner.forward
-
-        def interrupting(plain: Any) -> Any:
-            def run(batch: Batch) -> Any:
-                if rng.random() < 0.25:
-                    signal.raise_signal(signal.SIGINT)
-                answer = plain(batch)
-                if rng.random() < 0.25:
-                    signal.raise_signal(signal.SIGINT)
-                return answer
-
-            return run
-
-        monkeypatch.setattr(proposer, "forward", interrupting(plain_forward))
-        monkeypatch.setattr(engine.runner, "forward", interrupting(plain_run))
+        for owner in (proposer, engine.runner):
+            press_ctrl_c(monkeypatch, rng, 0.25, owner, "forward")
         results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10

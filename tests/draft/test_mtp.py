@@ -21,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 from support import toys
 from support.mtp_toys import Toy, save_with_mtp, toy
+from support.poison import poison_blocks
 from support.requests_mixed import all_facts, mixed_requests
 from verbatim import (
     LLM,
@@ -34,15 +35,11 @@ from verbatim import (
 from verbatim.batch import Batch
 from verbatim.model.mtp_source import Mtp, load_mtp
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 STORY = "Once upon a time, there was a"
 SLIDING, MIXTURE = "mistral", "deepseek_v3"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Toys are so small that a second thread only waits."""
-    torch.set_num_threads(1)
 
 
 @cache
@@ -64,7 +61,11 @@ class Spy:
         self.logits: list[Tensor] = []  # of the latest proposal, [R, V] of each forward
         self.drafts: dict[Any, list[int]] = {}  # by the ids so far, with sample index
         self.all_logits: dict[Any, list[Tensor]] = {}
-        self._poison(llm.engine.scheduler.pool)
+        pool = llm.engine.scheduler.pool
+        stores = self.mtp.stores
+        poison_blocks(
+            pool, self.mtp, lambda blocks: [s.poison(blocks) for s in stores], pool.num_blocks
+        )
         run, propose = self.mtp.run, proposer.propose
 
         def noted_run(k: int, batch: Batch) -> Tensor:
@@ -83,31 +84,6 @@ class Spy:
             return answers
 
         self.mtp.run, proposer.propose = noted_run, noted_propose
-
-    def _poison(self, pool: Any) -> None:
-        mtp, take, discard, copy = self.mtp, pool.take, pool._discard, self.mtp.copy_blocks
-        stale: set[int] = set()  # blocks that changed hands since the last forward
-
-        def poison(blocks: list[int]) -> None:
-            for store in mtp.stores:
-                store.poison(blocks)
-
-        def noted_take(count: int) -> list[int]:
-            blocks: list[int] = take(count)
-            stale.update(blocks)
-            return blocks
-
-        def noted_discard(block: int) -> None:
-            stale.add(block)
-            discard(block)
-
-        def copy_then_poison(copies: list[tuple[int, int]]) -> None:
-            copy(copies)
-            poison(sorted(stale - {target for _, target in copies}))
-            stale.clear()
-
-        poison(list(range(pool.num_blocks)))
-        pool.take, pool._discard, mtp.copy_blocks = noted_take, noted_discard, copy_then_poison
 
 
 def open_toy(pair: Toy, tokens: int | None = 4, **options: Any) -> LLM:
@@ -336,7 +312,7 @@ def plain_toy(name: str, layers: int, dtype: torch.dtype) -> list[Any]:
 
 def toy_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts, params = mixed_requests(12)
-    return prompts, [p.replace(max_tokens=12, draft=p.num_beams == 1) for p in params]
+    return prompts, [p.replace(max_tokens=12) for p in params]
 
 
 @pytest.mark.parametrize(

@@ -141,13 +141,6 @@ def _bytes_per_token(architecture: str) -> int:
         return int(info["kv_bytes"]) // (info["num_blocks"] * 8) + 1
 
 
-def requests(choice: dict[str, str]) -> tuple[list[list[int]], list[SamplingParams]]:
-    prompts, params = mixed_requests(12)
-    if choice["draft"] != "none":
-        params = [p.replace(draft=False) if p.num_beams > 1 else p for p in params]
-    return prompts, params
-
-
 @pytest.fixture(scope="module")
 def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
     """What the plainest engine of a case's weights gives."""
@@ -157,7 +150,7 @@ def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
         plain = {"placement": "resident", "draft": "none", "quantization": quantization}
         plain |= {"architecture": architecture, "cache": kept}
         with open_case(plain, checkpoint, seed) as llm:
-            found: dict[str, Any] = {"mixed": all_facts(llm.generate(*requests(plain)))}
+            found: dict[str, Any] = {"mixed": all_facts(llm.generate(*mixed_requests(12)))}
             found["long"] = facts(llm.generate([PROMPT], LONG)[0])
             return found
 
@@ -180,7 +173,7 @@ def test_conformance(
     same = expected(choice)
     before = set(threading.enumerate())
     with open_case(choice, checkpoint) as llm:
-        prompts, params = requests(choice)
+        prompts, params = mixed_requests(12)
         assert all_facts(llm.generate(prompts, params)) == same["mixed"]
         if choice["cache"] == "tiny":
             assert llm.stats()["preemptions"] > 0
@@ -355,7 +348,7 @@ def test_the_suite_finds(
     with open_case(choice, checkpoint) as llm:
         fault(llm)
         with pytest.raises((AssertionError, KeyError)):
-            check_requests(llm, requests(choice), same)
+            check_requests(llm, mixed_requests(12), same)
 
 
 def check_requests(llm: LLM, asked: Any, same: dict[str, Any]) -> None:

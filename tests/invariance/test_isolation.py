@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from support.requests_mixed import all_facts, facts, finish_despite_ctrl_c, mixed_requests
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    finish_despite_ctrl_c,
+    mixed_requests,
+    press_ctrl_c,
+)
 from support.toys import make_toy, random_ids
 from verbatim import (
     LLM,
@@ -255,32 +261,17 @@ def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
         per_token = llm.info()["kv_bytes_per_token"]
     rng = random.Random(4)
 
-    def maybe(owner: Any, name: str) -> None:
-        plain = getattr(owner, name)
-
-        def interrupting(*args: Any, **kwargs: Any) -> Any:
-            if rng.random() < 0.02:
-                signal.raise_signal(signal.SIGINT)
-            answer = plain(*args, **kwargs)
-            if rng.random() < 0.02:
-                signal.raise_signal(signal.SIGINT)
-            return answer
-
-        monkeypatch.setattr(owner, name, interrupting)
-
     with LLM(model, kv_memory=per_token * 130, block_size=8) as llm:
         engine = llm.engine
-        for owner, name in (
-            (engine.scheduler.pool, "take"),
-            (engine.scheduler.pool, "give_back"),
-            (engine.scheduler.prefixes, "computed"),
-            (engine.scheduler, "fork"),
-            (engine.scheduler, "remove"),
-            (engine.runner, "forward"),
-            (engine.runner, "sample"),
+        scheduler = engine.scheduler
+        for owner, *names in (
+            (scheduler.pool, "take", "give_back"),
+            (scheduler.prefixes, "computed"),
+            (scheduler, "fork", "remove"),
+            (engine.runner, "forward", "sample"),
             (Sequence, "push"),
         ):
-            maybe(owner, name)
+            press_ctrl_c(monkeypatch, rng, 0.02, owner, *names)
         results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10 and llm.stats()["preemptions"] > 0

@@ -19,18 +19,17 @@ from support.attention_cases import (
     Shape,
     Story,
     assert_same_bits,
+    attend,
     excess,
     options,
     story,
 )
-from support.attention_cases import attend as attend_plain
 from support.odd_toys import DTYPES, MODELS, open_toy
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
-from verbatim.kv.attention import kernel_attention
 from verbatim.kv.quantized import (
     PACKINGS,
     Packing,
@@ -39,7 +38,6 @@ from verbatim.kv.quantized import (
     packed_attention,
     settle_kv_dtype,
     unpack,
-    write_packed,
 )
 from verbatim.kv.store import LayerShape, bytes_per_token, make_store
 
@@ -126,50 +124,6 @@ def test_kernel_packs_the_same_bytes_as_the_reference(
 # ---- Attention ----
 
 
-def attend(
-    backend: str,
-    opts: AttentionOptions,
-    block_size: int,
-    packing: Packing,
-    *pieces: tuple[Story, int, int],
-    seed: int = 0,
-) -> list[Tensor]:
-    """`attention_cases.attend` over packed stores."""
-    first = pieces[0][0]
-    blocks = [-(-stop // block_size) for _, _, stop in pieces]
-    shuffled = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1
-    tables = torch.zeros(len(pieces), max(blocks), dtype=torch.int32)
-    stores = [
-        torch.full(
-            (sum(blocks) + 1, x.shape[1], block_size, packing.row_bytes(x.shape[2])),
-            255,
-            dtype=torch.uint8,
-        )
-        for x in (first.k, first.v)
-    ]
-    for s, ((what, _, stop), ids) in enumerate(zip(pieces, shuffled.split(blocks), strict=True)):
-        tables[s, : len(ids)] = ids
-        positions = torch.arange(stop)
-        slots = ids[positions // block_size] * block_size + positions % block_size
-        write_packed(what.k[:stop], what.v[:stop], *stores, slots, packing)
-    lens = [stop - start for _, start, stop in pieces]
-    batch = (
-        torch.cat([what.q[start:stop] for what, start, stop in pieces]),
-        *stores,
-        torch.tensor([0, *lens]).cumsum(0).int(),
-        torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32),
-        tables,
-        opts,
-    )
-    width = first.v.shape[2]
-    if backend == "reference":
-        out = packed_attention(*batch, value_size=width, packing=packing, backend="reference")
-    else:
-        library = attention.bind(kernels.load(backend))
-        out = kernel_attention(library, *batch, packed=(packing.bits, width))
-    return list(out.split(lens))
-
-
 def read_back(what: Story, packing: Packing) -> Story:
     """`what`, with the keys and values that a packed store gives back to its queries."""
     rows = (unpack(pack(x, packing), x.shape[2], packing) for x in (what.k, what.v))
@@ -190,13 +144,13 @@ def test_attention_has_the_bits_of_attention_over_what_was_unpacked(
         what = story(shape, 99, q_dtype=dtype, kv_dtype=dtype)
         held = read_back(what, packing)
         opts = options(kind, shape)
-        (out,) = attend(backend, opts, shape.block_size, packing, (what, 0, 99))
-        (want,) = attend_plain(backend, opts, shape.block_size, (held, 0, 99))
+        (out,) = attend(backend, opts, shape.block_size, (what, 0, 99), packing=packing)
+        (want,) = attend(backend, opts, shape.block_size, (held, 0, 99))
         assert_same_bits(out, want)
         assert excess(out, held, opts, backend) < 3e-6
         for start, stop in ((98, 99), (60, 90)):
             (piece,) = attend(
-                backend, opts, shape.block_size, packing, (what, start, stop), seed=start
+                backend, opts, shape.block_size, (what, start, stop), seed=start, packing=packing
             )
             assert_same_bits(piece, out[start:stop])
 
@@ -208,10 +162,10 @@ def test_neighbours_blocks_and_threads_change_nothing(backend: str, packing: Pac
     lengths, chunks = [1, 130, 16, 90, 64, 33], [1, 1, 16, 40, 2, 1]
     stories = [story(shape, n, seed=n) for n in lengths]
     pieces = [(what, n - chunk, n) for what, n, chunk in zip(stories, lengths, chunks, strict=True)]
-    alone = [attend(backend, opts, 5, packing, piece)[0] for piece in pieces]
+    alone = [attend(backend, opts, 5, piece, packing=packing)[0] for piece in pieces]
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        together = attend(backend, opts, 5, packing, *pieces, seed=threads)
+        together = attend(backend, opts, 5, *pieces, seed=threads, packing=packing)
         for a, b in zip(alone, together, strict=True):
             assert_same_bits(a, b)
 

@@ -16,6 +16,8 @@ from support.routing_cases import CUT, IDS, LENGTHS, WHOLE, batch, opened
 from support.toys import build, make_toy
 from verbatim.errors import NotSupported
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Architecture -> whether its logits are the head's output as it is.
 MODELS = {
     "llama": True,
@@ -30,12 +32,6 @@ MODELS = {
     "deepseek_v3": True,
     "whisper": True,  # has no logits_to_keep
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Toys are so small that a second thread only waits."""
-    torch.set_num_threads(1)
 
 
 def hidden_of(runner: Any, which: list[int], spans: list[tuple[int, int]], **fields: Any) -> Tensor:

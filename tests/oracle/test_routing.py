@@ -32,6 +32,8 @@ from verbatim.model.decoder import FlatPass
 from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
 from verbatim.placement.resident import Resident
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # How each architecture turns its router's logits into the weights of the experts that were chosen.
 AFTER, BEFORE, SIGMOID = "softmax of the chosen", "softmax of all", "sigmoid"
 WEIGHTS = {
@@ -48,12 +50,6 @@ WEIGHTS = {
     "dots1": SIGMOID,
     "minimax_m2": SIGMOID,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Toys are so small that a second thread only waits."""
-    torch.set_num_threads(1)
 
 
 @contextmanager

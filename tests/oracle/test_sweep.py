@@ -22,16 +22,10 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.verified import VERIFIED
 
 # Of the oldest transformers, GPT-BigCode's file says this when it is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Toys are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def plain(model: Any) -> list[Tensor]:

@@ -50,15 +50,7 @@ FAST = {("qwen3_moe", "bfloat16")}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            toys.make_toy(name, **MODELS[name]).save_pretrained(made[name])
-        return made[name]
-
-    return folder
+    return toys.saver(tmp_path_factory, lambda name: toys.make_toy(name, **MODELS[name]))
 
 
 def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -> LLM:

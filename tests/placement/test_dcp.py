@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from support import kempner_reference, toy_tokenizers, toys
 from support.mtp_toys import Toy, random_mtp, save_with_mtp
-from support.programs import environment
+from support.programs import run_ranks
 from support.stages import ThreadHosts
 from verbatim import (
     LLM,
@@ -139,18 +139,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
     place = tmp_path_factory.mktemp("ranks")
     fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "tests/support/save_dcp_rank.py", str(rank), "2", place / "store",
-             place / "step_1", fields],
-            env=environment(OMP_NUM_THREADS="1"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_ranks(2, "save_dcp_rank.py", place / "store", place / "step_1", fields)
     yield place / "step_1"
     shutil.rmtree(place)
 

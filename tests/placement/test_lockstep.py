@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from support.programs import TESTS, environment
+from support.programs import run_ranks
 from support.toys import make_toy, random_ids
 from verbatim import InvalidRequest, NotSupported, SamplingParams, rl
 from verbatim.compat.coati import generate, generate_streaming
 
 
-def run_ranks(world: int, store: Path) -> list[dict]:
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                str(TESTS / "support" / "rank.py"),
-                str(rank),
-                str(world),
-                str(store),
-            ],
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    found = []
-    try:
-        for process in ranks:
-            out, err = process.communicate(timeout=200)
-            assert process.returncode == 0, err
-            found.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_of_unequal_work_all_return(world: int, tmp_path: Path) -> None:
-    told = run_ranks(world, tmp_path / "store")
+    told = run_ranks(world, "rank.py", tmp_path / "store")
     module = make_toy("llama")
     seeds: set[int] = set()
     for rank, ours in enumerate(told):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from support import sweep
+from support import sweep, toys
 from support.requests_mixed import facts, mixed_requests
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
@@ -36,15 +36,7 @@ FORMS = ("qwen3_moe", "gpt_oss", "dbrx", "granitemoe", "longcat_flash")
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    saved: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in saved:
-            saved[name] = tmp_path_factory.mktemp(name)
-            sweep.build(name).save_pretrained(saved[name])
-        return saved[name]
-
-    return folder
+    return toys.saver(tmp_path_factory, sweep.build)
 
 
 def offloaded(folder: Path, **settings: Any) -> LLM:

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import torch
 
 from support import toys
 from support.kv_life import GROUPS, HEADS, OPTIONS, SHAPES, Life
-from support.requests_mixed import facts, finish_despite_ctrl_c, mixed_requests
+from support.requests_mixed import facts, finish_despite_ctrl_c, mixed_requests, press_ctrl_c
 from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
@@ -181,21 +180,9 @@ def test_ctrl_c_within_forwards_changes_no_word(
     expected, chance = resident(folders("gpt2"), dtype="float32"), random.Random(3)
     settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100))
     with offloaded(folders("gpt2"), **settings) as llm, monkeypatch.context() as patch:
-        for owner, name in (
-            *((Visits, name) for name in ("begin", "take", "finish", "end", "drop", "_issue")),
-            *((HiddenStates, name) for name in ("send", "bring")),
-        ):
-            plain: Any = getattr(owner, name)
-
-            def interrupting(*args: Any, plain: Any = plain) -> Any:
-                if chance.random() < 0.004:
-                    signal.raise_signal(signal.SIGINT)
-                answer = plain(*args)
-                if chance.random() < 0.004:
-                    signal.raise_signal(signal.SIGINT)
-                return answer
-
-            patch.setattr(owner, name, interrupting)
+        visits = ("begin", "take", "finish", "end", "drop", "_issue")
+        press_ctrl_c(patch, chance, 0.004, Visits, *visits)
+        press_ctrl_c(patch, chance, 0.004, HiddenStates, "send", "bring")
         results, raised = finish_despite_ctrl_c(llm, *mixed_requests(12))
     assert [facts(result) for result in results] == expected
     assert raised > 5

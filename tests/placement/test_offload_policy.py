@@ -369,22 +369,9 @@ def test_amounts_are_rounded_into_their_unit():
 # Real models.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            make_toy(name).save_pretrained(made[name])
-        return str(made[name])
-
-    return make
-
-
 @pytest.mark.parametrize("name", TOYS)
-def test_the_config_tells_what_attention_stores(name, folder):
-    with LLM(folder(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
+def test_the_config_tells_what_attention_stores(name, folders):
+    with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
         layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
         recorded = runner.decoder.anatomy.routed
@@ -405,12 +392,12 @@ def test_the_config_tells_what_attention_stores(name, folder):
     ],
     ids=["llama", "qwen3_moe", "gpt2", "deepseek_v3"],
 )
-def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, folder):
+def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, folders):
     prompts, params = mixed_requests(8)
-    with LLM(folder(name), max_length=160) as llm:
+    with LLM(folders(name), max_length=160) as llm:
         expected = [facts(result) for result in llm.generate(prompts, params)]
     placement = Offload(workload=(40, 8), **said)
-    with LLM(folder(name), max_length=160, max_sequences=8, placement=placement) as llm:
+    with LLM(folders(name), max_length=160, max_sequences=8, placement=placement) as llm:
         assert [facts(result) for result in llm.generate(prompts, params)] == expected
         runner, stats = llm.engine.runner, llm.stats()["offload"]
     plan = runner.plan
@@ -430,36 +417,36 @@ def test_a_resident_model_has_no_such_stats():
         assert "offload" not in llm.stats()
 
 
-def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folder):
+def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folders):
     said = dict(max_length=128, placement=Offload(gpu="50MB", policy=None))
-    with LLM(folder("llama"), **said) as llm:
+    with LLM(folders("llama"), **said) as llm:
         runner = llm.engine.runner
         assert llm.engine.scheduler.max_batch_tokens == runner.plan.max_batch_tokens
-    with LLM(folder("llama"), max_batch_tokens=2048, **said) as llm:
+    with LLM(folders("llama"), max_batch_tokens=2048, **said) as llm:
         assert llm.engine.scheduler.max_batch_tokens == 2048
-    with LLM(folder("llama"), max_length=128) as llm:
+    with LLM(folders("llama"), max_length=128) as llm:
         assert llm.engine.scheduler.max_batch_tokens == 2048
 
 
-def test_logits_of_prompts_are_bounded_by_the_budget(folder):
-    with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
+def test_logits_of_prompts_are_bounded_by_the_budget(folders):
+    with LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
         assert llm.engine.scheduler.max_prompt_rows == llm.engine.runner.plan.prompt_rows
         assert llm.engine.scheduler.max_prompt_rows < 256
 
 
-def test_nothing_is_measured_unless_the_policy_needs_it(folder, monkeypatch):
+def test_nothing_is_measured_unless_the_policy_needs_it(folders, monkeypatch):
     def measured(*_):
         raise AssertionError
 
     monkeypatch.setattr(forecasts, "measure", measured)
-    LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)).close()
+    LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)).close()
     with pytest.raises(AssertionError):
-        LLM(folder("llama"), placement=Offload(gpu="1MB"))
+        LLM(folders("llama"), placement=Offload(gpu="1MB"))
 
 
-def test_measuring_leaves_nothing_behind_and_happens_once(folder, tmp_path, monkeypatch):
+def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "_found", {})
-    with LLM(folder("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
+    with LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
         slots = llm.engine.runner.weights.units.slots
         tensors = [stored for slot in slots for stored in ingredients(slot.recipe)]
     found = measure(tensors, tmp_path, torch.float32)
@@ -470,10 +457,10 @@ def test_measuring_leaves_nothing_behind_and_happens_once(folder, tmp_path, monk
     assert measure(tensors, tmp_path, torch.float32) == found
 
 
-def test_a_folder_that_may_hold_little_is_not_written_to_for_a_measurement(folder, monkeypatch):
+def test_a_folder_that_may_hold_little_is_not_written_to_for_a_measurement(folders, monkeypatch):
     monkeypatch.setattr(machines, "_writing", None)  # it would be called
     placement = Offload(gpu="1MB", disk_limit="1MB")
-    LLM(folder("llama"), max_length=128, placement=placement).close()
+    LLM(folders("llama"), max_length=128, placement=placement).close()
 
 
 def test_the_plan_is_told_in_words():

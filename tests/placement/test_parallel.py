@@ -19,7 +19,7 @@ import torch
 
 from support import toys
 from support.parallel_rank import GREEDY, ROLLOUT, fingerprint
-from support.programs import TESTS, environment, run_without_kernels
+from support.programs import run_ranks, run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
 from verbatim.kernels.options import AttentionOptions
@@ -105,31 +105,6 @@ def test_shares_are_whole_units_and_nearly_equal() -> None:
 # ---- ranks that the user starts
 
 
-def start_ranks(what: str, world: int, folder: Path, **env: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-P", str(TESTS / "support" / "parallel_rank.py"), what]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(folder)],
-            env=environment(GLOO_SOCKET_IFNAME="lo", **env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    found = []
-    try:
-        for process in ranks:
-            out, err = process.communicate(timeout=200)
-            assert process.returncode == 0, err
-            found.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    return found
-
-
 FAST = [
     ("llama", "float32"),
     ("gpt2", "float32"),
@@ -155,7 +130,7 @@ def run_all(
     for name in ("gemma2", "qwen3_moe"):
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
-    told = start_ranks("share_columns+share_layers+share_experts", world, folder)
+    told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
     return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
 
 

@@ -45,13 +45,10 @@ STEPS = (
 )  # how far each sequence is, forward by forward
 BLOCK_SIZE, BLOCKS = 8, 4  # blocks of each sequence
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Toys are so small that a second thread only waits; conftest puts the number back."""
-    torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:

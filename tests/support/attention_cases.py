@@ -1,4 +1,4 @@
-"""Attention problems of all shapes, and what they should come to. Used by `test_attention.py`."""
+"""Attention problems of all shapes, and what they should come to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
+from verbatim.kv.quantized import Packing, packed_attention, write_packed
 
 BACKENDS = [*kernels.available(), "reference"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -84,21 +85,33 @@ def attend(
     block_size: int,
     *pieces: tuple[Story, int, int],
     seed: int = 0,
+    packing: Packing | None = None,
 ) -> list[Tensor]:
-    """Rows [start, stop) of each story in one batch, over shuffled blocks in a store full of NaN."""
+    """Rows [start, stop) of each story in one batch, over shuffled blocks in a store full of NaN.
+
+    Args:
+        packing: in which the store holds keys and values, and 255 in place of NaN.
+    """
     first = pieces[0][0]
     blocks = [-(-stop // block_size) for _, _, stop in pieces]
     shuffled = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1
     tables = torch.zeros(len(pieces), max(blocks), dtype=torch.int32)
-    stores = [
-        torch.full((sum(blocks) + 1, x.shape[1], block_size, x.shape[2]), torch.nan, dtype=x.dtype)
-        for x in (first.k, first.v)
-    ]
+    stores = []
+    for x in (first.k, first.v):
+        size, fill, dtype = x.shape[2], torch.nan, x.dtype
+        if packing is not None:
+            size, fill, dtype = packing.row_bytes(size), 255, torch.uint8
+        stores.append(
+            torch.full((sum(blocks) + 1, x.shape[1], block_size, size), fill, dtype=dtype)
+        )
     for s, ((what, _, stop), ids) in enumerate(zip(pieces, shuffled.split(blocks), strict=True)):
         tables[s, : len(ids)] = ids
         positions = torch.arange(stop)
         slots = ids[positions // block_size] * block_size + positions % block_size
-        write_kv(what.k[:stop], what.v[:stop], *stores, slots)
+        if packing is None:
+            write_kv(what.k[:stop], what.v[:stop], *stores, slots)
+        else:
+            write_packed(what.k[:stop], what.v[:stop], *stores, slots, packing)
     lens = [stop - start for _, start, stop in pieces]
     batch = (
         torch.cat([what.q[start:stop] for what, start, stop in pieces]),
@@ -108,10 +121,15 @@ def attend(
         tables,
         opts,
     )
-    if backend == "reference":
-        out = paged_attention(*batch, backend="reference")
+    width = first.v.shape[2]
+    if backend != "reference":
+        packed = None if packing is None else (packing.bits, width)
+        library = attention.bind(kernels.load(backend))
+        out = attention.kernel_attention(library, *batch, packed=packed)
+    elif packing is None:
+        out = paged_attention(*batch, backend=backend)
     else:
-        out = attention.kernel_attention(attention.bind(kernels.load(backend)), *batch)
+        out = packed_attention(*batch, value_size=width, packing=packing, backend=backend)
     return list(out.split(lens))
 
 

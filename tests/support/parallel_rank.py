@@ -1,4 +1,4 @@
-"""One rank of several, started by test_parallel.py: `python parallel_rank.py WHAT RANK WORLD FOLDER`.
+"""One rank of several, started by test_parallel.py: `python parallel_rank.py RANK WORLD FOLDER WHAT`.
 
 WHAT names functions below, joined by "+"; they find models in FOLDER, and what they return is printed as
 JSON.
@@ -37,11 +37,6 @@ def fingerprint(results: Any) -> str:
     return hashlib.sha256(repr(all_facts(results)).encode()).hexdigest()
 
 
-def without_drafts(params: list[SamplingParams]) -> list[SamplingParams]:
-    """Beams can't be drafted for, and say so where there are drafts."""
-    return [replace(p, draft=False) if p.num_beams > 1 else p for p in params]
-
-
 def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Calls that all ranks make, of several models."""
     told: dict[str, Any] = {}
@@ -52,7 +47,7 @@ def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with LLM(
             folder / name, placement=placement, dtype=dtype, max_batch_tokens=32, draft=draft
         ) as llm:
-            told[f"{name} {dtype}"] = fingerprint(llm.generate(prompts, without_drafts(params)))
+            told[f"{name} {dtype}"] = fingerprint(llm.generate(prompts, params))
             if name == "llama":
                 told["scores"] = llm.score([[5, 6, 7], [8, 9]])
                 try:
@@ -96,7 +91,7 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         told["weight_bytes"] = llm.info()["weight_bytes"]
     mtp = dict(draft="mtp", num_draft_tokens=2)
     with LLM(folder / "mtp", placement=ExpertParallel(), **mtp) as llm:
-        results = llm.generate(prompts[own], without_drafts(params[own]))
+        results = llm.generate(prompts[own], params[own])
         told["mtp"] = fingerprint(results)
         told["drafted"] = sum(sum(r.metrics.draft.num_drafted) for r in results)
         told["mtp forwards"] = llm.stats()["forwards"]
@@ -104,7 +99,7 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    what, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank, world, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

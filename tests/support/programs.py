@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # The `verbatim` command, wherever its script is installed.
@@ -27,3 +29,29 @@ def run_without_kernels(script: str, *arguments: object) -> None:
         check=True,
         timeout=240,
     )
+
+
+def run_ranks(world: int, program: str, *arguments: object) -> list[dict[str, Any]]:
+    """Run `support/PROGRAM RANK WORLD ARGUMENTS` for each rank; return the JSON that each printed last."""
+    command = [sys.executable, "-P", str(TESTS / "support" / program)]
+    ranks = [
+        subprocess.Popen(
+            [*command, *map(str, (rank, world, *arguments))],
+            env=environment(GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    found = []
+    try:
+        for process in ranks:
+            out, err = process.communicate(timeout=200)
+            assert process.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from support.toys import VOCAB, random_ids
@@ -18,7 +19,10 @@ def lift_even_ids(ids: Any, logits: Any) -> Any:
 
 
 def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 60 tokens, and params that use most of what there is; 17 use all of it."""
+    """Prompts of 1 to 60 tokens, and params that use most of what there is; 17 use all of it.
+
+    Beams ask for no drafts, which they can't have.
+    """
     kinds: list[dict[str, Any]] = [
         dict(temperature=0.0),
         dict(temperature=1.0),
@@ -29,7 +33,7 @@ def mixed_requests(count: int = 17) -> tuple[list[list[int]], list[SamplingParam
         dict(allowed_token_ids=list(range(3, 40)), min_tokens=4),
         dict(n=2, bad_words=[[7], [8, 9]], prompt_logprobs=2),
         dict(stop_token_ids=[11, [12, 13]], temperature=1.5),
-        dict(num_beams=3, n=2, logprobs=1, repetition_penalty=1.2),
+        dict(num_beams=3, n=2, logprobs=1, repetition_penalty=1.2, draft=False),
         dict(logits_processors=[lift_even_ids], temperature=0.9, n=3),
         dict(hidden_states=True, priority=-1, prompt_logprobs=0),
     ]
@@ -78,6 +82,26 @@ def _bits(tensor: Any) -> Any:
 
 def all_facts(results: list[Result]) -> list[Any]:
     return [facts(result) for result in results]
+
+
+def press_ctrl_c(patch: Any, rng: Any, chance: float, owner: Any, *names: str) -> None:
+    """Let Ctrl-C hit by chance before and after each call of these functions of `owner`.
+
+    Args:
+        patch: pytest's MonkeyPatch, which puts them back.
+    """
+    for name in names:
+        plain = getattr(owner, name)
+
+        def interrupting(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            if rng.random() < chance:
+                signal.raise_signal(signal.SIGINT)
+            answer = plain(*args, **kwargs)
+            if rng.random() < chance:
+                signal.raise_signal(signal.SIGINT)
+            return answer
+
+        patch.setattr(owner, name, interrupting)
 
 
 def finish_despite_ctrl_c(llm: Any, prompts: Any, params: Any) -> tuple[list[Any], int]:

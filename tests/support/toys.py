@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,3 +146,15 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
 def random_ids(length: int, seed: int, low: int = 3, high: int = VOCAB) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, (length,), generator=generator).tolist()
+
+
+def saver(tmp_path_factory: Any, make: Callable[[str], Any]) -> Callable[[str], Path]:
+    """Return a function from a name to the folder of what `make(name)` gives, saved once."""
+
+    @cache
+    def folder(name: str) -> Path:
+        path: Path = tmp_path_factory.mktemp(name.replace(":", "-"))
+        make(name).save_pretrained(path)
+        return path
+
+    return folder
