@@ -23,7 +23,7 @@ slow:  ## the slow tests too
 
 gpu:  ## what needs a GPU: its tests, and its figures into benchmarks/results
 	python -m pytest tests/gpu -m gpu -n 0
-	python -m pytest tests/test_triton_kernels.py tests/test_triton_llm.py -m "not gpu" -n 0
+	python -m pytest tests/kernels/test_triton_kernels.py tests/kernels/test_triton_llm.py -m "not gpu" -n 0
 	python benchmarks/gpu.py --json benchmarks/results/gpu.json
 
 docs:  ## the documentation as a site in build/site; needs .[docs]

@@ -13,7 +13,7 @@ go in the middle, and bodies that are no requests come in between. What the serv
 compared with what it held before, and 200 answers with their solo runs.
 
 `--bombs`: the time between tokens of one stream of the storyteller, idle and while the hundred structures of
-`tests/bombs.py` are asked for, so many at once, from the same process.
+`tests/support/bombs.py` are asked for, so many at once, from the same process.
 """
 
 from __future__ import annotations
@@ -213,8 +213,7 @@ def held(server: Any) -> dict[str, int]:
 
 
 def run_load(streams: int, seconds: float) -> None:
-    from serving import serving
-
+    from support.serving import serving
     from verbatim import LLM, SamplingParams
     from verbatim.serve.server import frozen_heap
 
@@ -266,7 +265,7 @@ def run_load(streams: int, seconds: float) -> None:
 
 async def bombard(url: str, at_once: int) -> tuple[list[float], list[float], dict[int, int]]:
     """Return the times between a client's tokens, idle and beside bombs, and the bombs' answers by status."""
-    from bombs import bombs
+    from support.bombs import bombs
 
     waiting, statuses = bombs(), Findings()
     body = {"prompt": PROMPTS[0], "seed": 3, "max_tokens": 200, "ignore_eos": True, "stream": True}
@@ -303,8 +302,7 @@ def _bombard(url: str, at_once: int, answers: Any) -> None:
 
 
 def run_bombs(at_once: int) -> None:
-    from serving import serving
-
+    from support.serving import serving
     from verbatim import LLM
     from verbatim.serve.server import frozen_heap
 
@@ -360,8 +358,8 @@ def _in_process(llm: Any, prompts: list[list[int]], length: int) -> tuple[float,
 def run_overhead(layers: int, rounds: int, streams: int, length: int) -> None:
     import torch
     from decode import WIDTH, make_model
-    from serving import serving
 
+    from support.serving import serving
     from verbatim import LLM
 
     model = make_model(torch.bfloat16, num_hidden_layers=layers)

@@ -56,9 +56,16 @@ def _threads_put_back() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread(_threads_put_back: None) -> None:
+    """Compute with one thread: toys are so small that a second one only waits."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch, free and newly taken blocks hold NaN, so that reading one shows in the answer."""
+    from support.poison import poison_blocks
     from verbatim import opening
 
     plain = opening.open_engine
@@ -66,31 +73,11 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(*args: Any, **kwargs: Any) -> Any:
         opened = plain(*args, **kwargs)
         store, pool = getattr(opened.runner, "store", None), opened.scheduler.pool
-        if store is None:  # it lies elsewhere, and is poisoned there (tests/stages.py)
+        if store is None:  # it lies elsewhere, and is poisoned there (tests/support/stages.py)
             return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
-
-        take, discard, copy = pool.take, pool._discard, store.copy_blocks
-        stale: set[int] = set()  # blocks that changed hands since the last forward
-
-        def noted_take(count: int) -> list[int]:
-            blocks: list[int] = take(count)
-            stale.update(blocks)
-            return blocks
-
-        def noted_discard(block: int) -> None:
-            stale.add(block)
-            discard(block)
-
-        def copy_then_poison(copies: list[tuple[int, int]]) -> None:
-            # A forward begins with the copies, which may still read a block that was given back since.
-            copy(copies)
-            store.poison(sorted(stale - {target for _, target in copies}))
-            stale.clear()
-
-        store.poison(list(range(store.num_blocks)))
-        pool.take, pool._discard, store.copy_blocks = noted_take, noted_discard, copy_then_poison
+        poison_blocks(pool, store, store.poison, store.num_blocks)
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)
@@ -100,14 +87,6 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Toys on the disk, each saved once."""
-    import toys
+    from support import toys
 
-    saved: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in saved:
-            saved[name] = tmp_path_factory.mktemp(name)
-            toys.make_toy(name).save_pretrained(saved[name])
-        return saved[name]
-
-    return folder
+    return toys.saver(tmp_path_factory, toys.make_toy)

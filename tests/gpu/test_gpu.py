@@ -1,7 +1,7 @@
 """On a real GPU: the promise, the oracle, recorded steps, memory. `python -m pytest tests/gpu -m gpu`.
 
-The kernels' own tests (`tests/test_triton_kernels.py`, `tests/test_triton_llm.py`) run for real where
-there is a GPU, too, and under Triton's interpreter elsewhere.
+The kernels' own tests (`tests/kernels/test_triton_kernels.py`, `tests/kernels/test_triton_llm.py`) run on a
+GPU where there is one, and under Triton's interpreter elsewhere.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from requests_mixed import all_facts, facts, mixed_requests
-from toys import make_toy, random_ids
 
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, SamplingParams
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.sampling.sampler import sample_rows

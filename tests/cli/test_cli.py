@@ -1,0 +1,381 @@
+"""`verbatim generate` against a scripted engine: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+
+import verbatim
+from support.scripted_llm import ScriptedLLM, interrupted_after, run
+from verbatim.cli.generate import generate
+from verbatim.cli.offload import OFFLOAD
+from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
+from verbatim.cli.placing import CLUSTER
+from verbatim.core import Completion, Metrics, Result
+from verbatim.errors import StageFailed
+from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.plain import to_json
+
+# What can't be said on a command line, or makes no sense where one request runs alone.
+LEFT_ALONE = {
+    "logits_processors",  # Python functions
+    "hidden_states",  # arrays of a size that nobody reads as JSON
+    "replay_routing",  # an array that Python recorded
+    "priority",  # no other request waits
+    "cache_salt",  # nor shares a prefix
+    "draft",  # one who wants no drafts asks the engine for none
+}
+
+
+def test_text_goes_to_stdout_and_the_counts_to_stderr():
+    done = run("generate", "Hello", "--seed", "11")
+    assert done.exit_code == 0
+    assert done.stdout == "Once there was a 🦊.\n"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("2 prompt tokens, 4 new tokens in ")
+    assert last.endswith(" tokens/s), seed 11, finish: stop")
+    assert ScriptedLLM.last.closed
+
+
+def test_every_sampling_option_reaches_the_request():
+    values = {
+        "temperature": "0.5", "top_k": "3", "top_p": "0.9", "min_p": "0.1", "typical_p": "0.8",
+        "seed": "5", "repetition_penalty": "1.1", "presence_penalty": "0.2",
+        "frequency_penalty": "-0.3", "min_tokens": "1", "max_tokens": "3", "n": "2",
+        "logprobs": "4", "prompt_logprobs": "0", "timeout_s": "2.5",
+    }  # fmt: skip
+    args = [part for name, value in values.items() for part in (_flag(name), value)]
+    args += ["--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--bad-words", "x", "--stop", "END"]
+    args += ["--stop", "|", "--stop-token-ids", "9", "--stop-token-ids", "8", "--ignore-eos"]
+    args += ["--allowed-token-ids", "7", "--include-stop-str-in-output"]
+    args += ["--no-skip-special-tokens", "--record-routing", "--any-whitespace", "--json"]
+    assert run("generate", "Hello", *args).exit_code == 0
+    params = ScriptedLLM.last.params[0]
+    assert params == SamplingParams(
+        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, typical_p=0.8, seed=5,
+        repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=-0.3, min_tokens=1,
+        max_tokens=3, n=2, logprobs=4, prompt_logprobs=0, logit_bias={5: -1.5, 6: 2.0},
+        bad_words=["x"], stop=["END", "|"], stop_token_ids=[9, 8], ignore_eos=True,
+        allowed_token_ids=[7], include_stop_str_in_output=True,
+        skip_special_tokens=False, record_routing=True, any_whitespace=True, timeout_s=2.5,
+    )  # fmt: skip
+    # The others exclude some of these, and each other.
+    beams = ("--num-beams", "3", "--length-penalty", "-0.5", "--early-stopping", "never")
+    assert run("generate", "Hello", "--seed", "5", *beams).exit_code == 0
+    searched = ScriptedLLM.last.params[0]
+    assert searched == SamplingParams(
+        max_tokens=256, seed=5, num_beams=3, length_penalty=-0.5, early_stopping="never"
+    )
+    reached = (
+        _set_in(params) | _set_in(searched) | set(STRUCTURES)
+    )  # those have a test of their own
+    assert {field.name for field in dataclasses.fields(params)} - reached == LEFT_ALONE
+
+
+def _set_in(params):
+    return {
+        field.name
+        for field in dataclasses.fields(params)
+        if getattr(params, field.name) != getattr(SamplingParams(), field.name)
+    }
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def test_what_is_left_out_keeps_the_defaults_of_python_and_256_tokens():
+    run("generate", "Hello")
+    (params,) = ScriptedLLM.last.params
+    assert params == SamplingParams(max_tokens=256, seed=params.seed)
+    assert ScriptedLLM.last.model is None
+    assert ScriptedLLM.last.settings == {}
+
+
+def test_a_seed_is_drawn_where_none_is_given():
+    def seed(*args):
+        done = run("generate", "Hello", *args)
+        (params,) = ScriptedLLM.last.params
+        assert f", seed {params.seed}, finish: stop\n" in done.stderr
+        return params.seed
+
+    assert seed("--seed", "5") == 5
+    first, second = seed(), seed()
+    assert first != second
+    assert max(first, second) < 2**53
+
+
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string"}}}'
+GRAMMAR = 'start: "yes" | "no"\n'
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--json-schema", SCHEMA], {"json_schema": SCHEMA}),
+        (["--json-schema", "true"], {"json_schema": True}),
+        (["--regex", "@[a-z]+"], {"regex": "@[a-z]+"}),
+        (["--grammar", GRAMMAR], {"grammar": GRAMMAR}),
+        (["--choice", "a cat", "--choice", "@dog"], {"choice": ["a cat", "@dog"]}),
+    ],
+)
+def test_a_structure_reaches_the_request(command, args, expected):
+    prompt = ["Hello"] if command == "generate" else []
+    assert run(command, *prompt, *args, input=b"Hello\n").exit_code == 0
+    params, wanted = ScriptedLLM.last.params[0], SamplingParams(**expected)
+    assert {name: getattr(params, name) for name in STRUCTURES} == {
+        name: getattr(wanted, name) for name in STRUCTURES
+    }
+
+
+def test_schemas_and_grammars_can_be_files(tmp_path):
+    schema, grammar = tmp_path / "name.json", tmp_path / "answer.lark"
+    schema.write_text(SCHEMA + "\n")
+    grammar.write_text('start: "🦊"\n', encoding="utf-8")
+    run("generate", "Hello", "--json-schema", f"@{schema}")
+    assert ScriptedLLM.last.params[0].json_schema == SCHEMA
+    run("generate", "Hello", "--grammar", f"@{grammar}")
+    assert ScriptedLLM.last.params[0].grammar == 'start: "🦊"'
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("False", False), ("never", "never"), ("NEVER", "never")]
+)
+def test_early_stopping_is_a_bool_or_never(text, value):
+    run("generate", "Hello", "--num-beams", "2", "--early-stopping", text)
+    assert ScriptedLLM.last.params[0].early_stopping is value
+
+
+def test_model_options_reach_the_engine():
+    args = "--model some/folder --dtype float32 --num-threads 2 --kv-memory 40% --max-length 64"
+    run("generate", "Hello", *args.split(), "--trust-remote-code", "--block-size", "8")
+    assert ScriptedLLM.last.model == "some/folder"
+    assert ScriptedLLM.last.settings == {
+        "dtype": "float32", "num_threads": 2, "kv_memory": "40%", "max_length": 64,
+        "trust_remote_code": True, "block_size": 8,
+    }  # fmt: skip
+
+
+def test_prompt_comes_from_a_file_a_pipe_or_ids(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("Es war\neinmal ü\r\n".encode())
+    for args, input in (
+        (("--file", str(path)), b""),
+        (("--file", "-"), path.read_bytes()),
+        ((), path.read_bytes()),
+    ):
+        assert run("generate", *args, input=input).exit_code == 0
+        assert ScriptedLLM.last.asked == ["Es war\neinmal ü"]
+    run("generate", "--ids", "5 17, 9", input=b"not read")
+    assert ScriptedLLM.last.asked == [[5, 17, 9]]
+
+
+def test_json_is_one_object_with_the_fields_of_a_result():
+    done = run("generate", "Hello", "--json", "--logprobs", "1")
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert list(result) == [field.name for field in dataclasses.fields(Result)]
+    (output,) = result["outputs"]
+    assert list(output) == [field.name for field in dataclasses.fields(Completion)]
+    assert (output["text"], output["finish_reason"]) == ("Once there was a 🦊.", "stop")
+    assert (output["stop_reason"], output["top_logprobs"]) == ([5, 6], [[[3, None]]])
+
+
+def test_json_carries_the_routing_and_the_score_of_beams():
+    def output(*args):
+        return json.loads(run("generate", "Hello", "--json", *args).stdout)["outputs"][0]
+
+    routed = output("--record-routing")
+    assert routed["routing"] == [[[1, 1]], [[1, 1]]]
+    assert (routed["score"], routed["hidden_states"]) == (None, None)
+    beam = output("--num-beams", "2")
+    assert (beam["score"], beam["sampled_logprobs"], beam["routing"]) == (-0.5, None, None)
+
+
+def test_tensors_in_json_are_nested_lists():
+    states = torch.tensor([[0.5, float("inf")], [1.0, -2.0]], dtype=torch.bfloat16)
+    result = Result("r", None, [1], None, None, [], 0, Metrics(), 0, prompt_hidden_states=states)
+    assert json.loads(to_json(result))["prompt_hidden_states"] == [[0.5, None], [1.0, -2.0]]
+
+
+def test_several_completions_are_printed_apart():
+    done = run("generate", "Hello", "--n", "2", "--max-tokens", "2")
+    assert done.stdout == "--- 1 of 2 ---\nOnce there \n--- 2 of 2 ---\nOnce there \n"
+    assert "4 new tokens" in done.stderr
+    assert done.stderr.endswith("finish: length, length\n")
+
+
+def test_beams_are_counted_as_they_were_found():
+    class TwoFound(ScriptedLLM):
+        num_found = 2
+
+    args = ("generate", "Hello", "--num-beams", "4", "--max-tokens", "1")
+    assert run(*args, engine=TwoFound).stdout == "Once \n"
+    done = run(*args, "--n", "3", engine=TwoFound)
+    assert done.stdout == "--- 1 of 2 ---\nOnce \n--- 2 of 2 ---\nOnce \n"
+    assert done.stderr.endswith("finish: length, length\n")
+
+
+def test_ctrl_c_ends_a_beam_search_at_once():
+    done = run("generate", "Hello", "--num-beams", "4", engine=interrupted_after(2))
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "verbatim: interrupted\n"
+    assert ScriptedLLM.last.closed
+
+
+def test_time_that_is_over_is_a_finish_reason():
+    done = run("generate", "Hello", "--timeout-s", "2.5")
+    assert (done.exit_code, done.stdout) == (0, "Once there \n")
+    assert done.stderr.endswith("finish: timeout\n")
+
+
+def test_ctrl_c_prints_what_there_is_and_ends_the_request():
+    before = signal.getsignal(signal.SIGINT)
+    done = run("generate", "Hello", engine=interrupted_after(2))
+    assert (done.exit_code, done.stdout) == (130, "Once there \n")
+    assert "2 new tokens" in done.stderr
+    assert done.stderr.endswith(f", seed {ScriptedLLM.last.params[0].seed}, interrupted\n")
+    assert ScriptedLLM.last.aborted
+    assert ScriptedLLM.last.closed
+    assert signal.getsignal(signal.SIGINT) is before
+    several = run("generate", "Hello", "--n", "2", engine=interrupted_after(2))
+    assert (several.exit_code, several.stdout.count("Once ")) == (130, 2)
+    assert run("generate", "Hello", "--json", engine=interrupted_after(1)).stdout == ""
+
+
+@pytest.mark.parametrize("error", [StageFailed("stage 1 was lost"), KeyboardInterrupt])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_error_within_a_text_begins_a_line(command, error):
+    class Failing(ScriptedLLM):
+        def _deltas(self, *args):
+            for number, delta in enumerate(super()._deltas(*args)):
+                if number == 2:
+                    raise error
+                yield delta
+
+    done = run(
+        command, *(["Hello"] if command == "generate" else []), input=b"Hi\n", engine=Failing
+    )
+    assert done.stdout == "Once there \n"
+    assert "verbatim: " in done.stderr
+
+
+def test_a_closed_pipe_ends_quietly(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    monkeypatch.setitem(vars(verbatim), "LLM", ScriptedLLM)
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    with pytest.raises(typer.Exit) as caught:
+        generate("Hello", **_nothing_given())
+    assert caught.value.exit_code == 141
+    assert stderr.getvalue() == ""
+    assert ScriptedLLM.last.closed
+
+
+def _nothing_given():
+    options = (*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
+    return {option.name: None for option in options}
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["x", "--temperature", "-1"], 1, "temperature=-1.0: must be 0 or more"),
+        (["x", "--top-p", "0"], 1, "top_p=0.0: must be above 0 and at most 1"),
+        (["x", "--top-p", "1.5"], 1, "top_p=1.5: must be above 0 and at most 1"),
+        (["x", "--top-k", "-1"], 1, "top_k=-1: must be 0 or more"),
+        (["x", "--max-tokens", "-1"], 1, "max_tokens=-1"),
+        (["x", "--seed", str(2**64)], 1, "seed=18446744073709551616"),
+        (["x", "--temperature", "nan"], 1, "temperature=nan"),
+        (["x", "--stop", ""], 1, "stop=''"),
+        ([""], 1, "the prompt is empty"),
+        (["x" * 1001], 1, "the prompt has 1001 tokens; the limit is 1000"),
+        (["--ids", ""], 1, "the prompt is empty"),
+        (["--ids", "5 101"], 1, "token id 101 is outside the vocabulary of 100"),
+        (["x", "--model", "missing"], 1, "no folder 'missing': and no such model on the hub"),
+        (["--file", "/nowhere/at/all"], 1, "can't read /nowhere/at/all: No such file"),
+        (["--file", "/"], 1, "can't read /: Is a directory"),
+        (["x", "--json-schema", "@missing.json"], 1, "can't read @missing.json: No such file"),
+        (["x", "--json-schema", "@"], 1, "can't read @: No such file"),
+        (["x", "--grammar", "@/nowhere/at/all"], 1, "can't read @/nowhere/at/all: No such file"),
+        (["x", "--json-schema", "{a"], 1, "json_schema is not a JSON schema: Expecting property"),
+        (
+            ["x", "--json-schema", "[]"],
+            1,
+            "json_schema is not a JSON schema: a schema is an object",
+        ),
+        (["x", "--regex", ""], 1, "regex='': must be a non-empty string"),
+        (["x", "--choice", ""], 1, "choice=['']: must be a list of non-empty strings"),
+        (["x", "--regex", "a", "--choice", "a"], 1, "regex and choice: at most one"),
+        (["x", "--timeout-s", "0"], 1, "timeout_s=0.0: must be above 0"),
+        (["x", "--num-beams", "0"], 1, "num_beams=0: must be 1 to 64"),
+        (["x", "--num-beams", "2", "--n", "3"], 1, "n=3: must be at most num_beams=2"),
+        (["x", "--num-beams", "2", "--top-k", "5"], 1, "top_k=5 with num_beams=2: beam search"),
+        (["x", "--length-penalty", "2"], 1, "length_penalty=2.0: requires num_beams above 1"),
+        (["x", "--early-stopping", "maybe"], 2, "--early-stopping 'maybe': must be true, false or"),
+        (["x", "--record-routing"], 2, "--record-routing requires --json"),
+        (["--ids", "5 x"], 2, "--ids '5 x': must be integers"),
+        (["x", "--ids", "5"], 2, "give one prompt, not PROMPT and --ids"),
+        (["x", "--logprobs", "2"], 2, "--logprobs requires --json"),
+        (["x", "--logit-bias", "5:1"], 2, "--logit-bias '5:1': must be ID=VALUE"),
+    ],
+)
+def test_hostile_input_is_refused_in_one_line(args, status, says):
+    done = run("generate", *args)
+    assert done.exit_code == status
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"verbatim: {says}")
+
+
+def test_binary_stdin_is_refused_in_one_line():
+    done = run("generate", input=b"good\xff\xfe\x00bad")
+    assert done.exit_code == 1
+    assert done.stderr == "verbatim: stdin is not UTF-8 text: byte 0xff at offset 4\n"
+
+
+def test_no_prompt_at_a_terminal_is_wrong_usage(monkeypatch):
+    monkeypatch.setattr(
+        "verbatim.cli.generate.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    )
+    done = run("generate")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("verbatim: no prompt: ")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("generate", "x", "--bogus"),
+        ("generate", "x", "--n", "two"),
+        ("train",),
+        ("chat", "--n", "2"),
+        ("chat", "--num-beams", "2"),
+    ],
+)
+def test_unknown_commands_and_options_are_wrong_usage(args):
+    done = run(*args)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_missing_kernels_are_mentioned(monkeypatch):
+    monkeypatch.delenv("VERBATIM_KERNELS", raising=False)
+    assert "without compiled kernels" in run("generate", "Hello", kernels=()).stderr
+    assert "without compiled kernels" not in run("generate", "Hello").stderr
+    monkeypatch.setenv("VERBATIM_KERNELS", "none")
+    assert "without compiled kernels" not in run("generate", "Hello").stderr

@@ -1,0 +1,307 @@
+"""The commands on a real engine: a toy model in a folder, and the storyteller in the package."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import jsonschema
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from support import toy_tokenizers
+from support.programs import VERBATIM
+from support.toys import make_toy
+from verbatim import LLM, SamplingParams
+from verbatim.cli.commands import app
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+MAX_LENGTH = 64
+FEW = ("--max-tokens", "4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen3 with random weights, a byte-level tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("toy")
+    tokenizer = copy.deepcopy(toy_tokenizers.byte_level().hf)
+    tokenizer.chat_template = TEMPLATE
+    vocab_size = len(tokenizer)
+    make_toy("qwen3", vocab_size=vocab_size, max_position_embeddings=MAX_LENGTH).save_pretrained(
+        path
+    )
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    # Without kernels the commands say so in a line of their own; what is counted here are other lines.
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+
+    def run(*args, input=b"", model=folder):
+        return CliRunner().invoke(app, [*args, "--model", str(model)], input=input)
+
+    return run
+
+
+def test_generate_prints_what_python_generates(run, folder):
+    with LLM(str(folder)) as llm:
+        params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
+        (expected,) = llm.generate("the quick", params)
+    done = run("generate", "the quick", "--seed", "3", "--max-tokens", "12", "--ignore-eos")
+    assert done.exit_code == 0
+    assert done.stdout.rstrip("\n") == expected.outputs[0].text.rstrip("\n")
+    assert f"{len(expected.prompt_token_ids)} prompt tokens, 12 new tokens in " in done.stderr
+    assert done.stderr.endswith("seed 3, finish: length\n")
+
+
+def test_the_reported_seed_gives_the_same_tokens_again(run):
+    def ids(*more):
+        done = run("generate", "--ids", "5 17 9", "--max-tokens", "9", "--json", *more)
+        result = json.loads(done.stdout)
+        return result["outputs"][0]["token_ids"], result["outputs"][0]["seed"]
+
+    first, seed = ids()
+    assert ids("--seed", str(seed)) == (first, seed)
+    assert ids()[1] != seed
+
+
+def test_json_carries_log_probs(run):
+    args = ("--logprobs", "2", "--prompt-logprobs", "1", "--n", "2", "--max-tokens", "4")
+    result = json.loads(run("generate", "the", "--json", *args).stdout)
+    assert [output["index"] for output in result["outputs"]] == [0, 1]
+    for output in result["outputs"]:
+        lengths = {len(output[name]) for name in ("token_ids", "logprobs", "top_logprobs")}
+        assert lengths == {len(output["token_ids"])}
+        assert all(len(top) >= 2 for top in output["top_logprobs"])
+    assert result["prompt_logprobs"][0] is None
+    assert len(result["prompt_logprobs"]) == len(result["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([""], "empty"),
+        (["--ids", ""], "empty"),
+        (["--ids", "5 99999"], "99999"),
+        (["--ids", "5 -1"], "-1"),
+        (["the quick brown fox " * 20], str(MAX_LENGTH)),
+        (["x", "--dtype", "int7"], "int7"),
+        (["x", "--device", "cuda"], "cuda"),
+        (["x", "--kv-memory", "lots"], "lots"),
+        (["x", "--num-threads", "0"], "num_threads=0"),
+        (["x", "--max-length", "100000"], "100000"),
+        (["x", "--logit-bias", "99999=1"], "99999"),
+        (["x", "--allowed-token-ids", "99999"], "99999"),
+        (["x", "--regex", "(", *FEW], "regex: "),
+        (["x", "--regex", r"a(?!b)", *FEW], "regex: "),
+        (["x", "--grammar", "start: nothing_of_this_name", *FEW], "grammar: "),
+        (["x", "--json-schema", "false", *FEW], "no document validates"),
+        (
+            ["x", "--json-schema", '{"type": "integer", "minimum": 2, "maximum": 1}', *FEW],
+            "json_schema: ",
+        ),
+        (["x", "--json-schema", '{"uniqueItems": true}', *FEW], "not supported: uniqueItems"),
+        (["x", "--kv-dtype", "int5"], "int5"),
+        (["x", "--json", "--record-routing"], "record_routing: "),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line(run, args, says):
+    done = run("generate", *args)
+    assert (done.exit_code, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("verbatim: ")
+    assert says in line
+
+
+def test_a_kv_cache_that_can_not_be_allocated_is_one_line(run, monkeypatch):
+    def make_store(*_):
+        return torch.empty(2**50)
+
+    monkeypatch.setattr("verbatim.placement.resident.make_store", make_store)
+    done = run("generate", "x", "--kv-memory", "1MB")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert re.fullmatch(
+        r"verbatim: the KV cache of \d+ bytes can't be allocated: lower kv_memory or max_length\n",
+        done.stderr,
+    )
+
+
+@pytest.fixture
+def tell(monkeypatch):
+    """`verbatim generate` on the storyteller."""
+    monkeypatch.setattr("verbatim.kernels.available", lambda: ["generic"])
+
+    def tell(*args):
+        done = CliRunner().invoke(app, ["generate", "Once upon a time", *args])
+        assert done.exit_code == 0, done.stderr
+        return done
+
+    return tell
+
+
+def test_the_storyteller_chooses(tell):
+    done = tell("--choice", "a cat", "--choice", "a dog")
+    assert done.stdout in ("a cat\n", "a dog\n")
+    assert done.stderr.endswith("finish: stop\n")
+    choices = ("--choice", " there was a cat.", "--choice", " there was a dog.")
+    told = {tell(*choices, "--seed", str(seed)).stdout for seed in range(8)}
+    assert told == {" there was a cat.\n", " there was a dog.\n"}
+
+
+def test_the_storyteller_keeps_to_a_schema(tell, tmp_path):
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "friends": {"type": "array", "items": {"enum": ["fox", "owl"]}, "maxItems": 2},
+        },
+        "required": ["name", "age", "friends"],
+        "additionalProperties": False,
+    }
+    path = tmp_path / "animal.json"
+    path.write_text(json.dumps(schema, indent=4))
+    for seed in range(2):
+        args = ("--seed", str(seed), "--max-tokens", "900", "--json-schema")
+        told = tell(*args, json.dumps(schema)).stdout
+        jsonschema.validate(json.loads(told), schema)
+        assert tell(*args, f"@{path}").stdout == told
+
+
+def test_the_storyteller_keeps_to_a_pattern_and_a_grammar(tell, tmp_path):
+    pattern = r" there (was|were) [a-z]{3,9}(, [a-z]{3,9}){2}\."
+    assert re.fullmatch(pattern, tell("--regex", pattern).stdout.removesuffix("\n"))
+    path = tmp_path / "sums.lark"
+    path.write_text('start: sum\nsum: NUMBER | "(" sum " + " sum ")"\nNUMBER: /[1-9]/\n')
+    told = tell("--grammar", f"@{path}", "--max-tokens", "40", "--seed", "3").stdout
+    assert re.fullmatch(r"[1-9()+ ]+\n", told)
+
+
+def test_the_storyteller_searches_with_beams(tell):
+    args = ("--num-beams", "3", "--n", "2", "--max-tokens", "8")
+    outputs = json.loads(tell(*args, "--json").stdout)["outputs"]
+    assert outputs[0]["score"] >= outputs[1]["score"]
+    assert [output["sampled_logprobs"] for output in outputs] == [None, None]
+    one, two = (output["text"] for output in outputs)
+    assert tell(*args).stdout == f"--- 1 of 2 ---\n{one}\n--- 2 of 2 ---\n{two}\n"
+    assert tell("--num-beams", "3", "--max-tokens", "8").stdout == f"{one}\n"
+
+
+def test_the_storytellers_time_is_over(tell):
+    done = tell("--timeout-s", "0.1", "--max-tokens", "900", "--ignore-eos")
+    assert done.stderr.endswith("finish: timeout\n")
+
+
+def test_json_carries_the_routing_of_a_mixture_of_experts(run, folder, tmp_path):
+    toy = make_toy("qwen3_moe", vocab_size=512, max_position_embeddings=MAX_LENGTH)
+    toy.save_pretrained(tmp_path)
+    args = ("--ids", "5 17 9", "--max-tokens", "4", "--ignore-eos", "--record-routing", "--json")
+    (output,) = json.loads(run("generate", *args, model=tmp_path).stdout)["outputs"]
+    config = toy.config
+    shape = (3 + 4 - 1, config.num_hidden_layers, config.num_experts_per_tok)
+    routing = output["routing"]
+    assert (len(routing), len(routing[0]), len(routing[0][0])) == shape
+    chosen = {expert for token in routing for layer in token for expert in layer}
+    assert chosen <= set(range(config.num_experts))
+
+
+def test_models_that_cannot_be_opened_are_one_line(run, folder, tmp_path):
+    truncated = shutil.copytree(folder, tmp_path / "truncated") / "model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-1000])
+    strange = shutil.copytree(folder, tmp_path / "strange") / "config.json"
+    config = json.loads(strange.read_text())
+    strange.write_text(json.dumps(config | {"model_type": "odd", "architectures": ["OddLM"]}))
+    broken = shutil.copytree(folder, tmp_path / "broken") / "config.json"
+    broken.write_text("{not json")
+    (tmp_path / "empty").mkdir()
+    for name in ("truncated", "strange", "broken", "empty", "not-there"):
+        done = run("generate", "x", model=tmp_path / name)
+        assert (done.exit_code, done.stdout) == (1, ""), name
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("verbatim: "), name
+        assert name in line or "odd" in line.lower(), line
+
+
+def test_chat_survives_a_turn_that_is_too_long(run):
+    turns = "hi\n" + "the quick brown fox " * 20 + "\nhi\n/clear\nhi\n"
+    done = run("chat", "--max-tokens", "4", "--seed", "1", input=turns.encode())
+    assert done.exit_code == 0
+    assert "Traceback" not in done.stderr
+    assert str(MAX_LENGTH) in done.stderr
+    assert "/clear" in done.stderr
+    assert "temperature=0.0" in done.stderr  # a model without sampling defaults
+
+
+def test_info_tells_the_same_as_python(run, folder):
+    with LLM(str(folder)) as llm:
+        expected = llm.info()
+    shown = json.loads(run("info", "--json").stdout)
+    assert shown == json.loads(json.dumps(expected, default=str))
+    text = run("info").stdout
+    assert "kv bytes per token" in text
+    assert str(expected["architecture"]) in text
+
+
+def _start(*args):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*VERBATIM, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+
+
+def test_the_storyteller_tells_a_story_without_network():
+    stdout, stderr = _start("generate", "Once upon a time", "--max-tokens", "60").communicate()
+    assert len(stdout.split()) > 10
+    assert stderr.splitlines()[-1].split(b" in ")[0].endswith(b"new tokens"), stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_closed_pipe_end_a_real_run_quietly():
+    long = ("generate", "Once upon a time", "--max-tokens", "900", "--ignore-eos")
+    interrupted = _start(*long)
+    assert interrupted.stdout.read(1)
+    interrupted.send_signal(signal.SIGINT)
+    _, stderr = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == 130
+    assert stderr.endswith(b"interrupted\n"), stderr
+
+    piped = _start(*long)
+    assert piped.stdout.read(1)
+    piped.stdout.close()
+    assert piped.wait(timeout=60) == 141
+    assert piped.stderr.read() == b""
+    piped.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "message"),
+    [
+        pytest.param(
+            "> /dev/full",
+            1,
+            "can't write to stdout: No space left on device",
+            marks=pytest.mark.slow,
+        ),
+        (">&-", 1, "stdout is closed"),
+        ("<&-", 2, "stdin is closed"),
+    ],
+)
+def test_a_full_disk_and_closed_streams_are_one_line(redirection, status, message):
+    prompt = "" if redirection == "<&-" else "hi"
+    line = f'exec "$@" generate {prompt} --max-tokens 2 {redirection}'
+    done = subprocess.run(["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True)
+    assert done.returncode == status
+    (line,) = [x for x in done.stderr.splitlines() if "compiled kernels" not in x]
+    assert line.startswith("verbatim: ") and message in line

@@ -1,0 +1,153 @@
+"""Signals, closed streams and full disks, at any moment of the command's life."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.programs import VERBATIM
+
+# Where Ctrl-C is handled from the first line on, it may come at any time after the dot.
+FROM_THE_DOT = """
+import os
+from verbatim.cli import interrupts, main
+interrupts.handle()
+os.write(1, b".")
+main()
+"""
+COMMANDS = {
+    "help": ["--help"],
+    "usage": ["generate", "x", "--n", "two"],
+    "generate": ["generate", "Once", "--max-tokens", "900", "--ignore-eos"],
+    "info": ["info"],
+    "serve": ["serve", "--port", "0", "--log-level", "warning"],
+}
+
+
+def signalled(command, delay_s, number=signal.SIGINT):
+    """Send a signal some time after the start; return the exit status and the lines on stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", FROM_THE_DOT, *COMMANDS[command]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.read(1) == "."
+        time.sleep(delay_s)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, [x for x in stderr.splitlines() if "compiled kernels" not in x]
+
+
+def check_interrupted(command, delay_s):
+    status, lines = signalled(command, delay_s)
+    where = command, delay_s, status, lines
+    if status != 130:  # it had ended, or serves, which ends in order
+        assert status == {"serve": 0, "usage": 2}.get(command, 0), where
+        assert not any("Traceback" in line for line in lines), where
+        return
+    assert len(lines) <= 1, where
+    assert not lines or lines[0].endswith("interrupted"), where
+
+
+@pytest.mark.parametrize(
+    ("command", "delay_s"),
+    [("help", 0), ("help", 0.03), ("usage", 0.06), ("generate", 0.2), ("info", 0.7)],
+)
+def test_ctrl_c_during_the_start_is_one_line(command, delay_s):
+    check_interrupted(command, delay_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_at_any_time_is_one_line(command):
+    end, step = (0.25, 0.01) if command in ("help", "usage") else (3.5, 0.1)
+    for i in range(round(end / step)):
+        check_interrupted(command, i * step + random.random() * step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_other_signals_end_the_start_without_a_word(number):
+    assert signalled("generate", 0.1, number) == (-number, [])
+
+
+def test_ctrl_c_is_handled_before_anything_large_is_imported():
+    code = "import sys; import verbatim.cli; print({'typing', 're', 'typer'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-S", "-c", f"sys = __import__('sys'); sys.path[:] = {sys.path}\n{code}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from verbatim.cli import main; main()",
+        "import runpy; runpy.run_module('verbatim.compat.kempnerforge', run_name='__main__')",
+    ],
+    ids=["verbatim", "kempnerforge"],
+)
+def test_an_entry_point_handles_ctrl_c_before_its_imports(start):
+    code = (
+        "import sys; from verbatim.cli import interrupts\n"
+        f"interrupts.handle = lambda: sys.exit('typer' in sys.modules)\n{start}"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored():
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + FROM_THE_DOT
+    code = code.replace("main()\n", "os.kill(os.getpid(), signal.SIGINT); main()\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def shell(line):
+    """Run a line of the shell in which "$@" is the command."""
+    return subprocess.run(
+        ["bash", "-c", line, "bash", *VERBATIM], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("args", ["--help", "--version"])
+def test_a_help_that_nobody_reads_has_the_status_of_a_closed_pipe(args):
+    done = shell(f'"$@" {args} | true; exit ${{PIPESTATUS[0]}}')
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("args", ["--help", "--version"])
+def test_a_help_on_a_full_disk_is_one_line(args):
+    done = shell(f'"$@" {args} > /dev/full')
+    assert done.returncode == 1
+    assert done.stderr == "verbatim: can't write to stdout: No space left on device\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_text_does_not_depend_on_stderr(redirection):
+    done = shell(f'"$@" generate hi --max-tokens 2 --seed 3 {redirection}')
+    assert done.returncode == 0
+    assert done.stdout == shell('"$@" generate hi --max-tokens 2 --seed 3').stdout
+
+
+def test_no_file_is_opened_in_the_place_of_a_closed_stream(tmp_path):
+    code = (
+        "import os\nfrom verbatim.cli import commands, main\n"
+        f"commands.run = lambda: os.open({str(tmp_path / 'x')!r}, os.O_CREAT | os.O_WRONLY)\nmain()"
+    )
+    line = f'exec "{sys.executable}" -P -c "$0" <&- >&- 2>&-'
+    done = subprocess.run(["bash", "-c", line, code], env=os.environ)
+    assert done.returncode > 2  # the descriptor of the file

@@ -1,0 +1,223 @@
+"""The command on a terminal: how it leaves it, whatever ends or stops it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from support.programs import environment
+
+# The commands on the scripted engine, whose answers take as long as a test needs.
+SCRIPT = """
+import sys, time
+import verbatim
+from support.scripted_llm import ScriptedLLM
+class Slow(ScriptedLLM):
+    WORDS = ["Once "] * 200
+    def _deltas(self, *args):
+        for delta in super()._deltas(*args):
+            time.sleep(0.02)
+            yield delta
+vars(verbatim)["LLM"] = Slow
+from verbatim.cli import main
+main()
+"""
+SHOW, HIDE = b"\x1b[?25h", b"\x1b[?25l"
+
+
+class Terminal:
+    """A command whose controlling terminal is a pty, in a session of its own."""
+
+    def __init__(self, script, *args):
+        self._end, self.fd = os.openpty()
+        self.found = termios.tcgetattr(self.fd)
+        self.output, self._seen = b"", 0
+        self._begin = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", self._begin + script, *args],
+            stdin=self.fd,
+            stdout=self.fd,
+            stderr=self.fd,
+            start_new_session=True,
+        )
+
+    def until(self, text, within_s=20.0):
+        """Read the output until it has a text after what was awaited before."""
+        begun = time.monotonic()
+        while (at := self.output.find(text, self._seen)) < 0:
+            assert time.monotonic() - begun < within_s, self.output
+            self._read(0.05)
+        self._seen = at + len(text)
+
+    def press(self, keys):
+        os.write(self._end, keys)
+
+    def resize(self, rows, columns):
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def until_raw(self):
+        """Wait until readline reads keys."""
+        begun = time.monotonic()
+        while termios.tcgetattr(self.fd)[3] & termios.ICANON:
+            assert time.monotonic() - begun < 20, self.output
+            self._read(0.02)
+        time.sleep(0.2)  # Python's readline misses a signal just before it waits for the first key
+
+    def ended(self):
+        """Return the exit status; the terminal must be as it was, with the cursor at a line's start."""
+        begun = time.monotonic()
+        while self.process.poll() is None:
+            assert time.monotonic() - begun < 20, self.output
+            self._read(0.05)
+        self._read(0)
+        assert termios.tcgetattr(self.fd) == self.found
+        assert self.output.rfind(HIDE) <= self.output.rfind(SHOW)
+        assert b"Traceback" not in self.output
+        return self.process.returncode
+
+    def _read(self, within_s):
+        while select.select([self._end], [], [], within_s)[0]:
+            self.output += os.read(self._end, 65536)
+            within_s = 0
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._end)
+        os.close(self.fd)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("TERM", "xterm")
+    begun = []
+
+    def start(*args, script=SCRIPT):
+        begun.append(Terminal(script, *args))
+        return begun[-1]
+
+    yield start
+    for each in begun:
+        each.close()
+
+
+def test_ctrl_c_ends_an_answer_on_a_line_of_its_own(terminal):
+    started = terminal("generate", "Hello")
+    started.until(b"Once ")
+    started.press(b"\x03")
+    assert started.ended() == 130
+    assert re.search(rb"\r\n\d+ new tokens? in .* interrupted\r\n$", started.output)
+
+
+def test_chat_at_the_prompt_and_in_an_answer(terminal):
+    started = terminal("chat")
+    started.until(b"> ")
+    started.until_raw()
+    started.press(b"Hi\r")
+    started.until(b"Once ")
+    started.resize(20, 50)
+    started.press(b"\x03")
+    started.until(b"(interrupted, seed ")
+    started.until(b"\r\n> ")
+    started.until_raw()
+    started.press(b"half a line")
+    started.until(b"line")
+    started.press(b"\x03")
+    assert started.ended() == 0
+    assert started.output.endswith(b"\r\n")
+
+
+def test_ctrl_d_at_the_prompt(terminal):
+    started = terminal("chat")
+    started.until(b"> ")
+    started.until_raw()
+    started.press(b"\x04")
+    assert started.ended() == 0
+    assert started.output.endswith(b"> \r\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(terminal, number):
+    started = terminal("chat")
+    started.until(b"> ")
+    started.until_raw()
+    started.process.send_signal(number)
+    assert started.ended() == -number
+
+
+def test_a_stopped_chat_gives_the_terminal_back_and_goes_on(terminal):
+    # The shell: it waits for the stop, and continues the command, which has the terminal.
+    shell = f"""
+import os, signal, sys
+pid = os.fork()
+if pid == 0:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(0, os.getpgrp())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    exec({SCRIPT!r})
+_, status = os.waitpid(pid, os.WUNTRACED)
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+os.tcsetpgrp(0, os.getpgrp())
+os.write(1, b"stopped" if os.WIFSTOPPED(status) else b"ended")
+sys.stdin.buffer.raw.readline()
+os.tcsetpgrp(0, pid)
+os.kill(pid, signal.SIGCONT)
+_, status = os.waitpid(pid, 0)
+os._exit(os.waitstatus_to_exitcode(status))
+"""
+    started = terminal("chat", script=shell)
+    started.until(b"> ")
+    started.until_raw()
+    started.press(b"Hi")
+    started.until(b"Hi")
+    time.sleep(0.5)  # as in `until_raw`
+    started.press(b"\x1a")
+    started.until(b"stopped")
+    assert termios.tcgetattr(started.fd) == started.found
+    started.press(b"fg\n")
+    started.until_raw()
+    started.press(b"\r")
+    started.until(b"Once ")
+    started.press(b"\x03")
+    started.until(b"\r\n> ")
+    started.until_raw()
+    started.press(b"\x04")
+    assert started.ended() == 0
+
+
+PROGRESS = """
+from verbatim.cli import interrupts
+interrupts.handle()
+from verbatim.cli.verify import _shown
+with _shown(["again"]):
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)]
+)
+def test_a_signal_during_a_progress_display_shows_the_cursor_again(
+    terminal, tmp_path, number, status
+):
+    (tmp_path / "slow_import.py").write_text("import time; time.sleep(60)")
+    body = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slow_import"
+    started = terminal(script=PROGRESS.format(body))
+    started.until(HIDE)
+    time.sleep(0.3)
+    started.process.send_signal(number)
+    assert started.ended() == status
+    if number == signal.SIGINT:
+        assert started.output.endswith(b"\r\x1b[Kverbatim: interrupted\r\n")

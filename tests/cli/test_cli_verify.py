@@ -1,0 +1,268 @@
+"""`verbatim verify`: all rows equal where the promise holds, and the right ones named where it doesn't."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from support.stages import ThreadHosts
+from support.toys import make_toy
+from verbatim import LLM, Cluster, SamplingParams
+from verbatim.cli.commands import app
+from verbatim.errors import InvalidRequest
+from verbatim.kv.store import KVStore
+from verbatim.verify import NAMES, verify
+from verbatim.verify.compare import Comparison
+from verbatim.verify.requests import make_requests
+
+IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
+
+
+def statuses(report):
+    return {row.name: row.status for row in report.rows}
+
+
+def test_every_schedule_of_the_storyteller_gives_the_same_bits():
+    told, names = [], [name for name in NAMES if name != "two-stages"]
+    report = verify(only=names, on_row=told.append)
+    assert report.ok
+    assert report.verdict() == "the same bits in all 12 schedules"
+    assert statuses(report) == {"alone": "reference"} | dict.fromkeys(names, "equal")
+    assert told == list(report.rows)
+    rows = {row.name: row for row in report.rows}
+    alone = rows.pop("alone")
+    for row in rows.values():
+        assert row.ids_equal
+        assert row.logprobs_equal
+        assert row.first_difference is None
+        assert row.largest_difference == 0.0
+        assert row.num_tokens >= alone.num_tokens // 4
+        assert row.num_logprobs > row.num_tokens
+    # A request alone has two samples or three beams at most; a batch has everybody.
+    assert alone.sequences_at_once == 3
+    assert rows["batched"].sequences_at_once > 10
+    assert rows["batched"].forwards < alone.forwards / 5
+    assert rows["chunked"].rows_per_forward <= 7
+    assert rows["chunked"].forwards > 2 * rows["batched"].forwards
+
+
+def test_two_stages_give_the_same_bits():
+    report = verify(only=["two-stages"], tokens=6, cluster=Cluster(stages=2, hosts=ThreadHosts()))
+    assert report.verdict() == "the same bits in the schedule"
+    assert report.rows[1].note == "layers 0 to 2 and 3 to 4"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+def test_every_schedule_of_the_command_gives_the_same_bits():
+    done = CliRunner().invoke(app, ["verify"])
+    assert done.exit_code == 0
+    *_, last = done.stdout.splitlines()
+    assert last == "the same bits in all 13 schedules"
+
+
+def broken(monkeypatch, is_wrong):
+    """Attention that gets one row slightly wrong, in some batches."""
+    plain = KVStore.attend
+
+    def attend(self, layer, q, query_starts, context_lens, block_tables, options):
+        out = plain(self, layer, q, query_starts, context_lens, block_tables, options)
+        if is_wrong(query_starts, context_lens):
+            out = out.clone()
+            out[-1] *= 1.05
+        return out
+
+    monkeypatch.setattr(KVStore, "attend", attend)
+
+
+def many_sequences(query_starts, context_lens):
+    return len(context_lens) > 3
+
+
+def one_thread(query_starts, context_lens):
+    return torch.get_num_threads() == 1
+
+
+def a_later_chunk(query_starts, context_lens):
+    rows = query_starts.diff()
+    return bool(((rows > 1) & (context_lens > rows)).any())
+
+
+BATCHED = {"batched", "reordered", "prefix-hit", "streamed", "threads", "evicted", "drafted"}
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "rows"),
+    [
+        pytest.param(many_sequences, BATCHED | {"chunked"}, id="with-others"),
+        pytest.param(one_thread, {"threads"}, id="on-one-thread"),
+        pytest.param(a_later_chunk, {"chunked", "prefix-hit", "drafted"}, id="in-chunks"),
+    ],
+)
+def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(monkeypatch, is_wrong, rows):
+    broken(monkeypatch, is_wrong)
+    only = [*BATCHED, "again", "chunked"]
+    report = verify(fused=False, only=only, num_threads=2, tokens=8)
+    assert not report.ok
+    found = {row.name for row in report.of("differs")}
+    assert rows <= found <= rows | {"evicted"}  # what is evicted comes back in a chunk
+    assert "again" not in found
+    for row in report.of("differs"):
+        assert row.first_difference
+        assert row.differing
+        assert row.largest_difference > 0
+        assert not (row.ids_equal and row.logprobs_equal)
+    for name in found:
+        assert name in report.verdict()
+
+
+def test_the_command_tells_which_rows_broke(monkeypatch):
+    monkeypatch.setattr("verbatim.kernels.missing", lambda: False)
+    broken(monkeypatch, many_sequences)
+    args = ["verify", "--no-fused", "--only", "again", "--only", "batched", "--tokens", "8"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 1
+    *_, where, verdict = done.stdout.splitlines()
+    assert where.startswith("batched (")
+    assert ", not " in where
+    assert verdict == "1 of 2 schedules gave the same bits; different or failed: batched"
+    table = [line.split("│")[1:-1] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[:2]] for row in table] == [
+        ["alone", "reference"],
+        ["again", "equal"],
+        ["batched", "differ"],
+    ]
+    done = CliRunner().invoke(app, [*args, "--json"])
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert report["ok"] is False
+    assert [row["status"] for row in report["rows"]] == ["reference", "equal", "differs"]
+    assert report["rows"][2]["largest_difference"] > 0
+    assert report["rows"][2]["sequences_at_once"] > 3
+
+
+def test_a_schedule_that_fails_is_told_and_the_others_run(monkeypatch):
+    def attend(self, *args, _plain=KVStore.attend):
+        if len(args[3]) > 3:
+            raise ValueError("no such batch")
+        return _plain(self, *args)
+
+    monkeypatch.setattr(KVStore, "attend", attend)
+    report = verify(fused=False, only=["batched", "again"])
+    assert statuses(report) == {"alone": "reference", "again": "equal", "batched": "failed"}
+    assert "no such batch" in report.rows[2].note
+    assert not report.ok
+
+
+def test_a_batch_that_runs_one_by_one_proves_nothing(monkeypatch):
+    plain = LLM
+    monkeypatch.setattr(
+        "verbatim.verify.trial.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
+    )
+    report = verify(only=["batched"])
+    (row,) = report.of("not run")
+    assert row.note == "no forward had more than 3 sequences, as in the reference"
+    assert not report.ok
+    assert report.verdict() == "nothing was compared; not run: batched"
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_a_live_module_says_what_it_can_not_do(name):
+    module = make_toy(name)
+    report = verify(module, tokens=6, dtype="auto")
+    found = statuses(report)
+    assert {row for row, status in found.items() if status == "not run"} >= {
+        "offloaded",
+        "two-stages",
+    }
+    assert {found[row] for row in IN_MEMORY} <= {"equal", "not run"}
+    assert sum(status == "equal" for status in found.values()) >= 10
+    assert all(row.note for row in report.of("not run"))
+    assert report.ok
+
+
+def test_short_models_get_short_requests():
+    with LLM(make_toy("llama", max_position_embeddings=9)) as llm:
+        asked = make_requests(llm, 16, 0)
+        assert all(len(a.prompt) >= 1 and a.num_tokens <= 9 for a in asked)
+        assert make_requests(llm, 16, 0) == asked
+        assert make_requests(llm, 16, 1) != asked
+    module = make_toy("llama", max_position_embeddings=9)
+    assert verify(module, only=["batched", "streamed"]).ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param(dict(only=["foo"]), "only='foo': must be one of again, batched", id="row"),
+        pytest.param(dict(max_sequences=4), "max_sequences=4: the schedules set it", id="option"),
+        pytest.param(dict(tokens=0), "tokens=0", id="tokens"),
+        pytest.param(dict(seed=-1), "seed=-1", id="seed"),
+        pytest.param(dict(num_threads=0), "num_threads=0", id="threads"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(settings, said):
+    with pytest.raises(InvalidRequest, match=said):
+        verify(make_toy("llama"), **settings)
+
+
+@pytest.fixture(scope="module")
+def result():
+    with LLM(make_toy("llama")) as llm:
+        params = SamplingParams(seed=1, max_tokens=5, logprobs=2, prompt_logprobs=1)
+        return llm.generate([[3, 4, 5]], params)[0]
+
+
+def altered(result, **changes):
+    return dataclasses.replace(result, outputs=[dataclasses.replace(result.outputs[0], **changes)])
+
+
+def test_equal_results_are_equal_and_counted(result):
+    found = Comparison()
+    found.add(0, result, result)
+    assert found.equal
+    assert found.num_tokens == 5
+    # Both log-probs and the top two of each token; of the prompt two log-probs with the top of each.
+    assert found.num_logprobs == 5 * 4 + 2 * 2
+    nan = altered(result, logprobs=[math.nan] * 5)
+    found.add(0, nan, nan)
+    assert found.equal
+
+
+def test_one_bit_is_a_difference(result):
+    logprobs = list(result.outputs[0].logprobs)
+    logprobs[2] = math.nextafter(logprobs[2], 0)
+    found = Comparison()
+    found.add(4, result, altered(result, logprobs=logprobs), "once")
+    assert found.logprobs_differ == {4}
+    assert not found.ids_differ
+    assert 0 < found.largest < 1e-12
+    assert str(found.first).startswith("once, request 4, logprob 2: ")
+    zeros = altered(result, logprobs=[0.0] * 5), altered(result, logprobs=[-0.0] * 5)
+    found = Comparison()
+    found.add(0, *zeros)
+    assert found.logprobs_differ == {0}
+
+
+def test_behind_another_token_no_difference_is_measured(result):
+    ids, logprobs = list(result.outputs[0].token_ids), list(result.outputs[0].logprobs)
+    ids[3] += 1
+    logprobs[1] += 0.25
+    logprobs[3] -= 100
+    logprobs[4] -= 100
+    found = Comparison()
+    found.add(0, result, altered(result, token_ids=ids, logprobs=logprobs))
+    assert found.ids_differ == found.logprobs_differ == {0}
+    assert found.first is not None
+    assert (found.first.what, found.first.found) == ("token 3", ids[3])
+    assert found.largest == pytest.approx(0.25)
+    for changes in (dict(text="x"), dict(token_ids=ids[:4]), dict(stop_reason=7)):
+        found = Comparison()
+        found.add(0, result, altered(result, **changes))
+        assert found.ids_differ == {0}

@@ -1,0 +1,965 @@
+"""The FlexLLMGen door: its documented calls, and what the original gets wrong done right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import re
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from support.toy_tokenizers import byte_level
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    EngineClosed,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    PromptTooLong,
+    RequestFailed,
+    SamplingParams,
+    TierFailed,
+    VerbatimError,
+)
+from verbatim.compat import flexllmgen
+from verbatim.compat.flexllmgen import (
+    CompressionConfig,
+    ExecutionEnv,
+    OptConfig,
+    OptLM,
+    Policy,
+    get_opt_config,
+)
+from verbatim.compat.flexllmgen import model as door
+from verbatim.compat.flexllmgen.config import find_model
+from verbatim.compat.flexllmgen.policy import offload_of, options_of
+from verbatim.compat.flexllmgen.timings import Clock, Timings
+from verbatim.model.quantization import Quantization
+
+PAD = 1
+OPT = dict(pad_token_id=PAD, bos_token_id=2, eos_token_id=2)
+ROWS = [random_ids(n, n) for n in (3, 9, 5, 17, 2)]
+WIDTH = 17
+
+# The document's example, of which the model's name is changed.
+SEED = """
+import numpy as np
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("facebook/opt-30b", padding_side="left")
+tokenizer.add_bos_token = False
+prompts = ["Question: What is the capital of France?\\nAnswer:"]
+inputs = tokenizer(prompts, padding="max_length", max_length=128)
+output_ids = model.generate(
+inputs.input_ids,
+max_new_tokens=32,
+do_sample=True,
+temperature=0.7,
+stop=tokenizer("\\n").input_ids[0]
+)
+outputs = tokenizer.batch_decode(output_ids, skip_special_tokens=True)
+"""
+
+
+def policy(batch=2, batches=2, weights=(0, 0), **changes):
+    return Policy(batch, batches, *weights, 100, 0, 100, 0, **changes)
+
+
+def config4(**changes):
+    return CompressionConfig(
+        **{"num_bits": 4, "group_size": 64, "group_dim": 1, "symmetric": False, **changes}
+    )
+
+
+def saved(folder, name, **changes):
+    make_toy(name, **changes).save_pretrained(folder)
+    return str(folder)
+
+
+def padded(rows, width, pad):
+    return np.array([[pad] * (width - len(row)) + row for row in rows])
+
+
+def cut_at(row, stop, pad):
+    """A row of new ids as it is with a stop."""
+    end = row.index(stop) + 1 if stop in row else len(row)
+    return row[:end] + [pad] * (len(row) - end)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("opt"), "opt", **OPT)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """Without a pad of its own, as GPT-2 is; its end of sequence pads."""
+    return saved(tmp_path_factory.mktemp("gpt2"), "gpt2", pad_token_id=None, eos_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory):
+    """A folder with a tokenizer."""
+    root = tmp_path_factory.mktemp("worded")
+    hf = copy.deepcopy(byte_level().hf)
+    hf.add_special_tokens({"pad_token": "<pad>"})
+    hf.save_pretrained(root / "opt-toy")
+    saved(
+        root / "opt-toy", "opt", **{**OPT, "vocab_size": len(hf), "pad_token_id": hf.pad_token_id}
+    )
+    return root / "opt-toy"
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    with OptLM(folder, policy=policy()) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def greedy(folder):
+    """The 12 likeliest tokens of each of ROWS, of the model in memory."""
+    with LLM(folder, kv_memory="4MB") as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        return [r.outputs[0].token_ids for r in llm.generate(ROWS, params)]
+
+
+# ---- the document
+
+
+def test_the_seeds_example_runs_and_gives_the_tokens_of_the_bare_prompt(worded):
+    with OptLM(str(worded), policy=policy(1, 1)) as model:
+        scope = {"model": model}
+        torch.manual_seed(3)
+        exec(SEED.replace("facebook/opt-30b", str(worded)), scope)
+        tokenizer, ids = scope["tokenizer"], scope["output_ids"]
+        assert ids.shape == (1, 160) and ids.dtype == np.int32
+        assert (ids[0, :128] == scope["inputs"].input_ids[0]).all() and ids[
+            0, 0
+        ] == model.pad_token_id
+        torch.manual_seed(3)
+        bare = tokenizer(scope["prompts"]).input_ids
+        stop = tokenizer("\n").input_ids[0]
+        alone = model.generate(bare, 32, True, 0.7, stop)
+    assert len(bare[0]) < 128 and (alone[0, len(bare[0]) :] == ids[0, 128:]).all()
+    assert scope["outputs"][0].startswith("Question: What is the capital of France?\nAnswer:")
+
+
+@pytest.mark.parametrize("name", ["folder", "gpt2"])
+def test_padding_to_128_changes_no_token(name, request):
+    with OptLM(request.getfixturevalue(name), policy=policy()) as model:
+        pad = model.pad_token_id
+        assert pad == {"folder": PAD, "gpt2": 0}[name]
+        wide = model.generate(padded(ROWS, 128, pad), 16)
+        for row, ids in enumerate(ROWS):
+            assert (model.generate([ids], 16)[0, len(ids) :] == wide[row, 128:]).all()
+        drawn = model.generate(padded(ROWS, 128, pad), 16, do_sample=True, seed=4)
+        assert (model.generate(ROWS, 16, True, seed=4)[:, WIDTH:] == drawn[:, 128:]).all()
+        assert (drawn[:, 128:] != wide[:, 128:]).any()
+
+
+def test_the_models_end_of_sequence_ends_nothing(tmp_path, greedy):
+    eos = greedy[1][4]  # a token that it would rather say than anything else
+    path = saved(tmp_path, "opt", **{**OPT, "eos_token_id": eos})
+    with OptLM(path, policy=policy()) as model:
+        assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+        params = SamplingParams(max_tokens=12, temperature=0)
+        ended = model.llm.generate([ROWS[1]], params)[0].outputs[0].token_ids
+        assert len(ended) < 12 and ended[-1] == eos
+
+
+@pytest.mark.parametrize("weights", [(0, 0), (30, 40)], ids=["disk", "spread"])
+def test_weights_are_read_once_a_step_for_any_number_of_batches(folder, weights):
+    read = {}
+    for batches, rows in ((1, ROWS[:1]), (4, ROWS[:4])):
+        with OptLM(folder, policy=policy(1, batches, weights, overlap=False)) as model:
+            runner = model.llm.engine.runner
+            forwards, bytes_read = runner.num_forwards, runner.weights.stream.bytes_read
+            model.generate(rows, 6)
+            assert runner.num_forwards - forwards == 6
+            read[batches] = (runner.weights.stream.bytes_read - bytes_read) / 6
+            assert 0 < read[batches] <= runner.weights.bytes_per_forward
+    assert read[1] == read[4]
+
+
+def test_a_cut_length_makes_so_many_forwards_and_leaves_the_rest_to_pads(opened, greedy):
+    forwards = opened.llm.engine.runner.num_forwards
+    out = opened.generate(ROWS[:4], 16, cut_gen_len=4)
+    assert opened.llm.engine.runner.num_forwards - forwards == 4
+    assert out.shape == (4, WIDTH + 16)
+    assert out[:, WIDTH : WIDTH + 4].tolist() == [row[:4] for row in greedy[:4]]
+    assert (out[:, WIDTH + 4 :] == PAD).all()
+    assert len(opened.timings.costs) == 4 and opened.timings.projected_s > opened.timings.total_s
+    assert (opened.generate(ROWS, 12, cut_gen_len=99)[:, WIDTH:] == greedy).all()
+    assert opened.timings.projected_s is None
+
+
+def test_a_breakdown_says_the_same_words_and_where_the_time_went(opened, greedy, monkeypatch):
+    before = opened.llm.engine.runner.timings()
+    out = opened.generate(ROWS, 12, debug_mode="breakdown")
+    assert (out[:, WIDTH:] == greedy).all()
+    spent, found = opened.llm.engine.runner.timings(), opened.timings
+    for name in ("load_s", "compute_s", "store_s"):
+        both = getattr(found.prefill, name) + getattr(found.decode, name)
+        assert both == pytest.approx(getattr(spent, name) - getattr(before, name))
+    for phase in (found.prefill, found.decode):
+        parts = phase.load_s + phase.compute_s + phase.store_s + phase.other_s
+        assert parts == pytest.approx(phase.wall_s) and phase.compute_s > 0
+    assert found.prefill.num_steps + found.decode.num_steps == len(found.costs)
+    assert sum(found.costs) == pytest.approx(found.total_s)
+    opened.generate(ROWS, 2)
+    assert opened.timings.prefill.load_s is None and opened.timings.prefill.other_s is None
+
+
+def test_a_breakdown_needs_tiers(folder):
+    said = r"breakdown.*not offloaded.*placement=Offload"
+    with LLM(folder, kv_memory="4MB") as llm, pytest.raises(NotSupported, match=said):
+        OptLM(llm).generate(ROWS, 2, debug_mode="breakdown")
+
+
+def test_fewer_batches_are_measured_and_the_rest_is_called_an_estimate(opened, greedy):
+    out = opened.generate(ROWS, 12, debug_mode="fewer_batch")
+    assert out.shape == (5, WIDTH + 12)
+    assert out[:4, WIDTH : WIDTH + 5].tolist() == [row[:5] for row in greedy[:4]]
+    assert (out[:4, WIDTH + 5 :] == PAD).all() and (out[4, WIDTH:] == PAD).all()
+    found = opened.timings
+    assert found.num_rows == 4 and len(found.costs) == 5
+    decode = found.decode.wall_s * 11 / 4
+    assert found.projected_s == pytest.approx((found.prefill.wall_s + decode) * 5 / 4)
+    opened.generate(ROWS[:2], 3, debug_mode="fewer_batch")
+    assert opened.timings.projected_s is None and opened.timings.num_rows == 2
+
+
+# ---- what the original gets wrong
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in_turn"])
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu_cache_compute", "plain"])
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4), (2, 1)], ids=str)
+def test_any_policy_and_number_of_rows_gives_the_same_tokens(folder, greedy, shape, cpu, overlap):
+    settings = Policy(
+        *shape, 30, 40, 0, 100, 0, 100, overlap=overlap, cpu_cache_compute=cpu, sep_layer=False
+    )
+    with OptLM(folder, policy=settings) as model:
+        assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_other_architectures_than_opt(tmp_path, name):
+    path = saved(tmp_path, name)
+    with OptLM(path, policy=policy(2, 2)) as model, LLM(path, kv_memory="4MB") as llm:
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        wanted = [r.outputs[0].token_ids for r in llm.generate(ROWS, params)]
+        assert model.pad_token_id == 0
+        assert model.generate(ROWS, 6)[:, WIDTH:].tolist() == wanted
+
+
+def test_neither_layers_apart_nor_pinned_weights_change_a_byte_or_a_token(folder, greedy):
+    found = []
+    for sep_layer, pin_weight in ((True, False), (False, True)):
+        settings = policy(overlap=False, sep_layer=sep_layer, pin_weight=pin_weight)
+        with OptLM(folder, policy=settings) as model:
+            out = model.generate(ROWS, 12)
+            found.append((out.tolist(), model.llm.engine.runner.weights.bytes_read))
+            assert (out[:, WIDTH:] == greedy).all()
+    assert found[0] == found[1]
+
+
+def test_a_stop_of_0_stops_and_stays(folder):
+    rows = ROWS * 6
+    with OptLM(folder, policy=policy(15, 2)) as model:
+        free = model.generate(rows, 40, True, 1.3, seed=11)[:, WIDTH:].tolist()
+        assert sum(0 in row[:-1] for row in free) > 1  # so there is something to see
+        out = model.generate(rows, 40, True, 1.3, stop=0, seed=11)[:, WIDTH:].tolist()
+        assert out == [cut_at(row, 0, PAD) for row in free] != free
+        again = model.generate(rows, 40, True, 1.3, np.int64(0), seed=11)
+        assert again[:, WIDTH:].tolist() == out
+
+
+def test_all_rows_may_stop_at_once_and_the_columns_stay(opened, greedy):
+    out = opened.generate([ROWS[0]], 12, stop=greedy[0][0])
+    assert out.shape == (1, 3 + 12) and out[0, 3:].tolist() == [greedy[0][0]] + [PAD] * 11
+
+
+def test_ragged_rows_come_back_with_their_pads(opened):
+    out = opened.generate(ROWS, 2)
+    assert (out[:, :WIDTH] == padded(ROWS, WIDTH, PAD)).all()
+    assert out.dtype == np.int32 and out.flags.owndata
+
+
+def test_nothing_is_left_on_the_disk(folder, tmp_path, greedy):
+    env = ExecutionEnv.create(tmp_path / "new" / "folder")
+    assert env.disk.path == tmp_path / "new" / "folder"
+    model = OptLM(folder, env, None, Policy(2, 2, 0, 0, 0, 0, 0, 0))
+    assert model.llm.engine.runner.offload.disk == env.disk.path
+    assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+    assert list(env.disk.path.iterdir()) == []  # while it is open, too
+    env.close_copy_threads()
+    env.close_copy_threads()
+    assert list(env.disk.path.iterdir()) == []
+    with pytest.raises(EngineClosed):
+        model.generate(ROWS, 2)
+
+
+def test_a_folder_that_cant_be_used_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="file' is a file"):
+        ExecutionEnv.create(str(tmp_path / "file"))
+    with pytest.raises(TierFailed, match="disk tier: can't make the folder"):
+        ExecutionEnv.create(tmp_path / "file" / "below")
+    for wrong in (None, "", 3):
+        with pytest.raises(InvalidRequest, match="offload_dir="):
+            ExecutionEnv.create(wrong)
+
+
+# ---- randomness, masks
+
+
+def test_torchs_seed_repeats_a_run_and_equal_rows_differ(opened):
+    rows = [ROWS[1]] * 4
+    torch.manual_seed(41)
+    first = opened.generate(rows, 12, do_sample=True)
+    assert len(set(map(tuple, first.tolist()))) == 4
+    assert (opened.generate(rows, 12, do_sample=True) != first).any()
+    torch.manual_seed(41)
+    assert (opened.generate(rows, 12, do_sample=True) == first).all()
+    state = torch.get_rng_state()
+    opened.generate(rows, 2)
+    opened.generate(rows, 2, do_sample=True, temperature=0)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
+
+
+def test_temperature_0_is_greedy_and_temperature_without_sampling_is_nothing(opened, greedy):
+    assert (opened.generate(ROWS, 12, do_sample=True, temperature=0)[:, WIDTH:] == greedy).all()
+    assert (opened.generate(ROWS, 12, temperature=1.7)[:, WIDTH:] == greedy).all()
+
+
+def test_a_mask_tells_a_leading_end_of_sequence_from_a_pad(gpt2):
+    with OptLM(gpt2, policy=policy()) as model:
+        begun, bare = [[0, *ROWS[1]]], [ROWS[1]]
+        masked = model.generate(begun, 6, attention_mask=[[1] * 10])
+        assert (model.generate(begun, 6)[:, 10:] == model.generate(bare, 6)[:, 9:]).all()
+        assert (masked[:, 10:] != model.generate(begun, 6)[:, 10:]).any()
+        mask = np.array([[0, *[1] * 10]])
+        again = model.generate(np.array([[0, 0, *ROWS[1]]]), 6, attention_mask=mask)
+        assert (again[:, 11:] == masked[:, 10:]).all()
+        with pytest.raises(InvalidRequest, match=r"inputs\[1\] holds nothing but padding \(id 0\)"):
+            model.generate([[5], [0]], 6)
+        assert model.generate([[0]], 6, attention_mask=[[1]]).shape == (1, 7)
+
+
+def test_pads_behind_a_rows_first_token_are_tokens(opened):
+    inner = [[7, PAD, 9]]
+    with_mask = opened.generate(inner, 6, attention_mask=[[1, 1, 1]])
+    assert (opened.generate(inner, 6) == with_mask).all()
+    assert (opened.generate([[7, 9]], 6)[0, 2:] != with_mask[0, 3:]).any()
+
+
+def test_the_pad_is_the_configs_the_models_its_tokenizers_or_the_end(worded, folder, tmp_path):
+    hf = copy.deepcopy(byte_level().hf)
+    with LLM(make_toy("gpt2", pad_token_id=None, eos_token_id=5), tokenizer=hf) as llm:
+        assert OptLM(llm).pad_token_id == 5
+        hf.pad_token = "<unk>"
+        assert OptLM(llm).pad_token_id == hf.pad_token_id != 5
+    numbers = dict(num_hidden_layers=3, hidden_size=64, n_head=4, ffn_embed_dim=96)
+    said = OptConfig(name=folder, vocab_size=128, max_seq_len=256, pad_token_id=9, **numbers)
+    with OptLM(said, policy=policy()) as model:
+        assert model.pad_token_id == 9 and model.config is said
+        assert model.generate([[4, 5], [6]], 1)[1, 0] == 9
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ([], "no row"),
+        (np.zeros((0, 4), int), "no row"),
+        (np.zeros((2, 0), int), r"inputs\[0\] is empty"),
+        ([[3], []], r"inputs\[1\] is empty"),
+        ([3, 4], r"inputs\[0\]=3: must be a list"),
+        (np.array([3, 4]), r"\[2\].*\[batch, prompt_len\]"),
+        (np.zeros((1, 2, 3), int), r"\[1, 2, 3\].*\[batch, prompt_len\]"),
+        ([[[3]]], r"inputs\[0\]=\[3\]: must be an integer"),
+        (np.ones((1, 3)), "float64"),
+        (torch.ones(1, 3), "float32"),
+        (torch.ones(1, 3, dtype=torch.bool), "bool"),
+        (torch.ones(1, 3, dtype=torch.int64, device="meta"), "int64"),
+        (np.ones((1, 3), bool), "bool"),
+        ([[3, 4.0]], r"inputs\[0\]=4.0"),
+        ([[3, True]], r"inputs\[0\]=True"),
+        ([[3, "4"]], r"inputs\[0\]='4'"),
+        ([[3, None]], r"inputs\[0\]=None"),
+        ([[3, -1]], r"inputs\[0\]=-1"),
+        ([[3], [4, 128]], r"inputs\[1\] holds id 128, which is outside 0 to 127"),
+        ([[2**40]], "not an int32"),
+        ([[PAD, PAD]], "nothing but padding"),
+        ("words", "inputs is str"),
+        (["words"], r"inputs\[0\]='words'"),
+        (None, "inputs is NoneType"),
+        ({0: [3]}, "inputs is dict"),
+    ],
+    ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "x",
+)
+def test_inputs_that_are_refused(opened, inputs, said):
+    forwards = opened.llm.engine.runner.num_forwards
+    with pytest.raises(InvalidRequest, match=said):
+        opened.generate(inputs, 2)
+    assert opened.llm.engine.runner.num_forwards == forwards
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(max_new_tokens=-1),
+        dict(max_new_tokens=True),
+        dict(max_new_tokens=2.0),
+        dict(max_new_tokens=None),
+        dict(do_sample=1),
+        dict(do_sample=None),
+        dict(temperature=-0.1),
+        dict(temperature=float("nan")),
+        dict(temperature=float("inf"), do_sample=True),
+        dict(temperature="hot"),
+        dict(temperature=None),
+        dict(stop=[3]),
+        dict(stop=-1),
+        dict(stop=128),
+        dict(stop="\n"),
+        dict(stop=True),
+        dict(debug_mode="x"),
+        dict(debug_mode=""),
+        dict(debug_mode=True),
+        dict(debug_mode=["breakdown"]),
+        dict(cut_gen_len=0),
+        dict(cut_gen_len=-1),
+        dict(cut_gen_len=1.5),
+        dict(verbose=-1),
+        dict(verbose="2"),
+        dict(seed=-1),
+        dict(seed=1.5),
+        dict(attention_mask=[[1, 1]]),
+        dict(attention_mask=[[1, 2, 1]]),
+        dict(attention_mask=[[1, 1, 0]]),
+        dict(attention_mask=[[1, 0, 1]]),
+        dict(attention_mask=[[0, 0, 0]]),
+        dict(attention_mask=[[1], [1, 1]]),
+        dict(attention_mask="mask"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused_by_name(opened, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        opened.generate([[3, 4, 5]], **arguments)
+
+
+def test_a_wrong_debug_mode_names_those_there_are(opened):
+    with pytest.raises(ValueError, match=r"debug_mode='x'.*None, 'fewer_batch' or 'breakdown'"):
+        opened.generate(ROWS, debug_mode="x")
+
+
+def test_a_length_over_the_limit_is_refused_without_counting_pads(opened):
+    limit = opened.llm.max_length
+    with pytest.raises(PromptTooLong, match=str(limit)):
+        opened.generate([ROWS[1]], limit - 8)
+    wide = opened.generate(padded([ROWS[1]], limit + 20, PAD), 2)
+    assert wide.shape == (1, limit + 22)
+    assert (wide[0, -2:] == opened.generate([ROWS[1]], 2)[0, -2:]).all()
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.uint16, np.int64], ids=lambda k: k.__name__)
+def test_integers_of_all_kinds(opened, kind):
+    plain = opened.generate([[3, 4, 5]], 4)
+    assert (opened.generate(np.array([[3, 4, 5]], kind), kind(4)) == plain).all()
+    assert (opened.generate([np.array([3, 4, 5], kind)], 4) == plain).all()
+    assert (opened.generate(([kind(3), 4, 5],), 4) == plain).all()
+    assert (opened.generate(torch.tensor([[3, 4, 5]]), 4) == plain).all()
+
+
+def test_no_new_tokens_give_the_inputs_back(opened):
+    out = opened.generate(ROWS, 0)
+    assert (out == padded(ROWS, WIDTH, PAD)).all() and opened.timings == Timings()
+    with pytest.raises(InvalidRequest, match="128"):
+        opened.generate([[128]], 0)
+
+
+# ---- policies
+
+
+def test_a_policy_is_an_offload():
+    settings = Policy(4, 8, 10, 20, 30, 40, 50, 0, overlap=False, cpu_cache_compute=True)
+    assert (settings.w_disk_percent, settings.cache_disk_percent) == (70, 30)
+    assert settings.act_disk_percent == 50
+    assert offload_of(settings, Path("/fast")) == Offload(
+        disk="/fast",
+        weights=(10, 20, 70),
+        kv=(30, 40, 30),
+        activations=(50, 0, 50),
+        batch_size=4,
+        micro_batches=8,
+        overlap=False,
+        cpu_cache_compute=True,
+        policy=None,
+    )
+    assert options_of(settings) == {"max_sequences": 32, "max_batch_tokens": 32 * 512}
+    assert offload_of(None, None) == Offload() and options_of(None) == {}
+
+
+def test_a_block_of_more_rows_than_an_engine_usually_seats(folder):
+    with OptLM(folder, policy=policy(100, 3)) as model:
+        out = model.generate([ROWS[4]] * 300, 3)
+        assert model.llm.engine.runner.num_forwards == 3 and model.num_gpu_batches == 3
+        assert (out == out[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(gpu_batch_size=0), "gpu_batch_size=0"),
+        (dict(num_gpu_batches=2.0), "num_gpu_batches=2.0"),
+        (dict(num_gpu_batches=True), "num_gpu_batches=True"),
+        (dict(w_gpu_percent=-1), "w_gpu_percent=-1"),
+        (dict(w_cpu_percent=101), "w_cpu_percent=101"),
+        (
+            dict(w_gpu_percent=60, w_cpu_percent=50),
+            "w_gpu_percent=60 and w_cpu_percent=50 make 110",
+        ),
+        (dict(cache_gpu_percent=float("nan")), "cache_gpu_percent=nan"),
+        (dict(cache_cpu_percent="40"), "cache_cpu_percent='40'"),
+        (dict(act_gpu_percent=True), "act_gpu_percent=True"),
+        (dict(act_cpu_percent=None), "act_cpu_percent=None"),
+        (dict(overlap=1), "overlap=1"),
+        (dict(sep_layer=None), "sep_layer=None"),
+        (dict(pin_weight="yes"), "pin_weight='yes'"),
+        (dict(cpu_cache_compute=0), "cpu_cache_compute=0"),
+        (dict(attn_sparsity=0), "attn_sparsity=0"),
+        (dict(attn_sparsity=1.1), "attn_sparsity=1.1"),
+        (dict(attn_sparsity=0.1), r"attn_sparsity=0.1.*attention_top_k"),
+        (dict(attn_sparsity=True), "attn_sparsity=True"),
+        (dict(compress_weight=None), "compress_weight=None"),
+        (dict(comp_weight_config=4), "comp_weight_config=4"),
+        (dict(comp_cache_config=None), "comp_cache_config=None"),
+    ],
+    ids=lambda value: str(value).replace("\\", "") if isinstance(value, dict) else "said",
+)
+def test_policies_that_are_refused_by_name(changes, said):
+    plain = dict(zip(inspect.signature(Policy).parameters, (2, 2, *(0,) * 6), strict=False))
+    with pytest.raises(ValueError, match=said):
+        Policy(**{**plain, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("weight", dict(num_bits=3), "num_bits=3: must be 4 or 8"),
+        ("weight", dict(group_size=48), r"group_size=48: must be one of \(32, 64, 128\)"),
+        ("weight", dict(group_dim=2), "group_dim=2"),
+        ("weight", dict(symmetric=True), "symmetric=True"),
+        ("cache", dict(group_dim=2, num_bits=16), "num_bits=16: must be 4 or 8"),
+        ("cache", dict(group_dim=2, group_size=64), "group_size=64.*4 bits have groups of 32"),
+        (
+            "cache",
+            dict(group_dim=2, num_bits=8, group_size=32),
+            "group_size=32.*8 bits have groups of 64",
+        ),
+        ("cache", dict(group_dim=0, group_size=32), "group_dim=0"),
+        ("cache", dict(group_dim=2, group_size=32, symmetric=True), "symmetric=True"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str | dict) else "x",
+)
+def test_compressions_that_are_refused_by_name_where_they_are_used(kind, changes, said):
+    named = f"comp_{kind}_config"
+    config = config4(**changes)
+    with pytest.raises(ValueError, match=f"{named}.{said}"):
+        policy(**{f"compress_{kind}": True, named: config})
+    policy(**{f"compress_{kind}": False, named: config})
+    off = config4(**changes, enabled=False)
+    policy(**{f"compress_{kind}": True, named: off})
+
+
+def test_a_config_that_is_off_compresses_nothing():
+    off = config4(enabled=False)
+    settings = policy(
+        compress_weight=True, comp_weight_config=off, compress_cache=True, comp_cache_config=off
+    )
+    assert options_of(settings) == options_of(policy())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_bits="4"),
+        dict(group_size=0),
+        dict(group_dim=-1),
+        dict(symmetric=0),
+        dict(enabled=1),
+    ],
+    ids=str,
+)
+def test_configs_that_are_refused_by_name(changes):
+    with pytest.raises(InvalidRequest, match=next(iter(changes))):
+        config4(**changes)
+
+
+def test_compressions_are_the_houses():
+    settings = policy(
+        compress_weight=True,
+        comp_weight_config=config4(num_bits=8, group_size=128),
+        compress_cache=True,
+        comp_cache_config=config4(group_size=32, group_dim=2),
+    )
+    found = options_of(settings)
+    assert found["quantization"] == Quantization(bits=8, group_size=128)
+    assert found["kv_dtype"] == "int4"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert options_of(policy(compress_weight=True))["quantization"] == Quantization(4, 64)
+        assert options_of(policy(compress_cache=True))["kv_dtype"] == "int4"
+        policy(comp_weight_config=config4(group_dim=0))  # not used
+    with pytest.warns(UserWarning, match=r"comp_weight_config.group_dim=0 is read as 1") as caught:
+        policy(compress_weight=True, comp_weight_config=config4(group_dim=0))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["cache", "weights"])
+def test_compression_runs_and_gives_the_tokens_of_the_same_llm(folder, weights):
+    settings = policy(compress_weight=weights, compress_cache=not weights)
+    same = dict(quantization="int4") if weights else dict(kv_dtype="int4")
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(folder, placement=Offload(weights=(0, 0, 100)), kv_memory="4MB", **same) as llm:
+        wanted = [r.outputs[0].token_ids for r in llm.generate(ROWS, params)]
+    with OptLM(folder, policy=settings) as model:
+        assert model.generate(ROWS, 12)[:, WIDTH:].tolist() == wanted
+        info = model.llm.info()
+        assert info["kv_dtype"] == ("float32" if weights else "int4")
+        assert (info["quantization"] or {}).get("format") == ("int4-g64-head8" if weights else None)
+
+
+def test_the_way_to_fewer_keys_that_the_refusal_names(folder):
+    placement = Offload(weights=(0, 0, 100), attention_top_k=64, policy=None)
+    with LLM(folder, placement=placement, kv_memory="4MB") as llm:
+        assert OptLM(llm).generate(ROWS, 4).shape == (5, WIDTH + 4)
+
+
+# ---- which model
+
+
+def test_where_a_name_is_looked_for(tmp_path, folder):
+    root = tmp_path / "weights"
+    whole, short = root / "facebook" / "opt-125m", root / "opt-125m"
+    for place in (root, whole, short):
+        place.mkdir(parents=True, exist_ok=True)
+    assert find_model("facebook/opt-125m", root) == "facebook/opt-125m"  # the hub's
+    assert find_model("opt-125m", str(root)) == "facebook/opt-125m"
+    assert find_model(get_opt_config("facebook/OPT-125m"), root) == "facebook/opt-125m"
+    assert find_model("org/model", tmp_path / "nowhere") == "org/model"
+    (root / "config.json").write_text("{}")
+    assert find_model("facebook/opt-125m", root) == str(root)
+    (short / "config.json").write_text("{}")
+    assert find_model("facebook/opt-125m", root) == str(short)
+    (whole / "config.json").write_text("{}")
+    assert find_model("facebook/opt-125m", root) == str(whole)
+    assert find_model("opt-125m", root) == str(short)
+    assert find_model(folder, None) == folder
+    assert find_model("org/model", None) == "org/model"
+    assert find_model("opt-30b", None) == "facebook/opt-30b"
+
+
+def test_folders_that_are_refused(tmp_path, folder):
+    with pytest.raises(ModelError, match=r"no model 'mine' in .*nowhere, which doesn't exist"):
+        find_model("mine", tmp_path / "nowhere")
+    with pytest.raises(InvalidRequest, match="is not used: config="):
+        find_model(folder, tmp_path)
+    with pytest.raises(NotSupported, match="dummy weights"):
+        find_model("opt-30b", "_DUMMY_")
+    with pytest.raises(InvalidRequest, match="path=3"):
+        find_model("opt-30b", 3)
+    with pytest.raises(InvalidRequest, match="config=''"):
+        find_model("", None)
+    (tmp_path / "opt-30b-np").mkdir()
+    with pytest.raises(NotSupported, match="opt-30b-np holds numpy files"):
+        find_model("opt-30b", tmp_path)
+
+
+def test_a_name_and_a_config_must_be_the_models(folder, tmp_path):
+    (tmp_path / "opt-125m").symlink_to(folder)
+    with pytest.raises(InvalidRequest, match=r"opt-125m has num_hidden_layers=12, and .* has 3"):
+        OptLM("facebook/opt-125m", path=tmp_path, policy=policy())
+    toy = dict(num_hidden_layers=3, hidden_size=64, n_head=4)
+    said = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256)
+    with pytest.raises(InvalidRequest, match=r"vocab_size=50272, and .* has 128"):
+        OptLM(said, path=tmp_path, policy=policy())
+    said = get_opt_config("opt-125m", **toy, ffn_embed_dim=96, max_seq_len=256, vocab_size=128)
+    with OptLM(said, path=tmp_path, policy=policy()) as model:
+        assert model.generate([[3]], 1).shape == (1, 2)
+
+
+def test_configs_by_name():
+    big = get_opt_config("facebook/opt-iml-max-30b")
+    assert (big.name, big.num_hidden_layers, big.n_head) == ("opt-iml-max-30b", 48, 56)
+    assert (big.hidden_size, big.input_dim, big.ffn_embed_dim) == (7168, 7168, 28672)
+    assert get_opt_config("galactica-30b").vocab_size == 50_000
+    assert get_opt_config("opt-125m") == OptConfig()
+    with pytest.raises(ValueError, match="no OPT model is called 'opt-31b'; there are opt-125m"):
+        get_opt_config("opt-31b")
+    with pytest.raises(InvalidRequest, match="name=3"):
+        get_opt_config(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(config=None), "config=None"),
+        (dict(config=3), "config=3"),
+        (dict(env="/tmp"), "env='/tmp': must be ExecutionEnv or None"),
+        (dict(policy=(20, 80)), r"policy=\(20, 80\): must be Policy or None"),
+        (dict(path=3), "path=3"),
+    ],
+    ids=str,
+)
+def test_constructor_arguments_that_are_refused_by_name(folder, arguments, said):
+    with pytest.raises(InvalidRequest, match=said):
+        OptLM(**{"config": folder, **arguments})
+
+
+def test_a_model_that_isnt_there(tmp_path):
+    with pytest.raises(VerbatimError, match="nowhere"):
+        OptLM(str(tmp_path / "nowhere"))
+
+
+# ---- open engines, and closing
+
+
+def test_an_open_llm_serves_and_stays_open(folder, greedy):
+    with LLM(folder, kv_memory="4MB") as llm:
+        with OptLM(llm) as model:
+            assert model.llm is llm and model.num_gpu_batches is None
+            assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+        with pytest.raises(EngineClosed, match="OptLM was closed"):
+            model.generate(ROWS, 2)
+        assert llm.generate([ROWS[0]], SamplingParams(max_tokens=1))
+        for name, value in (("env", ExecutionEnv()), ("path", folder), ("policy", policy())):
+            with pytest.raises(InvalidRequest, match=f"{name}=.*the config is an LLM"):
+                OptLM(llm, **{name: value})
+
+
+def test_a_live_module_serves_in_place(folder, greedy):
+    module = make_toy("opt", **OPT)
+    model = OptLM(module)
+    assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+    assert OptLM(module).llm is model.llm
+    model.close()
+    assert (OptLM(module).generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+    with pytest.raises(InvalidRequest, match=r"policy=.*OPTForCausalLM"):
+        OptLM(module, policy=policy())
+
+
+def readers():
+    return sum(thread.name.startswith("verbatim-reader") for thread in threading.enumerate())
+
+
+def test_its_engine_ends_with_close_and_with_itself(folder):
+    before = readers()
+    model = OptLM(folder, policy=policy())
+    assert readers() > before
+    model.delete_all_weights()
+    model.delete_all_weights()
+    assert readers() == before
+    with pytest.raises(EngineClosed):
+        model.generate(ROWS, 1)
+    model = OptLM(folder, policy=policy())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and readers() == before
+
+
+def test_without_a_policy_the_house_chooses(folder, greedy):
+    with OptLM(folder) as model:
+        assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+        assert model.llm.engine.runner.offload == Offload()
+        assert model.config.num_hidden_layers == 3
+
+
+def test_a_row_that_somebody_else_ended_is_an_error(folder, monkeypatch):
+    with OptLM(folder, policy=policy()) as model:
+        lap = Clock.lap
+
+        def lap_and_abort(clock):
+            model.llm.pause("abort")
+            model.llm.resume()
+            return lap(clock)
+
+        monkeypatch.setattr(Clock, "lap", lap_and_abort)
+        with pytest.raises(RequestFailed, match="row 0 was ended from outside"):
+            model.generate(ROWS[:2], 6)
+
+
+def test_ctrl_c_leaves_a_model_that_can_be_used(folder, monkeypatch, greedy):
+    with OptLM(folder, policy=policy()) as model:
+        with monkeypatch.context() as patched:
+            patched.setattr(Clock, "lap", lambda clock: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(ROWS, 12)
+        assert not model.llm.engine.has_work
+        assert (model.generate(ROWS, 12)[:, WIDTH:] == greedy).all()
+
+
+def test_a_tier_that_fails_is_told_and_closes_the_engine(folder, monkeypatch):
+    with OptLM(folder, policy=policy()) as model:
+
+        def fails(index):
+            raise TierFailed("disk tier: the cable was pulled")
+
+        monkeypatch.setattr(model.llm.engine.runner.weights.stream, "take", fails)
+        with pytest.raises(TierFailed, match="cable"):
+            model.generate(ROWS, 12)
+        with pytest.raises(EngineClosed):
+            model.generate(ROWS, 12)
+
+
+@pytest.mark.slow
+def test_a_program_may_end_without_closing(folder):
+    script = f"""
+from verbatim.compat.flexllmgen import OptLM, Policy
+model = OptLM({folder!r}, policy=Policy(2, 2, 0, 0, 0, 0, 0, 0))
+print(model.generate([[3, 4]], 2).shape)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 4)\n", "")
+
+
+# ---- timings, and what is said
+
+
+def row(tokens, computed):
+    return SimpleNamespace(
+        sequences=[SimpleNamespace(output_ids=[0] * tokens, num_computed=computed)]
+    )
+
+
+def test_a_step_is_prefill_while_some_prompt_is_computed(monkeypatch):
+    now, spent = [0.0], [(0.0, 0.0, 0.0)]
+    monkeypatch.setattr("verbatim.compat.flexllmgen.timings.perf_counter", lambda: now[0])
+    requests = [row(0, 0), row(0, 0)]
+    clock = Clock(requests, lambda: spent[0])
+
+    def lap(seconds, *rows):
+        now[0] += seconds
+        spent[0] = tuple(
+            s + seconds * share for s, share in zip(spent[0], (0.5, 0.3, 0.1), strict=True)
+        )
+        requests[:] = [row(*each) for each in rows]
+        return clock.lap()
+
+    assert lap(1.0, (1, 8), (0, 4)) == 1  # the first row's token, and a piece of the other's prompt
+    assert lap(2.0, (2, 9), (0, 8)) == 1  # the rest of it, beside decoding
+    assert lap(4.0, (3, 10), (1, 12)) == 2
+    assert lap(8.0, (4, 11), (2, 13)) == 2
+    assert lap(16.0, (4, 0), (3, 14)) == 1  # an eviction
+    assert lap(32.0, (4, 11), (3, 14)) == 0  # its end, without a token
+    found = clock.timings
+    assert found.costs == [1.0, 2.0, 4.0, 8.0, 48.0]
+    assert (found.prefill.num_steps, found.prefill.wall_s) == (3, 7.0)
+    assert (found.decode.num_steps, found.decode.wall_s) == (2, 56.0)
+    assert (found.decode.load_s, found.prefill.compute_s) == pytest.approx((28.0, 2.1))
+    assert found.prefill.other_s == pytest.approx(0.7)
+    found.project(4, 9, 5)
+    assert found.projected_s == pytest.approx((7.0 + 56.0 * 2) * 2)
+
+
+def test_a_prefill_alone_projects_no_decoding(opened):
+    opened.generate(ROWS[:2], 9, cut_gen_len=1)
+    assert opened.timings.projected_s == opened.timings.prefill.wall_s
+    assert opened.timings.decode.num_steps == 0
+
+
+def test_what_is_said_at_each_level(opened, capfd):
+    opened.generate(ROWS, 3)
+    assert capfd.readouterr() == ("", "")
+    opened.generate(ROWS[:4], 3, verbose=1, debug_mode="breakdown")
+    out, err = capfd.readouterr()
+    lines = err.splitlines()
+    assert out == "" and len(lines) == 3
+    assert (
+        "4 rows of up to 17 tokens, 3 new ones each; blocks of 2 x 2; weights 0/0/100" in lines[0]
+    )
+    assert re.search(r"prefill: [\d.]+ s in 1 steps \(load .*compute .*store .*other ", lines[1])
+    assert re.search(r"decode: [\d.]+ s in 2 steps \(load", lines[2])
+    opened.generate(ROWS, 9, verbose=2, debug_mode="fewer_batch")
+    lines = capfd.readouterr().err.splitlines()
+    assert "4 of 5 rows" in lines[0] and len(lines) == 1 + 5 + 2 + 1
+    assert re.search(r"step 5: [\d.]+ s, 4 tokens$", lines[5]) and "an estimate" in lines[-1]
+
+
+# ---- the page, the names
+
+
+def test_the_signature_is_the_documents():
+    names = list(inspect.signature(OptLM.generate).parameters)[1:]
+    assert names[:8] == [
+        "inputs",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "stop",
+        "debug_mode",
+        "cut_gen_len",
+        "verbose",
+    ]
+    defaults = [p.default for p in inspect.signature(OptLM.generate).parameters.values()][2:9]
+    assert defaults == [32, False, 1.0, None, None, None, 0]
+    assert list(inspect.signature(OptLM).parameters) == ["config", "env", "path", "policy"]
+    assert set(flexllmgen.__all__) <= set(dir(flexllmgen))
+    assert door.OptLM is OptLM
+
+
+def test_the_page_names_everything_and_its_example_runs(worded, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/coming-from/flexllmgen.md").read_text()
+    fields = [
+        *inspect.signature(Policy).parameters,
+        *inspect.signature(CompressionConfig).parameters,
+    ]
+    arguments = [*inspect.signature(OptLM.generate).parameters][1:]
+    for name in [
+        *flexllmgen.__all__,
+        *fields,
+        *arguments,
+        *inspect.signature(OptConfig).parameters,
+    ]:
+        assert re.search(rf"\b{name}\b", page), name
+    _, imports, used = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    changes = {
+        "~/flexllmgen_offload_dir": str(tmp_path),
+        "facebook/opt-1.3b": "opt-toy",
+        "~/opt_weights": str(worded.parent),
+    }
+    for old, new in changes.items():
+        assert used.count(old) == 1
+        used = used.replace(old, new)
+    hf = copy.deepcopy(byte_level().hf)
+    hf.add_special_tokens({"pad_token": "<pad>"})
+    hf.padding_side = "left"
+    scope = dict(tokenizer=hf, prompts=["the quick brown", "fox", "one two three"])
+    exec(imports + used, scope)
+    assert scope["output_ids"].shape == (3, 160) and len(scope["outputs"]) == 3
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(EngineClosed):
+        scope["model"].generate([[3]], 1)

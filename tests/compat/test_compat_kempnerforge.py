@@ -1,0 +1,1147 @@
+"""The KempnerForge door, and the runner for modules that take `kv_caches`."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import re
+import warnings
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+import verbatim
+from support.kempner_toys import Chain, Toy, as_llama, kempner_toy
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    NotSupported,
+    PromptTooLong,
+    RequestFailed,
+    SamplingParams,
+    UnsupportedModel,
+)
+from verbatim.compat.kempnerforge import KVCache, generate, sample
+from verbatim.errors import ModelChanged
+from verbatim.model import rowwise
+from verbatim.model.rowwise import NotRowwise, Rowwise, causal_attention
+from verbatim.tensors import engine_of
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture
+def toy():
+    return kempner_toy()
+
+
+def prompts_of(rows, length, seed=0):
+    return torch.tensor([random_ids(length, seed + row) for row in range(rows)])
+
+
+def caches_for(module, rows, length):
+    c = module.config
+    dtype = next(module.parameters()).dtype
+    return [
+        KVCache(rows, length, c.n_kv_heads, c.head_dim, dtype, "cpu") for _ in range(c.n_layers)
+    ]
+
+
+def by_hand(module, prompt, steps, draw):
+    """A loop of one's own: `draw(logits, position)` picks the ids."""
+    caches = caches_for(module, len(prompt), prompt.shape[1] + steps)
+    rows = prompt
+    with torch.no_grad():
+        logits = module(prompt, kv_caches=caches)[:, -1]
+        for step in range(steps):
+            token = draw(logits, rows.shape[1])
+            rows = torch.cat([rows, token[:, None]], dim=1)
+            if step < steps - 1:
+                logits = module(token[:, None], kv_caches=caches)[:, -1]
+    return rows
+
+
+# ---- KempnerForge's own unit tests of generation, all 21
+
+
+class TestCache:
+    def test_what_is_put_in_comes_back_with_its_shape(self):
+        cache = KVCache(2, 32, 3, 16, torch.float32, torch.device("cpu"))
+        k, v = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16)
+        k_all, v_all = cache.update(k, v)
+        assert torch.equal(k_all, k) and torch.equal(v_all, v) and cache.seq_len == 5
+
+    def test_later_rows_stand_behind_earlier_ones(self):
+        cache = KVCache(1, 16, 1, 8, torch.float32, torch.device("cpu"))
+        first, second = torch.randn(2, 1, 1, 3, 8), torch.randn(2, 1, 1, 1, 8)
+        cache.update(*first)
+        k_all, v_all = cache.update(*second)
+        assert torch.equal(k_all, torch.cat([first[0], second[0]], 2))
+        assert torch.equal(v_all, torch.cat([first[1], second[1]], 2)) and cache.seq_len == 4
+
+    def test_a_new_one_is_empty_and_has_all_its_memory(self):
+        cache = KVCache(1, 8, 2, 4, torch.bfloat16, torch.device("cpu"))
+        assert cache.seq_len == 0 and cache.k.shape == cache.v.shape == (1, 2, 8, 4)
+        assert cache.nbytes == 2 * (1 * 2 * 8 * 4) * 2
+
+
+class TestSample:
+    def test_temperature_zero_takes_the_largest(self):
+        assert sample(torch.tensor([[1.0, 5.0, 2.0, 3.0]]), temperature=0).tolist() == [1]
+
+    def test_temperature_zero_is_the_same_every_time(self):
+        logits = torch.randn(4, 128)
+        assert torch.equal(sample(logits, temperature=0), sample(logits, temperature=0))
+
+    def test_top_k_of_one_leaves_the_likeliest(self):
+        logits = torch.full((1, 100), -100.0)
+        logits[0, [42, 7, 99]] = torch.tensor([2.0, 1.9, 1.8])
+        assert {sample(logits, top_k=1).item() for _ in range(30)} == {42}
+        assert {sample(logits, top_k=2).item() for _ in range(100)} == {42, 7}
+
+    def test_top_p_leaves_the_nucleus(self):
+        logits = torch.tensor([[3.0, 1.0, 0.9, 0.8]])
+        assert {sample(logits, top_p=0.5).item() for _ in range(30)} == {0}
+
+    def test_a_higher_temperature_spreads_the_draws(self):
+        logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(400, 4)
+        cold, warm = (sample(logits, t, seed=3, position=0) for t in (0.1, 10.0))
+        assert (cold == 3).all() and set(warm.tolist()) == {0, 1, 2, 3}
+
+    def test_one_id_for_each_row(self):
+        tokens = sample(torch.randn(8, 64))
+        assert tokens.shape == (8,) and tokens.dtype == torch.int64
+        assert tokens.min() >= 0 and tokens.max() < 64
+
+
+class TestGenerate:
+    def test_the_result_is_prompt_and_new_tokens_long(self, toy):
+        assert generate(toy, prompts_of(1, 5), 10, temperature=0).shape == (1, 15)
+
+    def test_the_prompt_stands_first(self, toy):
+        prompt = prompts_of(1, 8)
+        assert torch.equal(generate(toy, prompt, 5, temperature=0)[:, :8], prompt)
+
+    def test_greedy_is_the_same_every_time(self, toy):
+        prompt = prompts_of(1, 4)
+        first = generate(toy, prompt, 10, temperature=0)
+        assert torch.equal(first, generate(toy, prompt, 10, temperature=0))
+
+    def test_new_ids_are_of_the_vocabulary(self, toy):
+        out = generate(toy, prompts_of(1, 4), 20)
+        assert out.min() >= 0 and out.max() < toy.config.vocab_size
+
+    def test_eos_ends_it_at_once(self, toy):
+        prompt = prompts_of(1, 3)
+        first = int(generate(toy, prompt, 10, temperature=0)[0, 3])
+        out = generate(toy, prompt, 50, temperature=0, eos_token_id=first)
+        assert out[:, 3:].tolist() == [[first]]
+
+    def test_three_rows_at_once(self, toy):
+        assert generate(toy, prompts_of(3, 6), 8).shape == (3, 14)
+
+    def test_a_module_that_trains_goes_on_training(self, toy):
+        toy.train()
+        generate(toy, prompts_of(1, 4), 3, temperature=0)
+        assert all(layer.training for layer in toy.modules())
+
+    def test_a_module_in_eval_mode_stays_there(self, toy):
+        generate(toy, prompts_of(1, 4), 3, temperature=0)
+        assert not any(layer.training for layer in toy.modules())
+
+    def test_no_gradients(self, toy):
+        out = generate(toy, prompts_of(1, 4), 5, temperature=0)
+        assert all(p.grad is None and p.requires_grad for p in toy.parameters())
+        assert not out.requires_grad and not out.is_inference()
+
+    @pytest.mark.parametrize("kv_heads", [1, 3, 6])
+    def test_grouped_heads(self, kv_heads):
+        toy = kempner_toy(n_kv_heads=kv_heads)
+        out = generate(toy, prompts_of(1, 5), 8, temperature=0)
+        greedy = by_hand(toy, prompts_of(1, 5), 8, lambda x, _: x.argmax(-1))
+        assert torch.equal(out, greedy)
+
+    def test_no_new_tokens_is_the_prompt(self, toy):
+        prompt = prompts_of(1, 5)
+        engine_of(toy)
+        toy.calls.clear()
+        assert torch.equal(generate(toy, prompt, 0, temperature=0), prompt) and toy.calls == []
+
+    def test_over_max_seq_len_is_a_value_error_with_the_numbers(self, toy):
+        with pytest.raises(ValueError, match="exceeds model max_seq_len") as caught:
+            generate(toy, prompts_of(1, 50), 20, temperature=0)
+        assert isinstance(caught.value, PromptTooLong)
+        assert all(number in str(caught.value) for number in ("50", "20", "70", "64"))
+
+
+# ---- the sceptical user's
+
+
+@pytest.mark.parametrize("filters", [{}, dict(temperature=0.8, top_k=20, top_p=0.9)])
+def test_a_loop_by_hand_equals_generate(toy, filters):
+    prompt = prompts_of(3, 6)
+    prompt[1] = prompt[0]
+    out = generate(toy, prompt, 9, **filters, seed=71)
+    loop = by_hand(toy, prompt, 9, lambda x, at: sample(x, **filters, seed=71, position=at))
+    assert torch.equal(out, loop) and not torch.equal(out[0], out[1])
+    greedy = generate(toy, prompt, 9, temperature=0)
+    assert torch.equal(greedy, by_hand(toy, prompt, 9, lambda x, _: sample(x, temperature=0)))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "temperature", "kept"),
+    [
+        (0.45, 1.0, {0}),
+        (0.55, 1.0, {0, 1}),
+        (0.55, 0.25, {0}),
+        (0.0, 1.0, {0}),
+        (1.0, 1.0, {0, 1, 2}),
+    ],
+)
+def test_top_p_after_temperature_keeps_what_reaches_it(top_p, temperature, kept):
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(300, 3)
+    drawn = sample(logits, temperature, top_p=top_p, seed=5, position=0)
+    assert set(drawn.tolist()) == kept
+
+
+def test_top_p_of_zero_keeps_one_id_of_equal_ones():
+    assert set(sample(torch.zeros(50, 7), top_p=0, seed=1, position=0).tolist()) == {0}
+
+
+def test_rows_end_at_their_own_eos_and_are_filled_with_it():
+    chain = Chain()
+    prompt = torch.tensor([[1, 2, 18], [3, 4, 11], [5, 6, 18]])
+    out = generate(chain, prompt, 40, temperature=0, eos_token_id=20)
+    assert out.shape == (3, 3 + 9)
+    assert out[0, 3:].tolist() == [19] + [20] * 8
+    assert out[1, 3:].tolist() == [*range(12, 21)]
+    for row in range(3):
+        alone = generate(chain, prompt[row], 40, temperature=0, eos_token_id=20)[3:]
+        assert out[row, 3 : 3 + len(alone)].tolist() == alone.tolist()
+
+
+def test_kv_bytes_are_what_the_caches_take(toy):
+    c = toy.config
+    with LLM(toy, kv_memory="1MB") as llm:
+        info = llm.info()
+    per_token = c.n_layers * 2 * c.n_kv_heads * c.head_dim * 4
+    assert info["kv_bytes_per_token"] == per_token
+    assert sum(cache.nbytes for cache in caches_for(toy, 3, 17)) == per_token * 3 * 17
+    assert info["kv_bytes"] == per_token * info["num_blocks"] * info["block_size"]
+    assert (info["layers"], info["kv_dtype"], info["placement"]) == (2, "float32", "kv_caches")
+    assert info["architecture"] == "Toy" and info["max_length_from"] == "max_seq_len"
+
+
+def test_as_many_forwards_as_tokens(toy):
+    prompt = prompts_of(3, 6)
+    generate(toy, prompt, 1)  # opens it
+    toy.calls.clear()
+    generate(toy, prompt, 7)
+    assert toy.calls == [(3, 6)] + [(3, 1)] * 6
+
+
+def test_one_prompt_or_many(toy):
+    prompt = prompts_of(1, 6)
+    one = generate(toy, prompt[0], 5, seed=2)
+    assert one.shape == (11,) and torch.equal(one, generate(toy, prompt, 5, seed=2)[0])
+    assert generate(toy, prompt.int(), 2).dtype == torch.int64
+
+
+def test_manual_seed_repeats_a_run_and_equal_rows_differ(toy):
+    prompt = prompts_of(1, 6).expand(4, 6)
+    torch.manual_seed(41)
+    first, second = generate(toy, prompt, 12), generate(toy, prompt, 12)
+    torch.manual_seed(41)
+    assert torch.equal(first, generate(toy, prompt, 12)) and not torch.equal(first, second)
+    assert len({tuple(row) for row in first.tolist()}) == 4
+    torch.manual_seed(41)
+    loop = by_hand(toy, prompt, 8, lambda x, _: sample(x))
+    torch.manual_seed(41)
+    assert torch.equal(loop, by_hand(toy, prompt, 8, lambda x, _: sample(x)))
+
+
+def test_greedy_leaves_torchs_generator_alone(toy):
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    generate(toy, prompts_of(2, 4), 3, temperature=0)  # opens it besides
+    sample(torch.randn(2, 5, generator=torch.Generator().manual_seed(1)), temperature=0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_greedy_runs_no_filter():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [3.0, 3.0, -math.inf]])
+    assert sample(logits, 0, top_k=1, top_p=0.0).tolist() == [1, 0]
+    assert sample(logits, 0, top_k=10**6).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["LLM", "llama", "kv_caches"])
+def test_every_kind_of_model_gives_the_engines_tokens(toy, kind):
+    llama = as_llama(toy)
+    llm = LLM(llama, kv_memory="1MB")
+    model = {"LLM": llm, "llama": llama, "kv_caches": toy}[kind]
+    out = generate(model, prompts_of(2, 6), 8, top_k=50, seed=3)
+    expected = verbatim.generate(llm, prompts_of(2, 6), None, 8, top_k=50, seed=3)
+    assert torch.equal(out, expected)
+    llm.close()
+
+
+def test_the_models_own_eos_ends_nothing():
+    llama = make_toy("llama", eos_token_id=list(range(128)))
+    assert generate(llama, prompts_of(1, 4), 6).shape == (1, 10)
+
+
+def test_top_k_over_the_vocabulary_keeps_all(toy):
+    prompt = prompts_of(2, 4)
+    expected = generate(toy, prompt, 5, seed=1)
+    assert torch.equal(generate(toy, prompt, 5, seed=1, top_k=10**30), expected)
+    logits = torch.randn(3, 9)
+    all_of_them = sample(logits, seed=1, position=4)
+    assert torch.equal(sample(logits, top_k=10**30, seed=1, position=4), all_of_them)
+
+
+def test_numpys_numbers_are_numbers(toy):
+    prompt = prompts_of(2, 4)
+    expected = generate(
+        toy, prompt, 5, temperature=0.5, top_k=9, top_p=0.75, eos_token_id=3, seed=1
+    )
+    tall = dict(temperature=np.float32(0.5), top_k=np.int64(9), top_p=np.float32(0.75))
+    out = generate(toy, prompt, np.int64(5), **tall, eos_token_id=np.int32(3), seed=1)
+    assert torch.equal(out, expected)
+    greedy = generate(toy, prompt, 5, temperature=0)
+    assert torch.equal(generate(toy, prompt, 5, temperature=np.float32(0)), greedy)
+    assert torch.equal(generate(toy, prompt, 5, top_p=np.float32(0), seed=1), greedy)
+    assert torch.equal(generate(toy, prompt, 5, top_k=np.int64(10**15), seed=1, top_p=0), greedy)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=-1.0),
+        dict(temperature=math.nan),
+        dict(temperature="hot"),
+        dict(top_k=-1),
+        dict(top_k=1.5),
+        dict(top_k=True),
+        dict(top_p=-0.1),
+        dict(top_p=1.1),
+        dict(top_p=math.nan),
+        dict(top_p=False),
+        dict(max_new_tokens=-1),
+        dict(max_new_tokens=2.0),
+        dict(max_new_tokens=True),
+        dict(max_new_tokens="4"),
+        dict(temperature=torch.tensor([0.0, 1.0])),
+        dict(eos_token_id="a"),
+        dict(eos_token_id=[1]),
+        dict(eos_token_id=1.0),
+        dict(prompt_tokens=torch.tensor([[1, 2]]).to_sparse()),
+        dict(prompt_tokens=torch.tensor([[1, 2]], device="meta")),
+        dict(eos_token_id=128),
+        dict(eos_token_id=-1),
+        dict(eos_token_id=True),
+        dict(seed=-1),
+        dict(seed=2**64),
+        dict(prompt_tokens=[[1, 2]]),
+        dict(prompt_tokens=torch.tensor([[1.0, 2.0]])),
+        dict(prompt_tokens=torch.tensor([[True]])),
+        dict(prompt_tokens=torch.zeros(1, 2, 3, dtype=torch.int64)),
+        dict(prompt_tokens=torch.tensor(3)),
+        dict(prompt_tokens=torch.zeros(2, 0, dtype=torch.int64)),
+        dict(prompt_tokens=torch.tensor([[1, 128]])),
+        dict(prompt_tokens=torch.tensor([[1, -2]])),
+        dict(model=object()),
+        dict(model=None),
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_cannot_be_done_is_refused_before_any_forward(wrong):
+    toy = kempner_toy(n_layers=1)
+    engine_of(toy)
+    toy.calls.clear()
+    fine = dict(model=toy, prompt_tokens=torch.tensor([[1, 2]]), max_new_tokens=2)
+    with pytest.raises(InvalidRequest, match=r"."):
+        generate(**{**fine, **wrong})
+    assert toy.calls == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(temperature=-0.5),
+        dict(top_k=-2),
+        dict(top_p=2.0),
+        dict(seed=1),
+        dict(position=1),
+        dict(seed=1, position=[1]),
+        dict(temperature=torch.tensor([0.0, 1.0])),
+        dict(logits=torch.zeros(2, 3).to_sparse()),
+        dict(logits=torch.zeros(2, 3, device="meta")),
+        dict(logits=torch.zeros(2, 3, device="meta"), temperature=0),
+        dict(logits=torch.randn(4)),
+        dict(logits=torch.zeros(2, 3, dtype=torch.int64)),
+        dict(logits=[[1.0]]),
+        dict(logits=torch.tensor([[math.nan, 1.0], [0.0, 1.0]])),
+        dict(logits=torch.full((2, 2), -math.inf)),
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_sample_refuses_what_it_cannot_draw(wrong):
+    with pytest.raises(InvalidRequest):
+        sample(**{"logits": torch.zeros(2, 3), **wrong})
+
+
+def test_a_full_cache_names_its_room_and_stays_as_it_was():
+    cache = KVCache(1, 4, 1, 2, torch.float32, "cpu")
+    cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    before = cache.k.clone()
+    with pytest.raises(InvalidRequest, match=r"3 positions and 2 new ones make 5.*max_seq_len=4"):
+        cache.update(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
+    assert cache.seq_len == 3 and torch.equal(cache.k, before)
+    for k, v in [((2, 1, 1, 2), (2, 1, 1, 2)), ((1, 1, 1, 2), (1, 1, 0, 2)), ((1, 2), (1, 2))]:
+        with pytest.raises(InvalidRequest, match="this cache takes"):
+            cache.update(torch.zeros(k), torch.zeros(v))
+    with pytest.raises(InvalidRequest, match="head_dim=0"):
+        KVCache(1, 4, 1, 0, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(1, 1, 2, 2, dtype=torch.complex64),
+        torch.ones(1, 1, 2, 2, device="meta"),
+        torch.eye(2).to_sparse(),
+        None,
+    ],
+    ids=["complex", "meta", "sparse", "None"],
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_cache_takes_both_or_none(wrong, which):
+    cache = KVCache(1, 4, 1, 2)
+    new = [torch.ones(1, 1, 2, 2)] * 2
+    new[which] = wrong
+    with pytest.raises(InvalidRequest, match=["k_new is", "v_new is"][which]):
+        cache.update(*new)
+    assert cache.seq_len == 0 and not cache.k.any() and not cache.v.any()
+
+
+def test_a_cache_of_integers_takes_no_fractions():
+    with pytest.raises(InvalidRequest, match=r"float32.*become torch.int8"):
+        KVCache(1, 4, 1, 2, torch.int8).update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
+    cache = KVCache(1, 4, 1, 2, torch.bfloat16)
+    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].dtype == torch.bfloat16
+
+
+def test_memory_that_cannot_be_had_is_refused_by_its_sizes():
+    with pytest.raises(InvalidRequest, match=r"K and V of \[1099511627776, 3, 1099511627776, 4\]"):
+        KVCache(2**40, 2**40, 3, 4)
+    assert KVCache(np.int64(1), 4, 1, 2).nbytes == 64
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside():
+    with torch.inference_mode():
+        cache = KVCache(1, 4, 1, 2)
+    assert cache.update(*torch.ones(2, 1, 1, 2, 2))[0].sum() == 4
+
+
+def test_the_example_of_the_page_runs():
+    page = (Path(__file__).parents[2] / "docs/coming-from/kempnerforge.md").read_text()
+    _, _, used, loop = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    model = kempner_toy()
+    scope = dict(model=model, prompt_tokens=prompts_of(2, 6), eos_id=127, torch=torch)
+    exec("from verbatim.compat.kempnerforge import KVCache, generate, sample\n" + used, scope)
+    out = scope["out"]
+    exec(loop, scope)
+    assert torch.equal(scope["tokens"][:, : out.shape[1]], out)
+
+
+# ---- the runner
+
+
+def test_equal_weights_in_a_llama_give_equal_tokens_and_logits(toy):
+    ids = [random_ids(20, seed) for seed in range(3)]
+    with LLM(toy, kv_memory="1MB") as ours, LLM(as_llama(toy), kv_memory="1MB") as llama:
+        for mine, theirs in zip(
+            ours.generate(ids, GREEDY), llama.generate(ids, GREEDY), strict=True
+        ):
+            assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        for mine, theirs in zip(ours.score(ids), llama.score(ids), strict=True):
+            assert mine[1:] == pytest.approx(theirs[1:], abs=1e-5)
+
+
+def test_generated_logprobs_are_the_scored_ones_bit_for_bit(toy):
+    with LLM(toy, kv_memory="1MB") as llm:
+        result = llm.generate([[5, 9, 2]], SamplingParams(max_tokens=20, seed=3))[0]
+        ids = result.outputs[0].token_ids
+        assert llm.score([5, 9, 2, *ids])[3:] == result.outputs[0].logprobs
+
+
+# Those that run together, and those that are run one token at a time.
+KINDS = {
+    "llama": dict(max_seq_len=128),
+    "qk_norm": dict(max_seq_len=128, qk_norm=True, n_kv_heads=6),
+    "experts": dict(max_seq_len=128, experts=4, n_layers=1),
+    "by_hand": dict(max_seq_len=128, by_hand=True, n_layers=1),
+}
+TOGETHER = {"llama", "qk_norm"}
+
+
+def requests_for(kind):
+    prompts, params = mixed_requests()
+    keep = range(17) if kind in TOGETHER else (1, 2, 3, 7, 9, 10)
+    mine = [(prompts[i], params[i].replace(hidden_states=False)) for i in keep]
+    return [p for p, _ in mine], [q for _, q in mine]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_schedule_gives_the_same_bits(kind, dtype):
+    """Alone, batched, chunked, evicted, from cached prefixes, on other threads; `n` and beams among them."""
+    toy = kempner_toy(dtype=DTYPES[dtype], **KINDS[kind])
+    prompts, params = requests_for(kind)
+    torch.set_num_threads(2)
+    with LLM(toy, kv_memory="4MB") as llm:
+        assert llm.info()["rows"].startswith("together" if kind in TOGETHER else "one at a time")
+        before = llm.stats()["forwards"]
+        results = llm.generate(prompts, params)
+        forwards = llm.stats()["forwards"] - before
+        assert forwards == max(len(c.token_ids) for r in results for c in r.outputs)
+        expected = all_facts(results)
+        order = list(range(len(prompts)))[::-1]
+        turned = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+        assert all_facts(turned) == [expected[i] for i in order], "reordered"
+        for i in range(0, len(prompts), 3):
+            assert facts(llm.generate(prompts[i], params[i])[0]) == expected[i], "alone"
+        torch.set_num_threads(1)
+        assert all_facts(llm.generate(prompts, params)) == expected, "one thread"
+        torch.set_num_threads(2)
+    with LLM(toy, max_batch_tokens=7, block_size=5, num_threads=3, kv_memory="4MB") as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected, "chunked"
+        llm.sleep()
+        llm.wake()
+        assert all_facts(llm.generate(prompts[:2], params[:2])) == expected[:2], "slept"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evicted_requests_finish_with_the_same_bits(kind):
+    toy = kempner_toy(**KINDS[kind])
+    prompts = [random_ids(9 + i, i) for i in range(5)]
+    params = [SamplingParams(seed=i, max_tokens=14, n=1 + i % 2) for i in range(5)]
+    with LLM(toy, kv_memory="4MB", prefix_cache=False) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        per_token = llm.info()["kv_bytes_per_token"] + 8
+    with LLM(toy, kv_memory=12 * 4 * per_token, block_size=4, max_batch_tokens=11) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_prefix_changes_no_bit(kind):
+    toy = kempner_toy(**KINDS[kind])
+    shared = random_ids(21, 0)
+    prompts = [[*shared, *random_ids(1 + 3 * i, i)] for i in range(3)]
+    params = SamplingParams(max_tokens=5, seed=1, prompt_logprobs=0)
+    with LLM(toy, prefix_cache=False, kv_memory="4MB") as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(toy, block_size=4, kv_memory="4MB") as llm:
+        params = SamplingParams(max_tokens=5, seed=1)
+        results = llm.generate(prompts, params)
+        assert sum(result.num_cached_tokens for result in results) == 2 * 20
+        assert [r.outputs[0].logprobs for r in results] == [e[4][0][3] for e in expected]
+
+
+def test_beams_of_one_forward_are_those_of_a_llama(toy):
+    params = SamplingParams(num_beams=4, n=3, max_tokens=7)
+    prompts = [random_ids(5, 1), random_ids(9, 2)]
+    with LLM(toy, kv_memory="1MB") as ours, LLM(as_llama(toy), kv_memory="1MB") as llama:
+        pairs = zip(ours.generate(prompts, params), llama.generate(prompts, params), strict=True)
+        for mine, theirs in pairs:
+            assert [c.token_ids for c in mine.outputs] == [c.token_ids for c in theirs.outputs]
+
+
+# ---- modules whose rows see each other, or may: each is run one token at a time, or found out later
+
+
+class Late(Toy):
+    """Calls what is not known, but only past all that a trial runs; it adds nothing."""
+
+    def forward(self, tokens, *, kv_caches):
+        late = kv_caches[0].seq_len >= 45
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + 0 * logits.softmax(-1) if late else logits
+
+
+class ManyAtOnce(Toy):
+    """More sequences than a trial has see each other."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + 0.1 * logits[:1] if len(tokens) > 3 else logits
+
+
+class LongNumber(Toy):
+    """The length of a forward decides on a factor, past all that a trial runs."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits * (2 if tokens.shape[1] > 41 else 1)
+
+
+class LongRows(Toy):
+    """The length of a forward decides on which rows of a table are taken."""
+
+    def forward(self, tokens, *, kv_caches):
+        stop = kv_caches[0].seq_len + tokens.shape[1]
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + 1e-6 * self.cos[stop - 1, 0]
+
+
+class SumsOverKeys(Toy):
+    """A known function, over as many keys as there are; too little for a trial's slack."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        k = kv_caches[0].k[:, 0].transpose(1, 2)
+        return logits + 1e-6 * k.sum(-1).mean(-1, keepdim=True)[:, None]
+
+
+class WindowOfOne(Toy):
+    """A single token sees eight keys, several see all."""
+
+    def forward(self, tokens, *, kv_caches):
+        plain = F.scaled_dot_product_attention
+
+        def windowed(q, k, v, **kwargs):
+            keep = k.shape[2] if q.shape[2] > 1 else 8
+            start = max(0, k.shape[2] - keep)
+            return plain(q, k.narrow(2, start, k.shape[2] - start), v[:, :, start:], **kwargs)
+
+        F.scaled_dot_product_attention = windowed
+        try:
+            return super().forward(tokens, kv_caches=kv_caches)
+        finally:
+            F.scaled_dot_product_attention = plain
+
+
+class Places(Toy):
+    """A product with a matrix that is no weight, but has a row for each token."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        rows = logits.flatten(0, 1)
+        return logits + (0.01 * rows.new_ones(len(rows), len(rows)) @ rows).view_as(logits) * 0
+
+
+class ByName(Toy):
+    """The trial's bits may be the same by luck; torch's own function is not known."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return torch.pow(input=logits.abs() + 0.1, exponent=1.7)
+
+
+class PickedRows(Toy):
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits[list(range(len(logits)))]
+
+
+def scripted(source):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out, and still in people's code
+        return torch.jit.script(source)
+
+
+class Scripted(Toy):
+    """A layer of torch.jit's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scripted = scripted(nn.Sequential(nn.Linear(config.vocab_size, 8), nn.SiLU()))
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return logits + self.scripted(logits).mean(-1, keepdim=True)
+
+
+def over_rows(x: torch.Tensor):
+    return x + 0.0 * x.softmax(dim=1)
+
+
+class ScriptedFunction(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return self.function(super().forward(tokens, kv_caches=kv_caches))
+
+
+class AroundTheMode(Toy):
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        with torch._C.DisableTorchFunction():
+            return logits.sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("cls", "why", "at_once"),
+    [
+        (SumsOverKeys, "torch.Tensor.sum is not called alike", True),
+        (WindowOfOne, "torch.Tensor.narrow is not called alike", True),
+        (Places, "torch.Tensor.matmul is not called alike", True),
+        (ByName, "torch.pow", True),
+        (PickedRows, "torch.Tensor.__getitem__", True),
+        (LongRows, "torch.Tensor.__getitem__ is not called alike", True),
+        (Scripted, "torch.jit", True),
+        (ScriptedFunction, "under watch it fails with RuntimeError|aten", True),
+        (AroundTheMode, "aten.sigmoid", True),
+        (Late, "torch.Tensor.softmax", False),
+        (ManyAtOnce, "torch.Tensor.__getitem__ is not called alike", False),
+        (LongNumber, "torch.Tensor.mul is not called alike", False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_rows_that_may_see_each_other_get_the_same_bits_in_every_schedule(cls, why, at_once):
+    toy = kempner_toy(cls=cls, n_layers=1)
+    if cls is ScriptedFunction:
+        toy.function = scripted(over_rows)
+    prompts = [random_ids(length, length) for length in (3, 43, 43, 43, 43, 12)]
+    params = SamplingParams(max_tokens=6, seed=4, prompt_logprobs=0)
+    found = []
+    for options in (dict(max_batch_tokens=7, max_sequences=2), dict(max_batch_tokens=4096)):
+        with LLM(toy, kv_memory="1MB", **options) as llm:
+            assert at_once or llm.info()["rows"] == "together"
+            found.append(all_facts(llm.generate(prompts, params)))
+            rows = llm.info()["rows"]
+    assert found[0] == found[1]
+    assert re.match(f"one at a time: ({why})", rows), rows
+
+
+def test_fewer_steps_than_in_the_trial_are_other_steps():
+    class Shorter(Toy):
+        def forward(self, tokens, *, kv_caches):
+            logits = super().forward(tokens, kv_caches=kv_caches)
+            return logits if tokens.shape[1] > 41 else logits + 1
+
+    with LLM(kempner_toy(cls=Shorter), kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        llm.score([random_ids(43, 0)])
+        assert (
+            llm.info()["rows"]
+            == "one at a time: torch.Tensor.add is not called alike in all forwards"
+        )
+
+
+class ByPosition(Toy):
+    """Positions as most code tells them: arange, an embedding, slices of tables."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.places = nn.Embedding(config.max_seq_len, config.vocab_size)
+
+    def forward(self, tokens, *, kv_caches):
+        start, stop = kv_caches[0].seq_len, kv_caches[0].seq_len + tokens.shape[1]
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        angles = torch.arange(start, stop, dtype=torch.float32)[:, None] * self.cos[:1].mean(-1)
+        return logits + self.places(torch.arange(start, stop)) + angles.sin()
+
+
+def test_what_goes_by_position_runs_together():
+    with LLM(kempner_toy(cls=ByPosition), kv_memory="1MB") as llm:
+        assert llm.info()["rows"] == "together"
+        prompts = [random_ids(length, 1) for length in (50, 3, 50)]
+        params = SamplingParams(max_tokens=6, seed=4, prompt_logprobs=0)
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(kempner_toy(cls=ByPosition), kv_memory="1MB", max_batch_tokens=7) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.info()["rows"] == "together"
+
+
+def test_a_scripted_hook_is_seen(toy):
+    prompt, function = prompts_of(2, 5), scripted(over_rows)
+    expected = generate(kempner_toy(), prompt, 6, seed=1)
+    toy.norm.register_forward_hook(lambda _m, _x, out: function(out))
+    toy.calls.clear()
+    engine_of(toy)
+    toy.calls.clear()
+    assert torch.equal(generate(toy, prompt, 6, seed=1), expected)
+    assert toy.calls.count((1, 1)) == 2 * (5 + 5)
+
+
+def test_a_hook_that_looks_over_all_rows_changes_no_bit(toy):
+    prompt, sizes = prompts_of(2, 5), []
+    expected = generate(kempner_toy(), prompt, 6, seed=1)
+    engine = engine_of(toy)
+    handle = toy.norm.register_forward_hook(lambda _m, _x, out: sizes.append(out.norm().item()))
+    assert torch.equal(generate(toy, prompt, 6, seed=1), expected)
+    assert len(sizes) == 2 * (5 + 5)  # each token of each row had a forward of its own
+    handle.remove()
+    toy.calls.clear()
+    assert torch.equal(generate(toy, prompt, 6, seed=1), expected) and engine_of(toy) is engine
+    assert toy.calls == [(2, 5)] + [(2, 1)] * 5
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 2, 3])
+def test_the_shortest_of_limits(max_seq_len):
+    toy = kempner_toy(max_seq_len=max_seq_len)
+    room = max_seq_len - 1
+    assert generate(toy, prompts_of(2, 1), room, seed=1).shape == (2, max_seq_len)
+    with pytest.raises(PromptTooLong, match=f"exceeds model max_seq_len={max_seq_len}"):
+        generate(toy, prompts_of(2, 1), room + 1)
+
+
+def test_max_seq_len_is_read_at_every_call(toy):
+    prompt = prompts_of(1, 10)
+    generate(toy, prompt, 2)
+    toy.config.max_seq_len = 11
+    with pytest.raises(PromptTooLong, match=r"12.* exceeds model max_seq_len=11$"):
+        generate(toy, prompt, 2)
+    toy.config.max_seq_len = 30
+    assert generate(toy, prompt, 20).shape == (1, 30)
+    with LLM(toy, kv_memory="1MB") as llm:
+        toy.config.max_seq_len = 5
+        with pytest.raises(ModelChanged, match="max_seq_len changed"):
+            llm.generate([[1, 2]], GREEDY)
+
+
+def test_a_limit_that_is_not_the_models_is_named(toy):
+    with LLM(toy, max_length=20, kv_memory="1MB") as llm:
+        with pytest.raises(PromptTooLong, match=r"max_seq_len=20 \(here: max_length\)"):
+            generate(llm, prompts_of(1, 15), 6)
+        assert generate(llm, prompts_of(1, 15), 5).shape == (1, 20)
+
+
+def test_weights_that_are_nan_fail_the_request_alone(toy):
+    with torch.no_grad():
+        toy.embedding.weight[7] = math.nan
+    with LLM(toy, kv_memory="1MB") as llm:
+        with pytest.raises(RequestFailed):
+            llm.generate([[1, 7], [1, 2]], GREEDY)
+        assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].outputs) == 1
+
+
+# ---- modules that can't be run, and what is done to those that can
+
+
+class LooksAhead(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return super().forward(tokens, kv_caches=kv_caches) + tokens[:, -1:, None]
+
+
+class Drops(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return F.dropout(super().forward(tokens, kv_caches=kv_caches), 0.5)
+
+
+class Counts(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return super().forward(tokens, kv_caches=kv_caches) + len(self.calls)
+
+
+class Pairs(Toy):
+    def forward(self, tokens, *, kv_caches):
+        return super().forward(tokens, kv_caches=kv_caches), None
+
+
+class Forgets(Toy):
+    def forward(self, tokens, *, kv_caches):
+        other = KVCache(len(tokens), 64, 2, 10)
+        return super().forward(tokens, kv_caches=[kv_caches[0], other])
+
+
+class Wider(Toy):
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = dataclasses.replace(config, head_dim=12)
+
+
+class AlwaysCausal(Toy):
+    def forward(self, tokens, *, kv_caches):
+        plain = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = lambda q, k, v, **_: plain(q, k, v, is_causal=True)
+        try:
+            return super().forward(tokens, kv_caches=kv_caches)
+        finally:
+            F.scaled_dot_product_attention = plain
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (LooksAhead, "a causal model is needed"),
+        (Drops, "draws random numbers while it generates"),
+        (Counts, "got other logits when run again"),
+        (Pairs, r"returns tuple .* logits \[B, T, V\]"),
+        (Forgets, "leaves the cache of layer 1 without"),
+        (Wider, r"puts K \[1, 2, 1, 10\].* whose next rows are \[1, 2, 1, 12\]"),
+        (AlwaysCausal, "is_causal=True for one query"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_module_that_cannot_be_run_is_refused_when_it_is_opened(cls, why):
+    with pytest.raises(UnsupportedModel, match=f"{cls.__name__}: .*{why}"):
+        generate(kempner_toy(cls=cls), prompts_of(1, 4), 2)
+
+
+class Capacity(Toy):
+    """Only the first three rows of a forward get a share."""
+
+    def forward(self, tokens, *, kv_caches):
+        logits = super().forward(tokens, kv_caches=kv_caches)
+        return torch.cat([logits[:, :3], 0.5 * logits[:, 3:]], dim=1)
+
+
+def test_logits_that_depend_on_the_tokens_beside_are_told_of_and_computed_alone():
+    with pytest.warns(RuntimeWarning, match="Capacity: its logits in one piece are off by"):
+        llm = LLM(kempner_toy(cls=Capacity), kv_memory="1MB")
+    with llm, LLM(kempner_toy(), kv_memory="1MB") as plain:
+        assert llm.info()["rows"].startswith("one at a time: in a trial")
+        prompt = [random_ids(9, 1)]
+        expected = all_facts(plain.generate(prompt, GREEDY))
+        assert all_facts(llm.generate(prompt, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "bfloat16"])
+def test_another_kv_dtype_is_refused_by_name(toy, kv_dtype):
+    with pytest.raises(NotSupported, match=f"kv_dtype='{kv_dtype}'.*float32"):
+        LLM(toy, kv_dtype=kv_dtype)
+    LLM(toy, kv_dtype="float32", kv_memory="1MB").close()
+
+
+@pytest.mark.parametrize("field", ["n_layers", "n_kv_heads", "head_dim", "max_seq_len"])
+def test_a_config_without_a_number_is_refused(toy, field):
+    setattr(toy.config, field, None)
+    with pytest.raises(UnsupportedModel, match=f"config.{field}=None must be 1 or more"):
+        LLM(toy)
+
+
+def test_what_its_forward_hides_is_refused_by_name(toy):
+    with LLM(toy, kv_memory="1MB") as llm:
+        toy.calls.clear()
+        for asked in (dict(hidden_states=True), dict(record_routing=True)):
+            with pytest.raises(NotSupported, match="Toy is run through its own forward"):
+                llm.generate([[1, 2]], SamplingParams(**asked))
+        assert toy.calls == []
+
+
+def test_training_flags_survive_an_exception_in_the_forward(toy):
+    generate(toy, prompts_of(1, 4), 1)
+    toy.train()
+    toy.layers["1"].eval()
+    before = [layer.training for layer in toy.modules()]
+    assert len(set(before)) == 2
+
+    def fail(*_):
+        assert not any(layer.training for layer in toy.modules())
+        raise KeyError("broken")
+
+    handle = toy.head.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="broken"):
+        generate(toy, prompts_of(1, 4), 2)
+    assert [layer.training for layer in toy.modules()] == before
+    handle.remove()
+    assert generate(toy, prompts_of(1, 4), 2).shape == (1, 6)
+
+
+def test_the_trial_is_hidden_from_hooks(toy):
+    seen = []
+    toy.head.register_forward_hook(lambda *_: seen.append(1))
+    engine_of(toy)
+    assert seen == []
+    generate(toy, prompts_of(1, 4), 3)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+        lambda: torch.device("cpu"),
+        lambda: torch.device("meta"),
+    ],
+    ids=["autocast", "inference mode", "gradients", "device", "meta"],
+)
+def test_the_callers_modes_change_nothing(toy, around):
+    prompt, logits = prompts_of(2, 5), torch.zeros(2, 9)
+    expected = generate(kempner_toy(), prompt, 6, seed=1)
+    drawn = sample(logits, seed=1, position=3)
+    with around():
+        out = generate(toy, prompt, 6, seed=1)
+        assert generate(toy, prompt, 3).shape == (2, 8)
+        assert torch.equal(sample(logits, seed=1, position=3), drawn)
+    assert torch.equal(out, expected) and not out.is_inference() and not out.requires_grad
+    with torch.no_grad():  # weights may be changed now, and are seen
+        toy.embedding.weight.mul_(-1)
+    assert not torch.equal(generate(toy, prompts_of(2, 5), 6, seed=1), expected)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a layer"])
+def test_a_compiled_module_runs_uncompiled_on_the_same_bits(toy, how):
+    expected = generate(kempner_toy(), prompts_of(2, 5), 6, seed=1)
+    module = toy
+
+    def never(graph, inputs):
+        raise AssertionError("compiled")
+
+    if how == "wrapped":
+        module = torch.compile(toy, backend=never)
+    elif how == "in place":
+        toy.compile(backend=never)
+    else:
+        toy.layers["0"].compile(backend=never)
+    assert torch.equal(generate(module, prompts_of(2, 5), 6, seed=1), expected)
+
+
+def test_a_module_in_data_parallel_is_run_inside_of_it(toy):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(toy)
+        out = generate(wrapped, prompts_of(2, 5), 6, seed=1)
+    finally:
+        distributed.destroy_process_group()
+    assert torch.equal(out, generate(toy, prompts_of(2, 5), 6, seed=1))
+
+
+def test_an_edited_module_is_followed(toy):
+    prompt = prompts_of(1, 5)
+    generate(toy, prompt, 3)
+    toy.bfloat16()  # what is stored changed: a new engine
+    half = kempner_toy(dtype=torch.bfloat16)
+    assert torch.equal(generate(toy, prompt, 6, seed=1), generate(half, prompt, 6, seed=1))
+    torch.manual_seed(0)
+    toy.head = nn.Linear(60, 300, bias=False).bfloat16()
+    toy.embedding = nn.Embedding(300, 60).bfloat16()
+    assert torch.equal(
+        generate(toy, prompt, 6, seed=1),
+        by_hand(toy, prompt, 6, lambda x, at: sample(x, seed=1, position=at)),
+    )
+    llm = LLM(toy, kv_memory="1MB")
+    toy.head = nn.Linear(60, 200, bias=False).bfloat16()
+    with pytest.raises(verbatim.VerbatimError, match="vocabulary changed from 300 to 200"):
+        llm.generate([[1, 2]], GREEDY)
+    llm.close()
+
+
+def test_an_engine_goes_with_its_module():
+    toy = kempner_toy()
+    generate(toy, prompts_of(1, 4), 2)
+    gone = weakref.ref(toy)
+    del toy
+    gc.collect()
+    assert gone() is None
+
+
+# ---- what is known to treat rows one by one
+
+
+def attempts(func, x, y):
+    """Calls of an elementwise function, one of which must be right for it."""
+    mask = x > 0
+    yield lambda: func(x.clone(), y)
+    yield lambda: func(x.clone())
+    yield lambda: func(mask, x, y)
+    yield lambda: func(x.clone(), mask, 0.5)
+    yield lambda: func(mask, y > 0)
+    yield lambda: func(mask)
+    yield lambda: func(x.clone(), 0.25)
+
+
+def answer(func, x, y):
+    for attempt in attempts(func, x, y):
+        try:
+            with Rowwise(strict=True):
+                found = attempt()
+        except (TypeError, RuntimeError, NotImplementedError, NotRowwise):
+            continue
+        if isinstance(found, torch.Tensor):
+            return found.float().nan_to_num(7.0, 8.0, 9.0)
+    raise AssertionError(func)
+
+
+def over_last(func):
+    if func in rowwise._NORMS:
+        return lambda x, _: func(x, (x.shape[-1],))
+    return lambda x, _: func(x, -1, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_known_function_gives_a_row_its_own_bits(dtype):
+    """At odd widths, in other layouts, on other threads: each row as it is alone."""
+    functions = [(f, f) for f in rowwise._ELEMENTWISE]
+    functions += [(f, over_last(f)) for f in rowwise._OVER_LAST | rowwise._NORMS]
+    noise = torch.Generator().manual_seed(0)
+    for width in (1, 7, 60, 100, 1000):
+        x, y = (3 * torch.randn(37, width, generator=noise).to(DTYPES[dtype]) for _ in range(2))
+        for func, called in functions:
+            torch.set_num_threads(1)
+            alone = torch.cat([answer(called, x[i : i + 1], y[i : i + 1]) for i in (0, 18, 36)])
+            for threads in (1, 2, 7):
+                torch.set_num_threads(threads)
+                strided = (x.t().contiguous().t(), y.t().contiguous().t())
+                for rows in ((x, y), strided):
+                    assert torch.equal(answer(called, *rows)[[0, 18, 36]], alone), (func, width)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.softmax(-1),
+        lambda x: x.mean(),
+        lambda x: x.mean(0),
+        lambda x: x.sum(dim=(0, 1)),
+        lambda x: x.cumsum(-1),
+        lambda x: x @ x.transpose(-1, -2),
+        lambda x: torch.bmm(x, x.transpose(-1, -2)),
+        lambda x: torch.einsum("bij,bkj->bik", x, x),
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.numpy(),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], x.new_zeros(4, 4)),
+        lambda x: x.new_zeros(1, 40_000).sum(-1),
+    ],
+)
+def test_what_is_not_known_is_not_run_together(call):
+    x = torch.randn(2, 4, 4)
+    with pytest.raises(NotRowwise), Rowwise(strict=True):
+        call(x)
+
+
+def test_what_is_not_known_is_called_where_nothing_is_beside_it():
+    x = torch.randn(1, 1, 4)
+    calls = (
+        lambda: torch.einsum("bij,bkj->bik", x, x),
+        lambda: x.cumsum(-1),
+        lambda: F.scaled_dot_product_attention(x, x, x),
+    )
+    for call in calls:
+        with pytest.raises(NotRowwise), Rowwise(strict=True):
+            call()
+        with Rowwise(strict=False):
+            found = call()
+        assert torch.allclose(found, call(), atol=1e-6)
+
+
+@pytest.mark.parametrize("call", [torch.rand_like, lambda x: F.dropout(x, 0.1), torch.bernoulli])
+@pytest.mark.parametrize("strict", [True, False])
+def test_random_numbers_are_refused(call, strict):
+    x = torch.full((2, 2), 0.5)
+    with pytest.raises(UnsupportedModel, match="random"), Rowwise(strict=strict):
+        call(x)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_attention_is_that_of_the_last_rows(rows):
+    q, k, v = torch.randn(2, 6, 9, 10), torch.randn(2, 3, 9, 10), torch.randn(2, 3, 9, 12)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
+    out = causal_attention(q[:, :, -rows:], k, v, is_causal=rows > 1, enable_gqa=True, scale=0.3)
+    assert torch.allclose(out, expected[:, :, -rows:], atol=1e-5)

@@ -1,0 +1,738 @@
+"""The Petals door: its documented calls, equal to transformers' `generate` on the whole of the ids."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteriaList,
+    TextStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation import MaxLengthCriteria, SynthIDTextWatermarkingConfig
+
+import verbatim
+from support.stages import ThreadHosts, serving
+from support.toy_tokenizers import byte_level
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    Cluster,
+    EngineClosed,
+    InvalidRequest,
+    NotSupported,
+    OutOfBlocks,
+    PromptTooLong,
+    RequestFailed,
+    SamplingParams,
+    SessionBusy,
+)
+from verbatim.compat import petals
+from verbatim.compat.petals import (
+    AutoDistributedModelForCausalLM,
+    DistributedBloomForCausalLM,
+    DistributedLlamaForCausalLM,
+    DistributedModelForCausalLM,
+    RemoteGenerationMixin,
+    RemotePastKeyValues,
+    loading,
+    settings,
+)
+
+STORYTELLER = str(Path(verbatim.__file__).parent / "storyteller")
+EOS = 2
+ROWS = torch.tensor([random_ids(7, 1), random_ids(7, 2)])
+FREE = dict(eos_token_id=None)  # nothing ends a row
+
+# The document's examples, of which the import and the model's name are changed.
+SEED = """
+from petals import AutoDistributedModelForCausalLM
+from transformers import AutoTokenizer
+model_name = "petals-team/StableBeluga2"
+model = AutoDistributedModelForCausalLM.from_pretrained(model_name)
+tokenizer = AutoTokenizer.from_pretrained(model_name)
+inputs = tokenizer("The meaning of life is", return_tensors="pt")["input_ids"]
+# Simple generation (session created automatically)
+outputs = model.generate(inputs, max_new_tokens=50, do_sample=True, temperature=0.7)
+print(tokenizer.decode(outputs[0], skip_special_tokens=True))
+"""
+SEED_SESSION = """
+# Reuse session for multi-turn generation
+with model.inference_session(max_length=512) as session:
+    # First turn
+    inputs1 = tokenizer("User: Hello!\\nAssistant:", return_tensors="pt")["input_ids"]
+    out1 = model.generate(inputs1, session=session, max_new_tokens=50)
+    response1 = tokenizer.decode(out1[0])
+    # Second turn (session preserves KV cache)
+    inputs2 = tokenizer(response1 + "\\nUser: Tell me more.\\nAssistant:", return_tensors="pt")["input_ids"]
+    out2 = model.generate(inputs2, session=session, max_new_tokens=50)
+"""
+
+
+@pytest.fixture(scope="module")
+def toy() -> Any:
+    return make_toy("llama", max_position_embeddings=128)
+
+
+@pytest.fixture(scope="module")
+def model(toy: Any) -> Iterator[DistributedModelForCausalLM]:
+    with LLM(toy, kv_memory="4MB") as llm:
+        yield AutoDistributedModelForCausalLM.from_pretrained(llm)
+
+
+def alike(mine: torch.Tensor, theirs: torch.Tensor, eos: int = EOS) -> bool:
+    """The same ids through the first end of sequence; a beam search there fills with that, here with pads."""
+    new = (mine == eos).cumsum(1) - (mine == eos).long() > 0
+    return mine.shape == theirs.shape and bool((mine == theirs)[~new].all())
+
+
+def theirs(toy: Any, ids: torch.Tensor, **kwargs: Any) -> Any:
+    return toy.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+
+
+# ---- the document
+
+
+def test_the_seeds_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, Any] = {}
+    text = SEED.replace("from petals", "from verbatim.compat.petals")
+    torch.manual_seed(41)
+    exec(text.replace("petals-team/StableBeluga2", STORYTELLER), scope)
+    model, tokenizer, outputs = scope["model"], scope["tokenizer"], scope["outputs"]
+    with model:
+        assert outputs.dtype == torch.int64 and outputs.shape[1] <= scope["inputs"].shape[1] + 50
+        assert capsys.readouterr().out.startswith("The meaning of life is")
+        torch.manual_seed(41)
+        again = model.generate(scope["inputs"], max_new_tokens=50, do_sample=True, temperature=0.7)
+        assert torch.equal(again, outputs)
+        exec(SEED_SESSION, scope)
+        one, two, session = scope["out1"], scope["out2"], scope["session"]
+        assert scope["response1"].startswith("User: Hello!\nAssistant:")
+        assert torch.equal(session.output_ids, torch.cat([one, two], dim=1))
+        assert tokenizer.decode(two[0]).startswith(scope["response1"] + "\nUser: Tell me more.")
+        joined = torch.cat([one, scope["inputs2"]], dim=1)
+        whole = model.generate(joined, max_new_tokens=50, seed=session.seed)
+        assert torch.equal(whole[:, one.shape[1] :], two)
+        assert session.closed and model.active_session is None
+        assert model.llm.stats()["sessions"] == model.llm.stats()["blocks_used"] == 0
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": dict(num_beams=3),
+    "best_beams": dict(num_beams=4, num_return_sequences=3, early_stopping=True),
+    "length_penalty": dict(num_beams=3, length_penalty=-1.5),
+    "beams_penalty": dict(num_beams=2, repetition_penalty=1.5, suppress_tokens=[4, 5, 6]),
+    "beams_renormalized": dict(num_beams=3, renormalize_logits=True, no_repeat_ngram_size=2),
+    "repetition_penalty": dict(repetition_penalty=1.4),
+    "ngrams": dict(no_repeat_ngram_size=2),
+    "bad_words": dict(bad_words_ids=[[47], [23, 36], [EOS]], suppress_tokens=[9, 50]),
+    "min_new_tokens": dict(min_new_tokens=8, eos_token_id=[2, 47, 125]),
+    "min_length": dict(min_length=15, eos_token_id=[2, 47, 125], no_repeat_ngram_size=3),
+    "forced_eos": dict(forced_eos_token_id=EOS),
+    "decay": dict(exponential_decay_length_penalty=(2, 1.6)),
+    "begin": dict(begin_suppress_tokens=list(range(64))),
+    "bias": dict(sequence_bias=[[[5], 3.0], [[47, 23], -9.0]]),
+    "encoder": dict(encoder_repetition_penalty=1.5, encoder_no_repeat_ngram_size=2),
+    "watermark": dict(watermarking_config=WatermarkingConfig(bias=3.0)),
+    "prefix": dict(prefix_allowed_tokens_fn=lambda row, ids: range(row * 40 + 3, row * 40 + 60)),
+    "config": dict(generation_config=GenerationConfig(num_beams=2, eos_token_id=EOS)),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_do_what_they_do_in_transformers(name: str, model: Any, toy: Any) -> None:
+    kwargs = PARAMETERS[name]
+    eos = EOS if name not in ("min_new_tokens", "min_length") else 47
+    mine = model.generate(ROWS, max_length=23, **kwargs)
+    assert alike(mine, theirs(toy, ROWS, max_length=23, **kwargs), eos)
+    plain = model.generate(ROWS, max_new_tokens=16)
+    assert torch.equal(mine, plain) == (name == "greedy")
+    assert mine.shape[1] <= 23 and not mine.is_inference()
+
+
+def test_a_length_of_the_call_wins_over_its_config(model: Any) -> None:
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=EOS)
+    assert model.generate(ROWS, generation_config=config, **FREE).shape == (2, 16)
+    assert model.generate(ROWS, config, max_length=None, **FREE).shape == (2, 16)
+    assert model.generate(ROWS, config, max_length=12, **FREE).shape == (2, 12)
+    assert config.max_new_tokens == 9
+    config.max_length = 12
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        model.generate(ROWS, config)
+
+
+def test_rows_without_their_pads_get_what_they_get_alone(model: Any) -> None:
+    short = random_ids(4, 3)
+    both = torch.tensor([random_ids(7, 1), [0, 0, 0, *short]])
+    alone = model.generate(torch.tensor([short]), max_new_tokens=9, **FREE)
+    for kwargs in ({}, dict(attention_mask=(both != 0).long()), dict(no_repeat_ngram_size=9)):
+        wide = model.generate(both, max_length=16, **FREE, **kwargs)
+        assert wide.shape == (2, 16) and torch.equal(wide[1:, 3:], alone)
+        assert torch.equal(wide[:, :7], both)
+    seen = model.generate(
+        both, attention_mask=torch.ones_like(both), max_new_tokens=9, repetition_penalty=3.0
+    )
+    assert not torch.equal(seen[1:, 3:], alone)  # a mask wins: these zeros are tokens
+
+
+def test_sampling_repeats_by_seed_and_row(model: Any) -> None:
+    same = ROWS[:1].repeat(4, 1)
+    draw = dict(max_new_tokens=12, do_sample=True, **FREE)
+    torch.manual_seed(41)
+    first = model.generate(same, **draw)
+    torch.manual_seed(41)
+    assert torch.equal(model.generate(ROWS[:1], num_return_sequences=4, **draw), first)
+    assert len(set(map(tuple, first.tolist()))) == 4
+    assert not torch.equal(model.generate(same, **draw), first)
+    for kwargs in (dict(temperature=0.7, top_k=9), dict(top_k=0, top_p=0.8), dict(min_p=0.1)):
+        native = model.generate(ROWS, seed=3, **draw, **kwargs)
+        kept = dict(return_dict_in_generate=True, output_scores=True)
+        chained = model.generate(ROWS, seed=3, **draw, **kwargs, **kept)
+        assert torch.equal(native, chained.sequences)  # transformers' filters leave the same ids
+    params = SamplingParams(max_tokens=12, ignore_eos=True, top_k=50, seed=3)
+    wanted = model.llm.generate([ROWS[0].tolist()], params)[0].outputs[0].token_ids
+    assert model.generate(ROWS, seed=3, **draw)[0, 7:].tolist() == wanted
+
+
+def test_default_draws_come_from_the_50_likeliest(model: Any, toy: Any) -> None:
+    made = model.generate(
+        ROWS[:1], max_new_tokens=1, do_sample=True, temperature=20.0, num_return_sequences=2000
+    )
+    drawn = set(made[:, -1].tolist())
+    assert made.shape == (2000, 8) and 40 < len(drawn) <= 50
+    assert drawn <= set(toy(ROWS[:1]).logits[0, -1].topk(50).indices.tolist())
+
+
+def test_outputs_with_scores_are_those_of_transformers(model: Any, toy: Any) -> None:
+    wish = dict(max_new_tokens=9, return_dict_in_generate=True, no_repeat_ngram_size=2)
+    wish |= dict(output_scores=True, output_logits=True, eos_token_id=[EOS, 50])
+    mine, other = model.generate(ROWS, **wish), theirs(toy, ROWS, **wish)
+    assert torch.equal(mine.sequences, other.sequences)
+    made = mine.sequences[:, 7:]
+    going = torch.ones(2, dtype=torch.bool)
+    for step, name in ((s, n) for s in range(made.shape[1]) for n in ("scores", "logits")):
+        here, there = getattr(mine, name)[step], getattr(other, name)[step]
+        assert here.shape == (2, 128) and here.dtype == torch.float32
+        assert torch.allclose(here[going], there[going], atol=1e-4)
+        assert here.argmax(1).tolist() == made[:, step].tolist() or name == "logits"
+        if name == "logits":
+            going &= ~torch.isin(made[:, step], torch.tensor([EOS, 50]))
+    assert len(mine.scores) == len(mine.logits) == made.shape[1]
+    assert isinstance(mine.past_key_values, RemotePastKeyValues)
+    assert mine.past_key_values.get_seq_length() == mine.sequences.shape[1]
+    beams = model.generate(ROWS, max_new_tokens=6, num_beams=3, return_dict_in_generate=True)
+    wish = dict(max_new_tokens=6, num_beams=3, return_dict_in_generate=True, output_scores=True)
+    assert torch.allclose(beams.sequences_scores, theirs(toy, ROWS, **wish).sequences_scores)
+
+
+# ---- over stages
+
+
+def test_bloom_over_two_stages_equals_transformers(tmp_path: Path) -> None:
+    hf = make_toy("bloom")
+    hf.save_pretrained(tmp_path)
+
+    def lift(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + (torch.arange(scores.shape[-1]) % ids.shape[-1] == 0)
+
+    where = Cluster(stages=2, hosts=ThreadHosts())
+    options = dict(placement=where, kv_memory="4MB", dtype=torch.float32)
+    with DistributedBloomForCausalLM.from_pretrained(tmp_path, **options) as model:
+        assert len(model.llm.engine.runner.crew.members) == 2
+        for kwargs in (
+            {},
+            dict(num_beams=5),
+            dict(no_repeat_ngram_size=2),
+            dict(logits_processor=LogitsProcessorList([lift])),
+            dict(num_beams=5, logits_processor=[lift, NoRepeatNGramLogitsProcessor(2)]),
+        ):
+            wish = dict(max_new_tokens=10, return_dict_in_generate=True, **kwargs)
+            made = model.generate(ROWS, **wish).sequences
+            assert alike(made, theirs(hf, ROWS, **wish).sequences)
+        with model.inference_session(max_length=64, seed=5):
+            one = model.generate(ROWS, max_new_tokens=3, do_sample=True, **FREE)
+            serving(model.llm)[1].kill()
+            two = model.generate(None, max_new_tokens=4, do_sample=True, **FREE)
+        whole = model.generate(ROWS, max_new_tokens=7, do_sample=True, seed=5, **FREE)
+        assert torch.equal(torch.cat([one, two], dim=1), whole)
+
+
+# ---- sessions
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("ends", [False, True], ids=["free", "ends"])
+def test_calls_that_go_on_equal_one_call(model: Any, do_sample: bool, ends: bool) -> None:
+    wish = dict(do_sample=do_sample, repetition_penalty=1.2, no_repeat_ngram_size=3)
+    free = model.generate(ROWS, max_new_tokens=8, seed=5, **FREE, **wish)
+    eos = int(free[0, 7 + 3]) if ends else None
+    whole = model.generate(ROWS, max_new_tokens=8, seed=5, eos_token_id=eos, **wish)
+    assert ends == bool((whole[0, 11:] == 0).all())
+    with model.inference_session(max_length=16, seed=5) as session:
+        parts = [
+            model.generate(ROWS if n == 0 else None, max_new_tokens=new, eos_token_id=eos, **wish)
+            for n, new in enumerate((1, 6, 1))
+        ]
+        assert [part.shape[1] for part in parts] == [8, 6, 1]
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+        assert torch.equal(session.output_ids, whole) and session.position == 15
+        session.position = 9
+        assert torch.equal(session.output_ids, whole[:, :9])
+        again = model.generate(None, max_length=15, eos_token_id=eos, **wish)
+        assert torch.equal(again, whole[:, 9:])
+
+
+def test_a_session_computes_only_what_is_new(model: Any) -> None:
+    runner, rows = model.llm.engine.runner, list[int]()
+    forward = runner.forward
+    runner.forward = lambda batch: (rows.append(len(batch.token_ids)), forward(batch))[1]
+    try:
+        with model.inference_session(max_length=100):
+            model.generate(torch.cat([ROWS] * 4, dim=1), max_new_tokens=1, **FREE)
+            rows.clear()
+            model.generate(None, max_new_tokens=2, **FREE)
+            model.generate(ROWS, max_new_tokens=1, **FREE)
+    finally:
+        runner.forward = forward
+    assert rows == [2, 2, 16]
+
+
+def test_a_penalty_in_turn_two_counts_turn_one(model: Any, toy: Any) -> None:
+    wish = dict(max_new_tokens=8, repetition_penalty=1.6, **FREE)
+    with model.inference_session(max_length=64) as session:
+        one = model.generate(ROWS, **wish)
+        two = model.generate(ROWS.flip(0), **wish)
+    joined = torch.cat([one, ROWS.flip(0)], dim=1)
+    assert torch.equal(two, theirs(toy, joined, **wish)[:, one.shape[1] :])
+    assert not torch.equal(two, model.generate(ROWS.flip(0), **wish))
+    assert session.output_ids.shape == (2, 30)
+
+
+def test_ragged_rows_and_ended_ones_go_on_as_they_would_alone(model: Any) -> None:
+    free = model.generate(ROWS, max_new_tokens=6, **FREE)
+    eos = int(free[0, 7 + 1])
+    short = torch.tensor([[0, 0, 17], [9, 8, 7]])
+    with model.inference_session(max_length=64) as session:
+        one = model.generate(ROWS, max_new_tokens=6, eos_token_id=eos)
+        assert one[0, 9:].tolist() == [0] * 4
+        two = model.generate(short, max_new_tokens=5, **FREE)
+        assert session.position == 13 + 8
+        session.position = 13
+        assert torch.equal(model.generate(short, max_new_tokens=5, **FREE), two)
+    alone = torch.tensor([[*one[0, :9].tolist(), 17]])
+    assert torch.equal(model.generate(alone, max_new_tokens=5, **FREE)[:, 10:], two[:1, 3:])
+    with model.inference_session(max_length=64):  # where all rows have ended, they go on behind it
+        ended = model.generate(ROWS[:1], max_new_tokens=6, eos_token_id=eos)
+        more = model.generate(None, max_new_tokens=3, **FREE)
+    assert ended.shape == (1, 9) and torch.equal(more, free[:1, 9:12])
+
+
+def test_beams_in_a_session_go_on_from_the_best(model: Any, toy: Any) -> None:
+    wish = dict(max_new_tokens=6, num_beams=3, **FREE)
+    with model.inference_session(max_length=64) as session:
+        one = model.generate(ROWS, **wish)
+        two = model.generate(None, **wish)
+        three = model.generate(ROWS, max_new_tokens=4, **FREE)
+        assert torch.equal(session.output_ids, torch.cat([one, two, three], dim=1))
+    assert torch.equal(one, theirs(toy, ROWS, **wish))
+    assert torch.equal(two, theirs(toy, one, **wish)[:, 13:])
+    joined = torch.cat([one, two, ROWS], dim=1)
+    assert torch.equal(three, theirs(toy, joined, max_new_tokens=4, **FREE)[:, 19:])
+
+
+def test_overflow_is_a_value_error_and_the_session_goes_on(model: Any) -> None:
+    with model.inference_session(max_length=20) as session:
+        one = model.generate(ROWS, max_new_tokens=5, **FREE)
+        for kwargs in (dict(max_new_tokens=9), dict(max_length=21), dict(max_length=12)):
+            with pytest.raises(ValueError, match=r"max_length"):
+                model.generate(None, **kwargs)
+        with pytest.raises(PromptTooLong, match="12 tokens of the session, 7 given and 2 new"):
+            model.generate(ROWS, max_new_tokens=2)
+        assert session.position == 12 and session.max_length == 20
+        rest = model.generate(None, max_length=20, **FREE)
+        with model.use_session(None):
+            whole = model.generate(ROWS, max_new_tokens=13, **FREE)
+        assert torch.equal(torch.cat([one, rest], dim=1), whole)
+        with pytest.raises(InvalidRequest, match="position=21"):
+            session.position = 21
+        session.position = 0
+        assert session.output_ids is None  # and any number of rows may come
+        again = model.generate(ROWS[:1], max_new_tokens=5, session=session, **FREE)
+        assert torch.equal(again, one[:1]) and session.last_token_id.tolist() == [[one[0, -1]]]
+
+
+def test_nothing_to_go_on_from_begins_with_bos(model: Any) -> None:
+    begun = model.generate(torch.tensor([[1]]), max_new_tokens=5, **FREE)
+    assert torch.equal(model.generate(max_new_tokens=5, **FREE), begun)
+    with model.inference_session(max_length=16):
+        one = model.generate(None, max_new_tokens=2, **FREE)
+        two = model.generate(None, max_new_tokens=3, **FREE)
+    assert torch.equal(torch.cat([one, two], dim=1), begun) and one.shape == (1, 3)
+    with pytest.raises(InvalidRequest, match="BOS"):
+        model.generate(bos_token_id=999, max_new_tokens=1)
+
+
+def test_whose_session_a_call_belongs_to(model: Any, toy: Any) -> None:
+    with model.inference_session(max_length=64) as outer:
+        model.generate(ROWS, max_new_tokens=2, **FREE)
+        with model.inference_session(max_length=64) as inner:
+            assert model.active_session is inner
+            model.generate(ROWS[:1], max_new_tokens=3, **FREE)
+            model.generate(None, max_new_tokens=1, session=outer, **FREE)
+            with model.use_session(None):
+                assert model.active_session is None
+                alone = model.generate(ROWS, max_new_tokens=3, **FREE)
+            seen: list[Any] = []
+            thread = threading.Thread(target=lambda: seen.append(model.active_session))
+            thread.start()
+            thread.join()
+            assert seen == [None]
+        assert model.active_session is outer and inner.closed
+        assert torch.equal(outer.output_ids, alone) and inner.position == 10
+        with AutoDistributedModelForCausalLM.from_pretrained(toy) as other:
+            assert other.active_session is None
+            with pytest.raises(InvalidRequest, match="another model's"):
+                other.generate(ROWS, session=outer, max_new_tokens=1)
+            other.llm.close()
+    with pytest.raises(EngineClosed, match="session"):
+        model.generate(ROWS, session=outer, max_new_tokens=1)
+
+
+def test_a_failed_call_leaves_the_session_as_it_was(model: Any) -> None:
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 16:
+            raise ZeroDivisionError
+        return scores
+
+    with model.inference_session(max_length=40) as session:
+        with pytest.raises(RequestFailed, match="fails"):
+            model.generate(ROWS, max_new_tokens=20, logits_processor=[fails], **FREE)
+        assert session.output_ids is None and session.seed is None
+        one = model.generate(ROWS[:1], max_new_tokens=5, **FREE)
+        with pytest.raises(RequestFailed, match="fails"):
+            model.generate(None, max_new_tokens=20, logits_processor=[fails], **FREE)
+        with pytest.raises(InvalidRequest, match="2 rows, and the session 1"):
+            model.generate(ROWS, max_new_tokens=1)
+
+        def calls(ids: torch.Tensor, scores: Any) -> bool:
+            with pytest.raises(SessionBusy):
+                session.position = 3
+            return False
+
+        more = model.generate(None, max_new_tokens=4, stopping_criteria=[calls], **FREE)
+        assert more.shape == (1, 4)
+        session.position = 7
+        again = model.generate(None, max_new_tokens=9, **FREE)
+        assert torch.equal(again, torch.cat([one[:, 7:], more], dim=1))
+
+
+def test_sessions_reserve_their_room_and_give_it_back(toy: Any) -> None:
+    with LLM(toy, kv_memory="100KB", block_size=16) as llm:
+        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        blocks = llm.stats()["blocks_free"]
+        rows = ROWS[:1].repeat(blocks // 2 + 1, 1)
+        with model.inference_session(max_length=32) as session:
+            with pytest.raises(OutOfBlocks, match="reserved"):
+                model.generate(rows, max_new_tokens=2)
+            assert llm.stats()["sessions"] == llm.stats()["blocks_reserved"] == 0
+            model.generate(rows[:-1], max_new_tokens=2)
+            assert llm.stats()["sessions"] == blocks // 2
+        assert llm.stats()["sessions"] == llm.stats()["blocks_used"] == 0
+        session = model.inference_session(max_length=32)
+        model.generate(ROWS, session=session, max_new_tokens=2)
+        assert llm.stats()["sessions"] == 2
+        del session
+        gc.collect()
+        assert llm.stats()["sessions"] == llm.stats()["blocks_used"] == 0
+
+
+# ---- who watches
+
+
+def test_stopping_criteria_end_rows_one_by_one(model: Any, toy: Any) -> None:
+    free = model.generate(ROWS, max_new_tokens=12, **FREE)
+    last = int(free[1, 7 + 4])
+
+    def ends(ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        assert ids.shape[0] == 1 and scores is None
+        return ids[:, -1] == last
+
+    made = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[ends], **FREE)
+    for row in (0, 1):
+        new = free[row, 7:].tolist()
+        cut = new.index(last) + 1 if last in new else 12
+        assert made[row, 7:].tolist() == (new[:cut] + [0] * 12)[: made.shape[1] - 7]
+    assert made[1, 7:].tolist()[4] == last
+    criteria = StoppingCriteriaList([MaxLengthCriteria(10)])
+    assert model.generate(ROWS, max_new_tokens=12, stopping_criteria=criteria).shape == (2, 10)
+    with model.inference_session(max_length=64) as session:
+        one = model.generate(ROWS[1:], max_new_tokens=12, stopping_criteria=[ends], **FREE)
+        two = model.generate(None, max_new_tokens=12 - (one.shape[1] - 7), **FREE)
+        assert torch.equal(torch.cat([one, two], dim=1), free[1:])
+        assert session.position == 19
+    scores = []
+    keep = dict(output_scores=True, return_dict_in_generate=True, **FREE)
+    note = [lambda ids, kept: scores.append(len(kept)) or False]
+    model.generate(ROWS[:1], max_new_tokens=3, stopping_criteria=note, **keep)
+    assert scores == [1, 2, 3]
+
+
+def test_criteria_see_each_token_of_an_accepted_draft(toy: Any) -> None:
+    with LLM(toy, draft=make_toy("llama", max_position_embeddings=128), num_draft_tokens=4) as llm:
+        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        free = model.generate(ROWS, max_new_tokens=12, **FREE)
+        lengths: list[int] = []
+
+        def third(ids: torch.Tensor, scores: Any) -> bool:
+            lengths.append(ids.shape[1])
+            return ids.shape[1] == 10
+
+        made = model.generate(ROWS, max_new_tokens=12, stopping_criteria=[third], **FREE)
+        assert torch.equal(made, free[:, :10]) and sorted(lengths) == [8, 8, 9, 9, 10, 10]
+        assert llm.stats()["draft"]["accepted"] > 8
+
+
+def test_stop_strings_and_streams() -> None:
+    tok = byte_level().hf
+    toy = make_toy("llama", vocab_size=340)
+    with LLM(toy, tokenizer=tok, kv_memory="1MB") as llm:
+        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        ids = torch.tensor([tok(text).input_ids[:4] for text in ("the lazy dog", "one two three")])
+        asked = dict(input_ids=ids, token_type_ids=torch.zeros(2, 4), attention_mask=ids > -1)
+        free = model.generate(**asked, max_new_tokens=12, **FREE)
+        width = asked["input_ids"].shape[1]
+        word = tok.decode(free[0, width + 3 : width + 5])
+        made = model.generate(**asked, max_new_tokens=12, stop_strings=[word], **FREE)
+        assert word in tok.decode(made[0]) and made[0, width + 5 :].tolist() in (
+            [0] * (made.shape[1] - width - 5),
+            [],
+        )
+
+        class Notes:
+            def __init__(self) -> None:
+                self.put_ids: list[torch.Tensor] = []
+                self.ended = 0
+
+            def put(self, value: torch.Tensor) -> None:
+                self.put_ids.append(value)
+
+            def end(self) -> None:
+                self.ended += 1
+
+        notes = Notes()
+        made = model.generate(
+            **asked, max_new_tokens=9, streamer=notes, eos_token_id=int(free[1, -4])
+        )
+        assert torch.equal(notes.put_ids[0], asked["input_ids"]) and notes.ended == 1
+        assert torch.equal(torch.stack(notes.put_ids[1:], dim=1), made[:, width:])
+        with model.inference_session(max_length=64):
+            model.generate(**asked, max_new_tokens=2, **FREE)
+            model.generate(None, max_new_tokens=2, streamer=(notes := Notes()), **FREE)
+        assert [list(ids.shape) for ids in notes.put_ids] == [[2, 0], [2], [2]]
+
+
+def test_a_text_streamer_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    tok = byte_level().hf
+    with LLM(make_toy("llama", vocab_size=340), tokenizer=tok, kv_memory="1MB") as llm:
+        model = AutoDistributedModelForCausalLM.from_pretrained(llm)
+        ids = tok(["the quick"], return_tensors="pt")["input_ids"]
+        made = model.generate(ids, max_new_tokens=9, streamer=TextStreamer(tok, skip_prompt=True))
+    assert capsys.readouterr().out == tok.decode(made[0, ids.shape[1] :]) + "\n"
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no_length": ({}, "max_length and max_new_tokens are both None"),
+    "both_lengths": (dict(max_length=9, max_new_tokens=2), "give one of them"),
+    "short": (dict(max_length=7), "max_length=7 leaves no room"),
+    "none_new": (dict(max_new_tokens=0), "max_new_tokens=0"),
+    "limit": (dict(max_new_tokens=1000), "max_tokens=1000"),
+    "greedy_copies": (dict(num_return_sequences=2), "num_return_sequences=2"),
+    "many_copies": (dict(num_beams=2, num_return_sequences=3), "num_return_sequences=3"),
+    "beam_sample": (dict(num_beams=2, do_sample=True), "do_sample"),
+    "cold": (dict(do_sample=True, temperature=0), "temperature=0"),
+    "temperature": (dict(do_sample=True, temperature=-1.0), "temperature"),
+    "top_p": (dict(do_sample=True, top_p=1.5), "top_p"),
+    "unknown": (dict(max_tokens=5), "max_tokens is not known"),
+    "groups": (dict(num_beam_groups=2), "num_beam_groups"),
+    "contrastive": (dict(penalty_alpha=0.6), "penalty_alpha"),
+    "guidance": (dict(guidance_scale=2.0), "guidance_scale"),
+    "config": (dict(generation_config=GenerationConfig(guidance_scale=2.0)), "guidance_scale"),
+    "config_kind": (dict(generation_config={"top_k": 3}), "generation_config"),
+    "attentions": (dict(output_attentions=True), "output_attentions"),
+    "hidden": (dict(output_hidden_states=True), "output_hidden_states"),
+    "scores": (dict(output_scores=True), "needs return_dict_in_generate"),
+    "beam_scores": (
+        dict(output_scores=True, return_dict_in_generate=True, num_beams=2),
+        "output_scores",
+    ),
+    "cache": (dict(cache_implementation="static"), "cache_implementation"),
+    "past": (dict(past_key_values=RemotePastKeyValues()), "use a session"),
+    "embeds": (dict(inputs_embeds=torch.zeros(1, 2, 3)), "inputs_embeds"),
+    "assistant": (dict(assistant_model=object()), "draft="),
+    "lookup": (dict(prompt_lookup_num_tokens=3), "draft="),
+    "synced": (dict(synced_gpus=True), "synced_gpus"),
+    "synthid": (
+        dict(watermarking_config=SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)),
+        "watermarking_config",
+    ),
+    "criteria_beams": (dict(num_beams=2, stopping_criteria=[lambda i, s: False]), "num_beams=2"),
+    "streamer": (dict(streamer=print), "streamer"),
+    "stop_strings": (dict(stop_strings=["x"]), "tokenizer"),
+    "processor": (dict(logits_processor=[3]), "can't be called"),
+    "session": (dict(session="mine"), "session='mine'"),
+    "seed": (dict(seed=-1), "seed=-1"),
+    "segments": (dict(token_type_ids=torch.ones(2, 7)), "token_type_ids"),
+    "mask": (dict(attention_mask=torch.ones(2, 6)), "attention_mask"),
+    "right": (dict(attention_mask=torch.tensor([[1] * 7, [1] * 6 + [0]])), "on the left"),
+    "twice": (dict(input_ids=ROWS), "input_ids"),
+    "vocabulary": (dict(suppress_tokens=[999]), "999"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_done_is_refused_by_name(name: str, model: Any) -> None:
+    kwargs, message = REFUSED[name]
+    before = model.llm.stats()["forwards"]
+    length = {} if {"max_length", "max_new_tokens"} & set(kwargs) else dict(max_new_tokens=3)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ROWS, **({} if name == "no_length" else length), **kwargs)
+    assert model.llm.stats()["forwards"] == before
+
+
+def test_sessions_refuse_what_they_cannot_do(model: Any) -> None:
+    for length in (0, 4096, "long"):
+        with pytest.raises(InvalidRequest, match="max_length"):
+            model.inference_session(max_length=length)
+    with model.inference_session(seed=4) as session:
+        assert session.max_length == model.llm.max_length == 128
+        with pytest.raises(NotSupported, match="num_return_sequences=2"):
+            model.generate(ROWS, max_new_tokens=1, do_sample=True, num_return_sequences=2)
+        with pytest.raises(NotSupported, match="hidden states"):
+            session.step(torch.zeros(1, 1, 64))
+        model.generate(ROWS, max_new_tokens=1)
+        with pytest.raises(InvalidRequest, match="seed=5: this session's is 4"):
+            model.generate(None, max_new_tokens=1, seed=5)
+
+
+# ---- opening
+
+
+def test_classes_and_what_they_open(model: Any, toy: Any, tmp_path: Path) -> None:
+    assert type(model) is DistributedLlamaForCausalLM and isinstance(model, RemoteGenerationMixin)
+    assert model.eval() is model.to("cpu") is model and model.device == torch.device("cpu")
+    with pytest.raises(InvalidRequest, match="model_type 'bloom', and this is 'llama'"):
+        DistributedBloomForCausalLM.from_pretrained(model.llm)
+    with pytest.raises(NotSupported, match="cuda"):
+        model.to("cuda")
+    with pytest.raises(InvalidRequest, match="open already"):
+        AutoDistributedModelForCausalLM.from_pretrained(model.llm, torch_dtype="auto")
+
+    class Mixed(RemoteGenerationMixin):
+        llm = model.llm
+
+    assert torch.equal(
+        Mixed().generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
+    )
+    live = AutoDistributedModelForCausalLM.from_pretrained(toy)
+    assert torch.equal(
+        live.generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
+    )
+    live.llm.close()
+    toy.save_pretrained(tmp_path)
+    opened = AutoDistributedModelForCausalLM.from_pretrained(
+        str(tmp_path), torch_dtype=torch.float32, low_cpu_mem_usage=True, kv_memory="1MB"
+    )
+    llm = opened.llm
+    assert torch.equal(
+        opened.generate(ROWS, max_new_tokens=3), model.generate(ROWS, max_new_tokens=3)
+    )
+    opened.close()
+    opened.close()
+    with pytest.raises(EngineClosed):
+        opened.generate(ROWS, max_new_tokens=3)
+    assert llm.engine.closed and not model.llm.engine.closed
+    with pytest.raises(InvalidRequest, match="'bloom'"):
+        DistributedBloomForCausalLM.from_pretrained(str(tmp_path))
+
+
+class Opened(Exception):
+    """In place of an engine."""
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {}),
+        (dict(revision="x", torch_dtype="auto"), dict(revision="x", dtype="auto")),
+        (dict(initial_peers=None, token=None, max_retries=None), {}),
+        (dict(stages=3), dict(placement=Cluster(stages=3))),
+        (dict(initial_peers=["h:6379"]), dict(placement=Cluster(address="h:6379"))),
+        (
+            dict(initial_peers="h:1", stages=2, request_timeout=9.0, max_retries=1),
+            dict(placement=Cluster(address="h:1", stages=2, step_timeout_s=9.0, max_restarts=1)),
+        ),
+        (dict(placement=Cluster(stages=2)), dict(placement=Cluster(stages=2))),
+    ],
+    ids=["plain", "dtype", "nones", "stages", "peers", "timeouts", "placement"],
+)
+def test_options_become_those_of_the_engine(
+    options: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def llm(name: str, **kwargs: Any) -> LLM:
+        raise Opened(name, kwargs)
+
+    monkeypatch.setattr(
+        loading, "LLM", type("LLM", (), {"__new__": lambda _, *a, **k: llm(*a, **k)})
+    )
+    with pytest.raises(Opened) as opened:
+        AutoDistributedModelForCausalLM.from_pretrained("name", **options)
+    assert opened.value.args == ("name", wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(initial_peers=["/ip4/1.2.3.4/tcp/31337/p2p/Qm"]), "host:port"),
+        (dict(initial_peers=["a:1", "b:1"]), "one address"),
+        (dict(initial_peers=[]), "one address"),
+        (dict(initial_peers=["a:1"], placement=Cluster()), "placement"),
+        (dict(request_timeout=3.0), "step_timeout_s"),
+        (dict(dht_prefix="x"), "dht_prefix"),
+        (dict(allowed_servers=["x"]), "allowed_servers"),
+        (dict(use_server_to_server=False), "use_server_to_server"),
+        (dict(low_cpu_mem_usage=False), "low_cpu_mem_usage"),
+        (dict(token="x"), "HF_TOKEN"),
+        (dict(tuning_mode="ptune"), "tuning_mode"),
+        (dict(torch_dtype="auto", dtype="auto"), "same thing"),
+        (dict(banana=1), "banana is not known"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_mean_nothing_here_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoDistributedModelForCausalLM.from_pretrained("name", **options)
+
+
+def test_the_page_names_everything() -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from/petals.md").read_text()
+    ours = set(petals.__all__) | set(settings.DONE)
+    assert all(hasattr(petals, name) for name in petals.__all__)
+    for name in ours | set(settings.REFUSED):
+        assert re.search(rf"\b{name}\b", page), name
+    arguments = inspect.signature(RemoteGenerationMixin.generate).parameters
+    assert list(arguments)[1:8] == list(inspect.signature(GenerationMixin.generate).parameters)[1:8]

@@ -1,0 +1,381 @@
+"""Drafting with a model's own first layers: a view that shares everything, and no other words."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+import weakref
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.kempner_toys import kempner_toy
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    finish_despite_ctrl_c,
+    mixed_requests,
+    press_ctrl_c,
+)
+from support.sweep import UNBUILDABLE, cases, refusal
+from support.sweep import build as build_case
+from support.toys import TOYS, build, make_toy, random_ids
+from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
+from verbatim.batch import Batch
+from verbatim.draft import EarlyExit
+from verbatim.draft.early_exit import EarlyExitProposer
+from verbatim.errors import ModelChanged, UnsupportedModel
+from verbatim.kv.store import KVStore
+from verbatim.model.borrow import borrow
+from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit as FirstLayers
+
+# What importing some architectures of older versions of transformers says.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+PROMPT = random_ids(21, seed=5)
+
+
+def proposer_of(llm: LLM) -> EarlyExitProposer:
+    proposer = llm.engine.drafting.proposer  # type: ignore[union-attr]
+    assert isinstance(proposer, EarlyExitProposer)
+    return proposer
+
+
+def one_row(length: int, vocab_size: int) -> Batch:
+    return Batch(
+        token_ids=torch.arange(length) * 7 % (vocab_size - 5) + 3,
+        positions=torch.arange(length),
+        query_starts=torch.tensor([0, length], dtype=torch.int32),
+        context_lens=torch.tensor([length], dtype=torch.int32),
+        block_tables=torch.ones(1, 1, dtype=torch.int32),
+        logit_rows=torch.arange(length),
+    )
+
+
+def empty_store(decoder: Decoder) -> KVStore:
+    store = KVStore(decoder.anatomy.layers, 2, 16, decoder.anatomy.dtype, torch.device("cpu"))
+    store.poison([0, 1])
+    return store
+
+
+def attributes(module: nn.Module) -> list[Any]:
+    """Everything that a module and its children hold, by identity."""
+    return [
+        (name, {k: id(v) for k, v in m.__dict__.items()}, {k: id(v) for k, v in m._modules.items()})
+        for name, m in module.named_modules()
+    ]
+
+
+# ---- the view
+
+
+@pytest.mark.parametrize("name", list(TOYS))
+def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> None:
+    model = make_toy(name)
+    before, config = attributes(model), copy.deepcopy(model.config.to_dict())
+    decoder = Decoder(model)
+    batch = one_row(12, decoder.anatomy.vocab_size)
+    whole = empty_store(decoder)
+    decoder.run(batch, whole)
+    for count in (1, 2):
+        small_config = copy.deepcopy(model.config)
+        small_config.num_hidden_layers = count
+        if getattr(small_config, "layer_types", None):
+            small_config.layer_types = small_config.layer_types[:count]
+        small = build(type(model), small_config, seed=1)
+        assert not small.load_state_dict(model.state_dict(), strict=False).missing_keys
+        alone = Decoder(small)
+        expected = alone.forward(batch, empty_store(alone))
+        store, first = empty_store(decoder), FirstLayers(decoder, count)
+        assert first.run(batch, store).logits.equal(expected)
+        for layer, (k, v) in enumerate(store.layers):
+            if layer < count:  # the very K and V of the whole model, and nothing of the others
+                assert k[1, :, :12].equal(whole.layers[layer][0][1, :, :12])
+                assert v[1, :, :12].equal(whole.layers[layer][1][1, :, :12])
+            else:
+                assert k.isnan().all() and v.isnan().all()
+    assert attributes(model) == before and model.config.to_dict() == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases())
+def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(case: str) -> None:
+    if refusal(case) is not None or case in UNBUILDABLE:
+        return  # not run at all
+    decoder = Decoder(build_case(case))
+    if case == "hrm_text":  # runs its layers in circles
+        with pytest.raises(UnsupportedModel, match="not in one list"):
+            FirstLayers(decoder, 1)
+        return
+    first = FirstLayers(decoder, 1)
+    batch = one_row(12, decoder.anatomy.vocab_size)
+    whole, store = empty_store(decoder), empty_store(decoder)
+    decoder.run(batch, whole)
+    assert torch.isfinite(first.run(batch, store).logits).all()
+    count = len(first._short.anatomy.layers)
+    assert 0 < count < len(store.layers)
+    for (k, v), (whole_k, whole_v) in zip(store.layers[:count], whole.layers, strict=False):
+        assert k[1, :, :12].equal(whole_k[1, :, :12]) and v[1, :, :12].equal(whole_v[1, :, :12])
+
+
+def test_a_quarter_of_the_layers_is_taken_unless_told_otherwise() -> None:
+    for layers, expected in ((2, 1), (3, 1), (8, 2), (9, 2)):
+        decoder = Decoder(make_toy("llama", num_hidden_layers=layers))
+        assert FirstLayers(decoder).num_layers == expected
+        assert FirstLayers(decoder, layers - 1).num_layers == layers - 1
+
+
+def test_what_can_not_exit_early_is_refused_by_name() -> None:
+    model = make_toy("llama")
+    for layers in (3, 70):
+        with pytest.raises(
+            InvalidRequest, match=rf"layers={layers}: LlamaForCausalLM has 3 layers, so at most 2"
+        ):
+            LLM(model, draft=EarlyExit(layers))
+    with pytest.raises(InvalidRequest, match="has 1 layers, so at most 0"):
+        LLM(make_toy("llama", num_hidden_layers=1), draft="early-exit")
+    for bad in (0, -1, 1.5, True, "2"):
+        with pytest.raises(InvalidRequest, match=f"layers={bad!r}"):
+            EarlyExit(bad)  # type: ignore[arg-type]
+    replaced = make_toy("llama")
+    replaced.model.forward = replaced.model.forward  # bound to the module with all layers
+    with pytest.raises(UnsupportedModel, match="LlamaModel was replaced"):
+        LLM(replaced, draft="early-exit")
+    with pytest.raises(UnsupportedModel, match="HrmTextForCausalLM can't exit early: its layers"):
+        LLM(build_case("hrm_text"), draft="early-exit")
+
+
+# ---- the words
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3", torch.float32), ("gemma2", torch.bfloat16), ("qwen3_moe", torch.bfloat16)],
+)
+def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+    prompts, params = mixed_requests(12)
+    if "moe" in name:
+        params = [p.replace(record_routing=True) if p.num_beams == 1 else p for p in params]
+    model = make_toy(name, dtype=dtype)
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        forwards = llm.stats()["forwards"]
+    for number, layers in ((0, 1), (1, 2), (3, 1), (8, 2), (None, 2)):
+        with LLM(model, draft=EarlyExit(layers), num_draft_tokens=number) as llm:
+            assert all_facts(llm.generate(prompts, params)) == expected
+            stats = llm.stats()
+            assert stats["forwards"] <= forwards and stats["blocks_used"] == 0
+            assert stats["draft"]["errors"] == stats["draft"]["cut"] == 0
+            assert bool(stats["draft"]["accepted"]) == (number != 0)
+
+
+@pytest.mark.parametrize(
+    "seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+)
+def test_words_hold_where_samples_copy_blocks_and_memory_is_short(seed: int) -> None:
+    """A draft may write to blocks that are still to be copied; seed 5 once had them copied too late."""
+    rng, model = random.Random(seed), make_toy("qwen3", num_hidden_layers=2)
+    count = rng.randint(3, 7)
+    prompts = [random_ids(rng.randint(1, 30), rng.randint(0, 3)) for _ in range(count)]
+    params = [
+        SamplingParams(
+            seed=i,
+            n=rng.randint(1, 5),
+            max_tokens=rng.randint(2, 25),
+            ignore_eos=True,
+            priority=rng.choice([0, 0, -1, 1]),
+        )
+        for i in range(count)
+    ]
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        per_token = llm.info()["kv_bytes_per_token"]
+    with LLM(
+        model,
+        draft=EarlyExit(1),
+        num_draft_tokens=rng.randint(1, 8),
+        block_size=4,
+        kv_memory=per_token * rng.choice([64, 72, 90, 120, 200]),
+        max_batch_tokens=rng.choice([9, 20, 64]),
+        max_sequences=rng.choice([4, 8, 30]),
+    ) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["draft"]["errors"] == 0
+
+
+def test_layers_that_add_nothing_make_every_guess_right() -> None:
+    """Where the last layers leave everything as it is, the first ones say what all of them say."""
+    model = make_toy("qwen3", num_hidden_layers=4)
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    kinds: list[dict[str, Any]] = [
+        dict(temperature=0.0),
+        dict(temperature=0.7, top_p=0.8, repetition_penalty=1.3),
+        dict(temperature=1.3, presence_penalty=0.7, frequency_penalty=0.4, n=3),
+        dict(temperature=0.7, bad_words=[[7], [8, 9]], logit_bias={5: 2.0}, min_tokens=5),
+        dict(temperature=0.7, typical_p=0.8, stop_token_ids=[11, 12]),
+    ]
+    prompts = [random_ids(3 + 9 * i, i) for i in range(len(kinds))]
+    params = [SamplingParams(seed=i, max_tokens=26, logprobs=1, **k) for i, k in enumerate(kinds)]
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    for number in (1, 4):
+        with LLM(model, draft=EarlyExit(2), num_draft_tokens=number, block_size=4) as llm:
+            assert all_facts(llm.generate(prompts, params)) == expected
+            assert llm.stats()["draft"]["acceptance"] == [1.0] * number
+
+
+def test_a_structure_is_kept_in_mind_while_drafting() -> None:
+    prompts = ["Once upon a time"] * 4
+    params = [
+        SamplingParams(regex=r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\.", temperature=0.7, seed=1, n=2),
+        SamplingParams(json_schema={"enum": ["x", 4, [1]]}, temperature=1.3, seed=2),
+        SamplingParams(regex=r"[a-z ]*\.", temperature=0.0, seed=3, max_tokens=20),
+        SamplingParams(temperature=0.7, seed=4, max_tokens=20),
+    ]
+    with LLM() as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(draft=EarlyExit(3), num_draft_tokens=4) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
+
+
+def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts, params = mixed_requests(12)
+    model, rng = make_toy("qwen3_moe"), random.Random(4)
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(model, draft=EarlyExit(2), num_draft_tokens=4, block_size=4) as llm:
+        stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
+        next(stream), next(stream)
+        stream.close()
+        engine, proposer = llm.engine, proposer_of(llm)
+        for owner in (proposer, engine.runner):
+            press_ctrl_c(monkeypatch, rng, 0.25, owner, "forward")
+        results, raised = finish_despite_ctrl_c(llm, prompts, params)
+        monkeypatch.undo()
+        assert raised > 10
+        assert all_facts(results) == expected
+        assert llm.stats()["blocks_used"] == 0
+
+
+# ---- a live module
+
+
+def test_a_module_that_is_edited_is_followed() -> None:
+    model = make_toy("qwen3")
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    with LLM(model, draft=EarlyExit(1), num_draft_tokens=2) as llm:
+        llm.generate(PROMPT, params)
+        model.lm_head = nn.Linear(64, 128, bias=False)
+        model.model.layers[0] = make_toy("qwen3", seed=3).model.layers[0]
+        with torch.no_grad():
+            model.model.norm.weight.mul_(0.5)
+        drafted = facts(llm.generate(PROMPT, params)[0])
+        view: Any = proposer_of(llm).layers._short.module
+        assert view is not model and view.lm_head is model.lm_head
+        assert view.model.layers[0] is model.model.layers[0] and len(view.model.layers) == 1
+        assert len(model.model.layers) == 3
+        assert llm.stats()["draft"]["errors"] == 0
+        with LLM(model) as plain:
+            assert drafted == facts(plain.generate(PROMPT, params)[0])
+        llm.update_weights(make_toy("qwen3", seed=4))
+        with LLM(make_toy("qwen3", seed=4)) as plain:
+            assert facts(llm.generate(PROMPT, params)[0]) == facts(
+                plain.generate(PROMPT, params)[0]
+            )
+        del model.model.layers[2]
+        with pytest.raises(ModelChanged):
+            llm.generate(PROMPT, params)
+
+
+def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
+    class Breaking(OrderedDict[int, Any]):
+        def __init__(self, *given: Any) -> None:
+            if not given:  # an empty one, to stand in for it
+                raise KeyboardInterrupt
+            super().__init__(*given)
+
+    model, seen = make_toy("llama"), list[int]()
+    model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))
+    model.lm_head._forward_hooks = breaking = Breaking({0: lambda *_: seen.append(2)})
+    with pytest.raises(KeyboardInterrupt), borrow(model, [], [], hooks=False):
+        pass
+    assert model.lm_head._forward_hooks is breaking
+    model(torch.tensor([[3, 4]]))
+    assert seen == [1, 2]
+
+
+def test_training_mode_config_and_hooks_are_left_as_they_are() -> None:
+    model = make_toy("llama").train()
+    seen: list[int] = []
+    model.model.layers[2].register_forward_hook(lambda *_: seen.append(1))
+    params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+    with LLM(model) as llm:
+        expected = facts(llm.generate(PROMPT, params)[0])
+    del seen[:]
+    before, config = attributes(model), model.config.to_dict()
+    with LLM(model, draft="early-exit", num_draft_tokens=2) as llm:
+        assert facts(llm.generate(PROMPT, params)[0]) == expected
+        assert len(seen) == llm.stats()["forwards"]  # drafts don't get to this layer
+    assert attributes(model) == before and model.config.to_dict() == config
+    assert all(module.training for module in model.modules())
+
+
+def test_adapters_are_drafted_with() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        model = get_peft_model(make_toy("qwen3"), settings).eval()
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    with LLM(model) as llm:
+        expected = facts(llm.generate(PROMPT, params)[0])
+    with LLM(model, draft=EarlyExit(2), num_draft_tokens=3) as llm:
+        assert facts(llm.generate(PROMPT, params)[0]) == expected
+        assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
+
+
+def test_weights_and_memory_sleep_and_the_module_is_let_go(tmp_path: Path) -> None:
+    make_toy("qwen3").save_pretrained(tmp_path)
+    params = SamplingParams(seed=1, max_tokens=20, ignore_eos=True)
+    llm = LLM(tmp_path, draft=EarlyExit(2), num_draft_tokens=3)
+    expected = facts(llm.generate(PROMPT, params)[0])
+    llm.sleep(weights=True)
+    llm.wake()
+    assert facts(llm.generate(PROMPT, params)[0]) == expected
+    module: Any = llm.engine.runner.module  # type: ignore[attr-defined]
+    gone = weakref.ref(module), weakref.ref(module.model.layers[0])
+    del module
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_module_with_caches_of_its_own_is_refused_by_name() -> None:
+    with pytest.raises(NotSupported, match="kv_caches"):
+        LLM(kempner_toy(), draft="early-exit")
+
+
+def test_hidden_states_that_a_config_asks_for_are_not_collected_twice() -> None:
+    model = make_toy("qwen3")
+    params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+    with LLM(model) as llm:
+        expected = facts(llm.generate(PROMPT, params)[0])
+    with LLM(model, draft=EarlyExit(2), num_draft_tokens=2) as llm:
+        model.config.output_hidden_states = True
+        assert facts(llm.generate(PROMPT, params)[0]) == expected
+        assert llm.stats()["draft"]["drafted"] > 0 == llm.stats()["draft"]["errors"]
+    assert len(model(input_ids=torch.tensor([PROMPT])).hidden_states) == 4

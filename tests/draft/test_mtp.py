@@ -1,0 +1,673 @@
+"""Layers for multi-token prediction: they draft what transformers' do, and change no word."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from support import toys
+from support.mtp_toys import Toy, save_with_mtp, toy
+from support.poison import poison_blocks
+from support.requests_mixed import all_facts, mixed_requests
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    SamplingParams,
+    VerbatimError,
+    storyteller,
+)
+from verbatim.batch import Batch
+from verbatim.model.mtp_source import Mtp, load_mtp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
+STORY = "Once upon a time, there was a"
+SLIDING, MIXTURE = "mistral", "deepseek_v3"
+
+
+@cache
+def story_models() -> Toy:
+    """The model in the package and its MTP layer, as transformers reads them, in float32."""
+    folder = storyteller.path()
+    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    main._keys_to_ignore_on_load_unexpected = [rf"layers\.{main.config.num_hidden_layers}\."]
+    return Toy(main, MtpModel.from_pretrained(main).eval())
+
+
+class Spy:
+    """Notes what MTP layers draft, with NaN in all of their memory that nobody has written."""
+
+    def __init__(self, llm: LLM) -> None:
+        runner: Any = llm.engine.runner
+        proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
+        self.mtp, self.figures = runner.mtp, llm.engine.drafting.totals  # type: ignore[union-attr]
+        self.logits: list[Tensor] = []  # of the latest proposal, [R, V] of each forward
+        self.drafts: dict[Any, list[int]] = {}  # by the ids so far, with sample index
+        self.all_logits: dict[Any, list[Tensor]] = {}
+        pool = llm.engine.scheduler.pool
+        stores = self.mtp.stores
+        poison_blocks(
+            pool, self.mtp, lambda blocks: [s.poison(blocks) for s in stores], pool.num_blocks
+        )
+        run, propose = self.mtp.run, proposer.propose
+
+        def noted_run(k: int, batch: Batch) -> Tensor:
+            logits: Tensor = run(k, batch)
+            assert torch.isfinite(logits).all(), "NaN has reached a draft"
+            self.logits.append(logits)
+            return logits
+
+        def noted_propose(sequences: list[Any], lengths: list[int]) -> list[list[int]]:
+            self.logits = []
+            answers: list[list[int]] = propose(sequences, lengths)
+            for s, answer in zip(sequences, answers, strict=True):
+                key = tuple(s.token_ids(0, s.num_tokens)), s.sample_index
+                self.drafts[key] = answer
+                self.all_logits[key] = self.logits
+            return answers
+
+        self.mtp.run, proposer.propose = noted_run, noted_propose
+
+
+def open_toy(pair: Toy, tokens: int | None = 4, **options: Any) -> LLM:
+    """`tokens` to a draft; None opens it without."""
+    drafting: dict[str, Any] = {}
+    if tokens is not None:
+        drafting = dict(draft=Mtp(pair.mtp), num_draft_tokens=tokens)
+    return LLM(pair.main, **{"kv_memory": "8MB", "block_size": 4, **drafting, **options})
+
+
+def open_story(tokens: int | None, dtype: str = "float32", **options: Any) -> LLM:
+    drafting = {} if tokens is None else dict(draft="mtp", num_draft_tokens=tokens)
+    return LLM(dtype=dtype, **{"kv_memory": "16MB", **drafting, **options})
+
+
+def story_ids(llm: LLM) -> list[int]:
+    assert llm.tokenizer is not None
+    return list(llm.tokenizer.encode(STORY))
+
+
+# What transformers computes, without a cache
+
+
+def causal(length: int, window: int | None) -> Tensor:
+    """An additive mask [1, 1, L, L]."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = (distance >= 0) & (distance < (window or length + 1))
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+@torch.no_grad()
+def layer_outputs(pair: Toy, k: int, ids: list[int], hidden: Tensor) -> Tensor:
+    """What layer `k` makes of slots 0 to S - 1, `[S, H]`, whole, of as many hidden states `[S, H]`."""
+    mtp, slots = pair.mtp, len(hidden)
+    embeds = mtp.embed_tokens(torch.tensor([ids[1 + k : 1 + k + slots]]))
+    positions = torch.arange(1 + k, 1 + k + slots)[None]
+    out: Tensor = mtp.layers[k](
+        embeds,
+        hidden[None],
+        position_embeddings=mtp.rotary_emb(embeds, position_ids=positions),
+        attention_mask=causal(slots, getattr(mtp.config, "sliding_window", None)),
+        position_ids=positions,
+        past_key_values=None,
+    )
+    return out[0]
+
+
+@torch.no_grad()
+def drafted_from_scratch(pair: Toy, ids: list[int], tokens: int) -> tuple[list[int], list[Tensor]]:
+    """A greedy draft behind `ids`, and the logits `[V]` that each of its tokens was taken from."""
+    main, mtp, count = pair.main, pair.mtp, len(pair.mtp.layers)
+    ids, known, logits = list(ids), len(ids), []
+    made = main.get_decoder()(torch.tensor([ids[:-1]])).last_hidden_state[0]
+    for step in range(tokens):
+        if step < count:
+            inputs = made
+        else:  # the last layer's own output stands in for the input of its next slot
+            inputs = torch.cat([inputs, made[-1:]])
+        made = layer_outputs(pair, min(step, count - 1), ids, inputs)
+        logits.append(mtp._project_to_logits(made[None, -1:])[0, 0])
+        ids.append(int(logits[-1].argmax()))
+    return ids[known:], logits
+
+
+def check_drafts(pair: Toy, spy: Spy, tokens: int) -> None:
+    """Every draft, and all logits behind it, are those of a computation that never kept anything."""
+    assert spy.drafts and not spy.figures.num_errors
+    for (ids, _), draft in spy.drafts.items():
+        expected, expected_logits = drafted_from_scratch(pair, list(ids), len(draft))
+        assert 0 < len(draft) <= tokens and draft == expected
+        found = spy.all_logits[ids, 0]
+        for ours, theirs in zip(found, expected_logits, strict=True):
+            torch.testing.assert_close(ours[-1], theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), (SLIDING, 2), (MIXTURE, 1), ("glm4_moe", 2)],
+)
+def test_drafts_and_their_logits_are_those_of_transformers_layers(name: str, layers: int) -> None:
+    pair = toy(name, layers)
+    with open_toy(pair, 5) as llm:
+        spy = Spy(llm)
+        for prompt in ([7], toys.random_ids(17, 1)):
+            llm.generate(prompt, GREEDY)
+        check_drafts(pair, spy, 5)
+
+
+def test_drafts_of_the_storyteller_are_right_also_behind_accepted_and_refused_ones() -> None:
+    with open_story(3) as llm:
+        spy = Spy(llm)
+        (result,) = llm.generate(STORY, GREEDY.replace(max_tokens=60))
+        check_drafts(story_models(), spy, 3)
+        drafted, accepted = result.metrics.draft.num_drafted, result.metrics.draft.num_accepted
+    assert 0 < sum(accepted) < sum(drafted) and accepted[0] > 0.7 * drafted[0]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_first_drafts_are_those_of_transformers_own_forward(layers: int) -> None:
+    pair, prompt = toy("qwen3", layers), toys.random_ids(21, 5)
+    with open_toy(pair, layers) as llm:
+        spy = Spy(llm)
+        llm.generate(prompt, GREEDY.replace(max_tokens=layers + 2))
+    (ids, _), draft = next(iter(spy.drafts.items()))
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        hidden = pair.main(row[:, :-1], output_hidden_states=True).hidden_states[-1]
+        drafted, logits, _ = pair.mtp(
+            input_ids=row[:, 1:],
+            last_hidden_states=hidden,
+            attention_mask=torch.ones_like(row[:, 1:]),
+            position_ids=torch.arange(1, row.shape[1])[None],
+            mtp_cache=MtpCache(config=pair.main.config.get_mtp_config()),
+        )
+    assert draft == drafted[0].tolist()
+    for ours, theirs in zip(spy.all_logits[ids, 0], logits[0], strict=True):
+        torch.testing.assert_close(ours[-1], theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_in_pieces_give_the_logits_of_rows_at_once() -> None:
+    pair, ids = toy("qwen3", 2), toys.random_ids(30, 8)
+    with open_toy(pair, 3) as whole, open_toy(pair, 3, max_batch_tokens=8) as pieces:
+        spies = [Spy(whole), Spy(pieces)]
+        results = [llm.generate(ids, GREEDY) for llm in (whole, pieces)]
+    assert all_facts(results[0]) == all_facts(results[1])
+    assert spies[0].drafts == spies[1].drafts
+
+
+# transformers' own decoding
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+def test_a_session_is_drafted_for_as_one_prompt_is(name: str) -> None:
+    pair, params = toy(name, 2), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with open_toy(pair, 3) as llm, llm.session(120, seed=7) as session, open_toy(pair, 3) as other:
+        spy, fresh = Spy(llm), Spy(other)
+        for inputs, position in (([5, 6, 7] * 5, None), ([9, 10], 14), ([9, 10], 20), ([8], None)):
+            session.position = session.position if position is None else position
+            result = session.generate(inputs, params)
+            (alone,) = other.generate([result.prompt_token_ids], params.replace(seed=7))
+            assert result.outputs[0].logprobs == alone.outputs[0].logprobs
+            assert spy.drafts and spy.drafts == fresh.drafts
+            spy.drafts.clear()
+            fresh.drafts.clear()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_greedy_output_is_that_of_transformers_use_mtp(layers: int, tmp_path: Path) -> None:
+    save_with_mtp(toy("qwen3", layers), tmp_path)
+    main = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    last = main.config.num_hidden_layers
+    main._keys_to_ignore_on_load_unexpected = [
+        rf"layers\.{n}\." for n in range(last, last + layers)
+    ]
+    prompt = toys.random_ids(11, 2)
+    theirs = main.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        use_mtp=True,
+        do_sample=False,
+        max_new_tokens=24,
+        eos_token_id=None,
+    )
+    with LLM(str(tmp_path), draft="mtp", num_draft_tokens=layers, kv_memory="8MB") as llm:
+        spy = Spy(llm)
+        (ours,) = llm.generate(prompt, GREEDY)
+        check_drafts(toy("qwen3", layers), spy, layers)
+    assert ours.outputs[0].token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_the_storyteller_says_what_transformers_use_mtp_says() -> None:
+    with open_story(1) as llm:
+        prompt = story_ids(llm)
+        (ours,) = llm.generate(prompt, GREEDY.replace(max_tokens=40))
+    theirs = story_models().main.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        use_mtp=True,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        max_new_tokens=40,
+    )
+    assert ours.outputs[0].token_ids == theirs[0, len(prompt) :].tolist()
+
+
+# The same words
+
+
+def story_requests() -> list[SamplingParams]:
+    base = SamplingParams(max_tokens=32, seed=4, temperature=0.7)
+    return [
+        base.replace(temperature=0.0),
+        base.replace(logprobs=3, top_p=0.9, n=2),
+        base.replace(temperature=1.3, repetition_penalty=1.2, presence_penalty=0.3),
+        base.replace(regex=r"( [a-z]{2,9}){3,7}\."),
+        base.replace(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}}),
+        base.replace(stop=["the"], min_tokens=5),
+        base.replace(draft=False),
+        base.replace(num_beams=2, draft=False, max_tokens=8, temperature=1.0),
+        base.replace(prompt_logprobs=1, hidden_states=True, max_tokens=12),
+    ]
+
+
+@cache
+def plain_story(dtype: str) -> list[Any]:
+    with open_story(None, dtype) as llm:
+        return all_facts(llm.generate([STORY] * 9, story_requests()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8])
+def test_no_draft_of_the_storyteller_changes_a_bit(dtype: str, tokens: int) -> None:
+    with open_story(tokens, dtype) as llm:
+        Spy(llm)
+        assert all_facts(llm.generate([STORY] * 9, story_requests())) == plain_story(dtype)
+        figures = llm.stats()["draft"]
+    assert figures["errors"] == 0 and (figures["accepted"] > 0) == (tokens > 0)
+
+
+@cache
+def plain_toy(name: str, layers: int, dtype: torch.dtype) -> list[Any]:
+    with open_toy(toy(name, layers, dtype), None) as llm:
+        return all_facts(llm.generate(*toy_requests()))
+
+
+def toy_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts, params = mixed_requests(12)
+    return prompts, [p.replace(max_tokens=12) for p in params]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "dtype", "options"),
+    [
+        ("qwen3", 1, torch.float32, {}),
+        ("qwen3", 3, torch.float32, {"max_batch_tokens": 7}),
+        ("qwen3", 3, torch.bfloat16, {"kv_memory": 220_000}),
+        ("qwen3", 2, torch.float32, {"kv_dtype": "int8", "prefix_cache": False}),
+        (SLIDING, 2, torch.float32, {"kv_memory": 360_000, "max_batch_tokens": 33}),
+        (MIXTURE, 1, torch.float32, {"block_size": 16}),
+    ],
+)
+def test_no_draft_changes_a_bit_in_any_schedule(
+    name: str, layers: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    if "kv_dtype" in options:
+        with open_toy(toy(name, layers, dtype), None, kv_dtype=options["kv_dtype"]) as llm:
+            expected = all_facts(llm.generate(*toy_requests()))
+    else:
+        expected = plain_toy(name, layers, dtype)
+    with open_toy(toy(name, layers, dtype), 4, **options) as llm:
+        Spy(llm)
+        assert all_facts(llm.generate(*toy_requests())) == expected
+        stats = llm.stats()
+    assert stats["draft"]["errors"] == 0 and stats["draft"]["drafted"] > 0
+    assert stats["preemptions"] > 0 or "kv_memory" not in options
+
+
+# The same drafts
+
+
+def common_drafts(ours: Spy, others: Spy) -> int:
+    """How many drafts both made behind the same ids; they must be equal as far as both go."""
+    assert not ours.figures.num_errors and not others.figures.num_errors
+    common = ours.drafts.keys() & others.drafts.keys()
+    for key in common:
+        a, b = ours.drafts[key], others.drafts[key]
+        assert a[: len(b)] == b[: len(a)], key
+    return len(common)
+
+
+def test_an_evicted_sequence_gets_the_drafts_that_it_would_have_got() -> None:
+    pair = toy("qwen3", 2)
+    prompts = [toys.random_ids(20 + i, i) for i in range(4)]
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=30, ignore_eos=True)
+    with open_toy(pair, 3) as roomy, open_toy(pair, 3, kv_memory=240_000) as tiny:
+        spies = Spy(roomy), Spy(tiny)
+        expected, found = roomy.generate(prompts, params), tiny.generate(prompts, params)
+        assert tiny.stats()["preemptions"] > 0
+    assert all_facts(found) == all_facts(expected)
+    assert common_drafts(*spies) > 60
+
+
+def test_a_cached_prefix_is_drafted_behind_as_if_it_were_not_cached() -> None:
+    params = GREEDY.replace(max_tokens=40)
+    with open_story(2, block_size=4) as llm:
+        first = Spy(llm)
+        (plain,) = llm.generate(STORY, params)
+        before = dict(first.drafts)
+        (cached,) = llm.generate(STORY, params)
+        assert cached.num_cached_tokens > 0
+        assert first.drafts == before  # the second time said nothing else behind the same ids
+    assert cached.metrics.draft.num_accepted == plain.metrics.draft.num_accepted
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_blocks_of_somebody_who_was_not_drafted_for_serve_as_well_as_ones_own(layers: int) -> None:
+    pair, prompt = toy("qwen3", layers), toys.random_ids(18, 3)
+    params = GREEDY.replace(max_tokens=40)
+    with open_toy(pair, 4) as fresh, open_toy(pair, 4) as shared:
+        spies = Spy(fresh), Spy(shared)
+        fresh.generate(prompt, params)
+        # Block by block, the second gives up its own for those of the first, which hold the same.
+        shared.generate([prompt] * 2, [params.replace(draft=False), params])
+        assert shared.stats()["draft"]["errors"] == 0
+    assert common_drafts(*spies) == len(spies[1].drafts) > 10
+    assert spies[0].drafts == spies[1].drafts
+
+
+def test_samples_that_share_a_prompt_are_drafted_for_by_their_own_words() -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    with open_story(2) as together, open_story(2) as alone:
+        (result,) = together.generate(STORY, params)
+        acceptance = together.stats()["draft"]["acceptance"][0]
+        alone.generate(STORY, params.replace(n=1))
+        assert len({tuple(c.token_ids) for c in result.outputs}) == 3
+        assert acceptance > 0.7 * alone.stats()["draft"]["acceptance"][0]
+
+
+# Memory
+
+
+def test_what_the_layers_keep_counts_as_kv_memory() -> None:
+    pair = toy("qwen3", 2)
+    with open_toy(pair, None) as plain, open_toy(pair, 2) as drafting:
+        without, info = plain.info(), drafting.info()
+        per_token = 2 * 2 * 20 * 2 * 4 + 2 * 64 * 4  # K and V of two layers, two hidden states
+        assert info["kv_bytes_per_token"] == without["kv_bytes_per_token"] + per_token
+        tokens = info["num_blocks"] * info["block_size"]
+        assert info["kv_bytes"] == tokens * info["kv_bytes_per_token"] <= 8_000_000
+        assert info["mtp_layers"] == 2 and info["parameters"] == without["parameters"]
+        assert info["mtp_weight_bytes"] == 4 * info["mtp_parameters"] > 0
+        mtp = drafting.engine.runner.mtp  # type: ignore[attr-defined]
+        held = [weakref.ref(store) for store in mtp.stores]
+    assert mtp.nbytes == 0
+    del mtp, drafting
+    gc.collect()
+    assert all(store() is None for store in held)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_sleep_gives_their_memory_back_and_drafts_go_on_after_it(weights: bool) -> None:
+    params = GREEDY.replace(max_tokens=20)
+    with open_story(2, "bfloat16") as llm:
+        before = llm.generate(STORY, params)
+        awake = llm.info()["kv_bytes"]
+        llm.sleep(weights=weights)
+        assert llm.info()["kv_bytes"] == 0
+        llm.wake()
+        assert llm.info()["kv_bytes"] == awake
+        spy = Spy(llm)
+        after = llm.generate(STORY, params)
+        assert spy.drafts and llm.stats()["draft"]["errors"] == 0
+    assert all_facts(after) == all_facts(before)
+    assert after[0].metrics.draft.num_accepted == before[0].metrics.draft.num_accepted
+
+
+def test_new_weights_make_worse_drafts_and_the_words_of_plain_decoding() -> None:
+    with open_story(None) as plain, open_story(2) as drafting:
+        module = plain.engine.runner.module  # type: ignore[attr-defined]
+        new = {name: value.detach() * 1.02 for name, value in module.named_parameters()}
+        for llm in (plain, drafting):
+            llm.generate(STORY, GREEDY)
+            llm.update_weights(new)
+        expected, found = plain.generate(STORY, GREEDY), drafting.generate(STORY, GREEDY)
+        assert drafting.stats()["draft"]["errors"] == 0
+    assert all_facts(found) == all_facts(expected)
+
+
+# A live module stays its owner's
+
+
+def test_the_owners_hooks_see_the_models_forwards_and_no_draft() -> None:
+    pair = toy("qwen3", 2)
+    seen: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        for name, module in (("embed", pair.mtp.embed_tokens), ("head", pair.mtp.shared_head))
+    ]
+    try:
+        with open_toy(pair, 3) as llm:
+            (result,) = llm.generate([5, 6, 7], GREEDY)
+            forwards = llm.stats()["forwards"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert sum(result.metrics.draft.num_drafted) > 0
+    assert seen.count("embed") == seen.count("head") == forwards
+
+
+def test_modules_are_given_back_as_they_were() -> None:
+    pair = toy("qwen3", 1)
+
+    def looks() -> list[Any]:
+        return [
+            [(name, list(m.__dict__), m.training) for name, m in model.named_modules()]
+            + [dict(model.config.__dict__), len(model.get_input_embeddings()._forward_hooks)]
+            for model in (pair.main, pair.mtp)
+        ]
+
+    pair.mtp.get_input_embeddings = lambda: pair.mtp.embed_tokens
+    pair.mtp.train()
+    try:
+        before = looks()
+        with open_toy(pair, 2) as llm:
+            llm.generate([5, 6, 7], GREEDY)
+        assert looks() == before
+        assert not pair.main.get_decoder()._forward_hooks
+    finally:
+        pair.mtp.eval()
+
+
+def test_ctrl_c_in_a_draft_gives_the_modules_back_and_costs_no_word_later() -> None:
+    pair = toy("qwen3", 2)
+    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
+        mtp, calls = llm.engine.runner.mtp, 0  # type: ignore[attr-defined]
+        run = mtp.run
+
+        def interrupted(k: int, batch: Batch) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 5:
+                raise KeyboardInterrupt
+            logits: Tensor = run(k, batch)
+            return logits
+
+        mtp.run = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6, 7], GREEDY)
+        assert not any("forward" in m.__dict__ for m in (*pair.mtp.modules(), *pair.main.modules()))
+        assert all_facts(llm.generate([5, 6, 7], GREEDY)) == all_facts(
+            plain.generate([5, 6, 7], GREEDY)
+        )
+        assert calls > 5 and llm.stats()["draft"]["errors"] == 0
+
+
+def test_a_layer_that_raises_costs_drafts_and_no_word() -> None:
+    pair = toy("qwen3", 2)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
+        block = pair.mtp.layers[1].mtp_block
+        block.forward = broken
+        try:
+            found = llm.generate([5, 6, 7], GREEDY)
+        finally:
+            del block.forward
+        stats = llm.stats()["draft"]
+        assert all_facts(found) == all_facts(plain.generate([5, 6, 7], GREEDY))
+    assert stats["errors"] > 0 and "no such kernel" in stats["last_error"]
+
+
+def test_an_edited_head_is_followed() -> None:
+    main = toys.make_toy("qwen3", num_mtp_layers=1, mtp_layer_types=["full_attention"])
+    pair = Toy(main, MtpModel(main, 1).eval())
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    with open_toy(pair, 2) as llm:
+        llm.generate([5, 6, 7], GREEDY)
+        torch.nn.utils.parametrize.register_parametrization(main.lm_head, "weight", Doubled())
+        drafted = llm.generate([5, 6, 7], GREEDY)
+        assert llm.stats()["draft"]["errors"] == 0
+    with open_toy(pair, None) as llm:
+        assert all_facts(llm.generate([5, 6, 7], GREEDY)) == all_facts(drafted)
+
+
+# What is refused, when it is opened
+
+
+def opening_fails(error: type[VerbatimError], message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        LLM(*args, **{"draft": "mtp", "kv_memory": "8MB", **options})
+
+
+def test_a_live_module_must_hand_its_layers_over() -> None:
+    pair, other = toy("qwen3", 1), toy("qwen3", 2)
+    opening_fails(InvalidRequest, r"live module has no files.*Mtp\(model=", pair.main)
+    opening_fails(InvalidRequest, "not those of the model", pair.main, draft=Mtp(other.mtp))
+    opening_fails(InvalidRequest, "must be transformers' MtpModel", pair.main, draft=Mtp(pair.main))
+    none = MtpModel(pair.main, 0)
+    opening_fails(InvalidRequest, "it has 0 layers", pair.main, draft=Mtp(none))
+
+
+def test_layers_may_lie_in_another_folder_than_the_models(tmp_path: Path) -> None:
+    """Of a live module, too, whose config says nothing of them and stays as it was."""
+    pair, plain = toy("qwen3", 2), toys.make_toy("qwen3")
+    save_with_mtp(pair, tmp_path / "beside")
+    plain.load_state_dict(pair.main.state_dict())
+    before = plain.config.to_dict()
+    with LLM(plain, draft=Mtp(str(tmp_path / "beside")), num_draft_tokens=4) as llm:
+        assert plain.config.to_dict() == before
+        spy = Spy(llm)
+        llm.generate(toys.random_ids(17, 1), GREEDY)
+        check_drafts(pair, spy, 4)
+
+
+def test_layers_and_bodies_that_cannot_be_run_one_by_one_are_refused() -> None:
+    main = toys.make_toy("qwen3", num_mtp_layers=1, mtp_layer_types=["full_attention"])
+    mtp = MtpModel(main, 1).eval()
+    mtp.layers[0].eh_proj = torch.nn.Linear(64, 64)
+    opening_fails(NotSupported, "few tokens raised.*shapes", main, draft=Mtp(mtp))
+    mtp = MtpModel(main, 1).eval()
+    mtp.layers[0].mtp_block = torch.nn.Identity()
+    opening_fails(NotSupported, "can't be run on flat batches", main, draft=Mtp(mtp))
+    main.get_decoder = torch.nn.Identity  # what a model says of itself need not be so
+    opening_fails(NotSupported, "hidden states of its body can't be kept", main, draft=Mtp(mtp))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of two MTP layers, to be spoilt."""
+    save_with_mtp(toy("qwen3", 2), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("number", [None, 0, -1, "one", True])
+def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: Any) -> None:
+    edit_config(folder, lambda config: config.update(num_mtp_layers=number))
+    if number is None:
+        edit_config(folder, lambda config: config.pop("num_mtp_layers"))
+    try:
+        LLM(str(folder), kv_memory="8MB").close()
+    except ModelError:  # transformers itself refuses such a config
+        assert number in ("one", True, -1)
+        return
+    opening_fails(
+        NotSupported,
+        rf"Qwen3ForCausalLM has no MTP layers.*num_mtp_layers is {re.escape(repr(number))}",
+        str(folder),
+    )
+
+
+def test_a_config_that_does_not_say_what_the_layers_are_is_refused(folder: Path) -> None:
+    edit_config(folder, lambda config: config.pop("mtp_layer_types"))
+    opening_fails(NotSupported, "does not say what.*mtp_layer_types", str(folder))
+
+
+@pytest.mark.parametrize("lost", ["eh_proj", "self_attn.q_proj", "", "shared_head.norm"])
+def test_layers_that_are_not_all_there_are_refused(folder: Path, lost: str) -> None:
+    path = folder / "model.safetensors"
+    kept = {k: v for k, v in load_file(path).items() if not k.startswith(f"model.layers.4.{lost}")}
+    save_file(kept, path, metadata={"format": "pt"})
+    opening_fails(ModelError, "holds no 2 complete MTP layers.*missing", str(folder))
+
+
+def test_layers_of_another_shape_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 64)
+    save_file(tensors, path, metadata={"format": "pt"})
+    opening_fails(ModelError, "holds no 2 complete MTP layers", str(folder))
+
+
+@pytest.mark.parametrize("ignored", [None, ["^other"]])
+def test_reading_the_layers_leaves_the_model_as_it_was(
+    folder: Path, ignored: list[str] | None
+) -> None:
+    main, field = AutoModelForCausalLM.from_pretrained(folder), "_keys_to_ignore_on_load_unexpected"
+    main.config.name_or_path = "org/elsewhere"
+    main.__dict__.pop(field, None)
+    if ignored is not None:
+        setattr(main, field, ignored)
+    before = list(main.__dict__), main.__dict__.get(field)
+    mtp = load_mtp(main, folder)
+    assert (list(main.__dict__), main.__dict__.get(field)) == before
+    assert main.config.name_or_path == "org/elsewhere"
+    assert mtp.shared_head is main.lm_head
+    for ours, theirs in zip(toy("qwen3", 2).mtp.layers, mtp.layers, strict=True):
+        for name, value in ours.state_dict().items():
+            assert torch.equal(value, theirs.state_dict()[name]), name
+
+
+def test_beams_take_no_drafts() -> None:
+    with open_toy(toy("qwen3", 1), 2) as llm, pytest.raises(VerbatimError, match="num_beams"):
+        llm.generate([5, 6], SamplingParams(num_beams=2))

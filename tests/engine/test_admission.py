@@ -1,0 +1,323 @@
+"""Bad input is refused at the door: by name, with the value and the limit, before any forward."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.toys import VOCAB, make_toy
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    PromptTooLong,
+    SamplingParams,
+    UnsupportedModel,
+    VerbatimError,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(temperature=-0.5), "temperature=-0.5: must be 0 or more"),
+        (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(temperature="hot"), "temperature='hot': must be a number"),
+        (dict(top_p=0.0), "top_p=0.0: must be above 0 and at most 1"),
+        (dict(top_p=1.5), "top_p=1.5"),
+        (dict(top_k=-1), "top_k=-1: must be 0 or more"),
+        (dict(top_k=2.5), "top_k=2.5: must be an integer"),
+        (dict(min_p=1.1), "min_p=1.1"),
+        (dict(typical_p=0), "typical_p=0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0: must be 1e-30 or more"),
+        (dict(presence_penalty=3.0), "presence_penalty=3.0"),
+        (dict(n=0), "n=0: must be 1 to 4096"),
+        (dict(max_tokens=-1), "max_tokens=-1"),
+        (dict(min_tokens=5, max_tokens=4), "min_tokens=5 is more than max_tokens=4"),
+        (dict(seed=2**64), "seed=18446744073709551616"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(stop=[""]), "each stop must be a non-empty string"),
+        (dict(stop=["x" * 2000]), "2000 characters; at most 1024"),
+        (dict(stop_token_ids=[-4]), "-4 is not a token id"),
+        (dict(stop_token_ids=["a"]), "neither an id nor a list of ids"),
+        (dict(allowed_token_ids=[]), "allowed_token_ids is empty"),
+        (dict(logit_bias={3: float("inf")}), r"logit_bias\[3\]=inf"),
+        (dict(bad_words="word"), "must be a list of strings"),
+        (dict(logprobs=-1), "logprobs=-1"),
+        (dict(ignore_eos=1), "ignore_eos=1: must be True or False"),
+    ],
+)
+def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        SamplingParams(**fields)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            dict(json_schema={}, regex="a"),
+            InvalidRequest,
+            "json_schema and regex: at most one",
+        ),
+        (dict(json_schema="{"), InvalidRequest, "json_schema is not a JSON schema"),
+        (dict(json_schema=[1]), InvalidRequest, "a schema is an object, true or false"),
+        (dict(regex=""), InvalidRequest, "regex=''"),
+        (dict(grammar=3), InvalidRequest, "grammar=3"),
+        (dict(choice="ab"), InvalidRequest, "choice='ab': must be a list"),
+        (dict(choice=[]), InvalidRequest, "choice="),
+        (dict(regex="a+", min_tokens=2), NotSupported, "min_tokens=2 with regex"),
+        (dict(num_beams=0), InvalidRequest, "num_beams=0: must be 1 to 64"),
+        (dict(num_beams=2, n=3), InvalidRequest, "n=3: must be at most num_beams=2"),
+        (dict(num_beams=2, top_k=3), NotSupported, "top_k=3 with num_beams=2"),
+        (dict(num_beams=2, temperature=0.5), NotSupported, "temperature=0.5 with num_beams=2"),
+        (dict(length_penalty=2.0), NotSupported, "length_penalty=2.0: requires num_beams above 1"),
+        (dict(early_stopping=True), NotSupported, "early_stopping=True: requires num_beams"),
+        (dict(num_beams=2, early_stopping="soon"), InvalidRequest, "early_stopping='soon'"),
+        (dict(logits_processors=[3]), InvalidRequest, "3 is not callable"),
+        (dict(priority=0.5), InvalidRequest, "priority=0.5: must be an integer"),
+        (dict(timeout_s=0), InvalidRequest, "timeout_s=0.0: must be above 0"),
+        (dict(cache_salt=b"x"), InvalidRequest, "cache_salt=b'x'"),
+        (dict(record_routing=1), InvalidRequest, "record_routing=1: must be True or False"),
+        (dict(replay_routing=torch.zeros(1)), InvalidRequest, "must be integers of shape"),
+        (dict(replay_routing=[[[-1, 0]]]), InvalidRequest, "experts below 0"),
+        (dict(replay_routing=[[[1, 1]]]), InvalidRequest, "to the same expert twice"),
+        (dict(replay_routing=[[[True]]]), InvalidRequest, "must be integers"),
+        (dict(timeout_s=float("inf")), InvalidRequest, "timeout_s=inf: must be a finite number"),
+        (dict(temperature=10**400), InvalidRequest, "temperature=inf: must be a finite number"),
+        (dict(logit_bias={7: 1e39}), InvalidRequest, "a number in float32"),
+        (dict(regex="a" * 200_000), InvalidRequest, "regex has 200000 characters; at most 131072"),
+        (dict(choice=["a" * 99_999] * 2), InvalidRequest, "choice has 199998 characters"),
+        (dict(stop_token_ids=range(2000)), InvalidRequest, "2000 entries; at most 1024"),
+        (dict(hidden_states="yes"), InvalidRequest, "hidden_states='yes'"),
+    ],
+)
+def test_wrong_fields_are_refused_by_name(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (dict(record_routing=True), NotSupported, "record_routing: no layer .* experts"),
+        (dict(replay_routing=[[[1]]]), NotSupported, "experts"),
+        (dict(choice=["a"]), InvalidRequest, "choice needs a tokenizer"),
+        (dict(json_schema=True), InvalidRequest, "json_schema needs a tokenizer"),
+    ],
+)
+def test_what_this_model_can_not_do_is_refused_at_the_door(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with LLM(make_toy("llama")) as llm:
+        with pytest.raises(error, match=message):
+            llm.generate([5, 6], SamplingParams(**fields))
+        assert llm.stats()["forwards"] == 0
+
+
+def test_a_routing_that_does_not_fit_is_refused_at_the_door() -> None:
+    with LLM(make_toy("qwen3_moe")) as llm:
+        for shape, message in (
+            ((2, 3, 1), r"shape \[2, 3, 1\]; .* up to \[6, 3, 2\]"),
+            ((7, 3, 2), r"shape \[7, 3, 2\]"),
+        ):
+            routing = torch.arange(shape[2]).expand(shape)
+            with pytest.raises(InvalidRequest, match=message):
+                llm.generate([5, 6], SamplingParams(replay_routing=routing, max_tokens=4))
+        sixth = torch.tensor([5, 6]).expand(2, 3, 2)
+        with pytest.raises(InvalidRequest, match="names expert 6; there are 6"):
+            llm.generate([5, 6], SamplingParams(replay_routing=sixth, max_tokens=4))
+        with pytest.raises(NotSupported, match="record_routing with num_beams=2"):
+            llm.generate([5, 6], SamplingParams(record_routing=True, num_beams=2))
+
+
+def test_unknown_params_are_refused() -> None:
+    with pytest.raises(TypeError, match="temperatur"):
+        SamplingParams(temperatur=1.0)  # type: ignore[call-arg]
+
+
+def test_params_are_equal_where_all_they_ask_is() -> None:
+    routing = torch.tensor([[[1, 2]]])
+    params = SamplingParams(replay_routing=routing, logit_bias={1: 2.0}, stop=["a"])
+    assert params == params.replace() and hash(params) == hash(params.replace())
+    assert params != params.replace(replay_routing=routing + 1)
+    assert params != params.replace(logit_bias={1: 3.0}) and params != "params"
+    assert pickle.loads(pickle.dumps(params)) == params and copy.deepcopy(params) == params
+
+
+def test_min_tokens_must_fit_in_what_the_prompt_leaves() -> None:
+    too_many = pytest.raises(InvalidRequest, match="min_tokens=9 is more than the 8 tokens")
+    with LLM(make_toy("llama"), max_length=20) as llm, too_many:
+        llm.generate([5] * 12, SamplingParams(min_tokens=9))
+
+
+def test_params_keep_their_own_copies() -> None:
+    stops, bias = [[1, 2]], {3: 1.0}
+    params = SamplingParams(stop_token_ids=stops, logit_bias=bias)
+    stops[0].append(9)
+    bias[4] = 2.0
+    assert params.stop_token_ids == ((1, 2),) and params.logit_bias == {3: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "message"),
+    [
+        ([], {}, InvalidRequest, "the prompt is empty"),
+        ([[3], []], {}, InvalidRequest, "the prompt is empty"),
+        ("words", {}, InvalidRequest, "needs a tokenizer"),
+        ([3, VOCAB], {}, InvalidRequest, f"id {VOCAB} is outside 0 to {VOCAB - 1}"),
+        ([-1], {}, InvalidRequest, "id -1 is outside"),
+        ([3, 4.5], {}, InvalidRequest, "4.5 is not a token id"),
+        ([3] * 256, {}, PromptTooLong, "has 256 tokens; the limit .* is 256"),
+        ([3] * 300, {}, PromptTooLong, "has 300 tokens; the limit .* is 256"),
+        ([3] * 250, dict(max_tokens=7), PromptTooLong, "make 257; the limit"),
+        ([3], dict(stop="x"), InvalidRequest, "stop"),
+        ([3], dict(bad_words=["x"]), InvalidRequest, "bad_words as strings needs a tokenizer"),
+        ([3], dict(logit_bias={VOCAB: 1.0}), InvalidRequest, "logit_bias: token id"),
+        ([3], dict(allowed_token_ids=[500]), InvalidRequest, "allowed_token_ids: token id 500"),
+        ([3], dict(stop_token_ids=[[4, VOCAB]]), InvalidRequest, "stop_token_ids: token id"),
+        ([3], dict(logprobs=VOCAB + 1), InvalidRequest, "more than the vocabulary"),
+    ],
+)
+def test_bad_prompts_are_refused_before_any_forward(
+    prompt: Any, params: dict[str, Any], error: type[VerbatimError], message: str
+) -> None:
+    with LLM(make_toy("llama")) as llm:
+        for call in (
+            lambda: llm.generate(prompt, SamplingParams(**params)),
+            lambda: (
+                list(llm.stream(prompt, SamplingParams(**params)))
+                if "[[" not in str(prompt)
+                else 1 / 0
+            ),
+        ):
+            with pytest.raises((error, ZeroDivisionError), match=f"{message}|division"):
+                call()
+        assert llm.stats()["forwards"] == 0
+
+
+def test_one_bad_prompt_among_good_ones_runs_nothing() -> None:
+    with LLM(make_toy("llama")) as llm:
+        with pytest.raises(InvalidRequest, match="outside"):
+            llm.generate([[3, 4], [999]])
+        assert llm.stats()["forwards"] == llm.stats()["blocks_used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(device="cuda"), NotSupported, "device='cuda'"),
+        (dict(placement=object()), NotSupported, "placement"),
+        (dict(draft=3), InvalidRequest, "draft=3"),
+        (dict(num_draft_tokens=2), InvalidRequest, "num_draft_tokens=2"),
+        (dict(draft="ngram", num_draft_tokens=65), InvalidRequest, "num_draft_tokens=65"),
+        (dict(quantization="int8"), NotSupported, "quantization='int8-g64'"),
+        (dict(prefix_cache="yes"), InvalidRequest, "prefix_cache"),
+        (dict(fused="yes"), InvalidRequest, "fused"),
+        (dict(deterministic=False), NotSupported, "deterministic=False"),
+        (dict(dtype="bfloat16"), NotSupported, "a live module keeps its own"),
+        (dict(kv_dtype="int3"), NotSupported, "kv_dtype='int3'|dtype='int3'"),
+        (dict(kv_memory="lots"), InvalidRequest, "kv_memory='lots'"),
+        (dict(kv_memory="150%"), InvalidRequest, "at most 100%"),
+        (dict(kv_memory="900TB"), InvalidRequest, "this machine's memory"),
+        (dict(block_size=0), InvalidRequest, "block_size=0"),
+        (dict(max_batch_tokens=0), InvalidRequest, "max_batch_tokens=0"),
+        (dict(max_length=1000), InvalidRequest, "the model's limit is 256"),
+        (dict(num_threads=0), InvalidRequest, "num_threads=0"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: dict[str, Any], error: type[VerbatimError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(make_toy("llama"), **options)
+
+
+@pytest.mark.parametrize("value", ["2MB", "2MiB", 2_000_000, "0.1%"])
+def test_kv_memory_is_a_number_an_amount_or_a_share(value: Any) -> None:
+    with LLM(make_toy("llama"), kv_memory=value, max_sequences=10_000) as llm:
+        assert 0 < llm.info()["kv_bytes"] <= 40_000_000
+
+
+class Folder:
+    """A saved toy, to be damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        make_toy("llama").save_pretrained(path)
+
+    def edit(self, **changes: Any) -> None:
+        config = self.path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_a_folder_gives_the_live_modules_answers(folder: Folder) -> None:
+    params = SamplingParams(seed=1, max_tokens=6)
+    with LLM(folder.path) as loaded, LLM(make_toy("llama")) as live:
+        a, b = (llm.generate([5, 6, 7], params)[0].outputs[0] for llm in (loaded, live))
+        assert loaded.tokenizer is None and a.token_ids == b.token_ids and a.logprobs == b.logprobs
+
+
+def test_a_folder_can_be_loaded_in_another_dtype(folder: Folder) -> None:
+    with LLM(folder.path, dtype="bfloat16") as llm:
+        assert llm.info()["dtype"] == llm.info()["kv_dtype"] == "bfloat16"
+
+
+def test_missing_and_damaged_folders_are_named(folder: Folder, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model at '/no/such/folder'"):
+        LLM("/no/such/folder")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        LLM(tmp_path / "empty")
+    weights = folder.path / "model.safetensors"
+    whole = weights.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match="damaged or cut short"):
+            LLM(folder.path)
+    weights.unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        LLM(folder.path)
+    weights.write_bytes(whole)
+    (folder.path / "config.json").write_text("{not json")
+    with pytest.raises(ModelError, match=r"config\.json can't be read"):
+        LLM(folder.path)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Folder) -> None:
+    folder.edit(num_hidden_layers=4)
+    with pytest.raises(ModelError, match="weights are missing"):
+        LLM(folder.path)
+
+
+def test_unknown_architectures_are_refused_by_name(folder: Folder) -> None:
+    folder.edit(model_type="alien", architectures=["AlienForCausalLM"])
+    with pytest.raises(UnsupportedModel, match="alien"):
+        LLM(folder.path)
+    folder.edit(model_type="vit")
+    with pytest.raises(UnsupportedModel, match="'vit' is not a causal language model"):
+        LLM(folder.path)
+
+
+def test_a_module_that_is_no_language_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="holds no transformers model"):
+        LLM(torch.nn.Linear(3, 3))
+    with pytest.raises(NotSupported, match="float64"):
+        LLM(make_toy("llama", dtype=torch.float64))
+    with pytest.raises(InvalidRequest, match="model=3"):
+        LLM(3)  # type: ignore[arg-type]

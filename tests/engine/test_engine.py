@@ -1,0 +1,277 @@
+"""The step: how many forwards, who ends when, what an error takes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    EngineClosed,
+    FinishReason,
+    OutOfBlocks,
+    RequestFailed,
+    SamplingParams,
+    VerbatimError,
+)
+
+PROMPT = random_ids(10, seed=3)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(make_toy("llama")) as opened:
+        yield opened
+
+
+def count(llm: LLM, prompt: Any, **params: Any) -> int:
+    before = llm.stats()["forwards"]
+    llm.generate(prompt, SamplingParams(ignore_eos=True, **params))
+    return llm.stats()["forwards"] - before
+
+
+def test_n_tokens_take_n_forwards(llm: LLM) -> None:
+    for n in (1, 2, 7):
+        assert count(llm, PROMPT, max_tokens=n) == n
+
+
+def test_no_tokens_take_no_forward_unless_prompt_logprobs_are_asked_for(llm: LLM) -> None:
+    assert count(llm, PROMPT, max_tokens=0) == 0
+    assert count(llm, PROMPT, max_tokens=0, prompt_logprobs=0) == 1
+    result = llm.generate(PROMPT, SamplingParams(max_tokens=0))[0]
+    assert result.outputs[0].finish_reason is FinishReason.LENGTH
+    assert result.outputs[0].token_ids == [] and result.prompt_logprobs is None
+
+
+def test_results_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [random_ids(n, seed=n) for n in (9, 1, 30)]
+    results = llm.generate(prompts, SamplingParams(max_tokens=2))
+    assert [r.prompt_token_ids for r in results] == prompts
+
+
+def test_two_runs_without_a_seed_differ_and_the_reported_seed_reproduces_each(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    first, second = (llm.generate(PROMPT, params)[0].outputs[0] for _ in range(2))
+    assert first.token_ids != second.token_ids
+    for run in (first, second):
+        again = llm.generate(PROMPT, params.replace(seed=run.seed))[0].outputs[0]
+        assert again.token_ids == run.token_ids and again.logprobs == run.logprobs
+
+
+def test_samples_of_one_request_differ_and_share_its_seed(llm: LLM) -> None:
+    result = llm.generate(PROMPT, SamplingParams(n=3, max_tokens=12, seed=5, ignore_eos=True))[0]
+    assert len({tuple(c.token_ids) for c in result.outputs}) == 3
+    assert [(c.index, c.seed) for c in result.outputs] == [(0, 5), (1, 5), (2, 5)]
+
+
+def test_eos_and_stop_ids_stay_and_lists_have_one_length(llm: LLM) -> None:
+    free = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    ids = free[0].outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[ids[3]], logprobs=2)
+    c = llm.generate(PROMPT, params)[0].outputs[0]
+    end = ids.index(ids[3]) + 1
+    assert c.token_ids == ids[:end] and c.finish_reason is FinishReason.STOP
+    assert c.stop_reason == ids[3]
+    assert c.top_logprobs is not None
+    assert len(c.logprobs) == len(c.sampled_logprobs) == len(c.top_logprobs) == end
+    pair = tuple(ids[2:4])
+    c = llm.generate(PROMPT, params.replace(stop_token_ids=[pair]))[0].outputs[0]
+    assert c.stop_reason == pair and tuple(c.token_ids[-2:]) == pair
+
+
+def test_several_eos_ids_of_the_generation_config_end_a_completion() -> None:
+    model = make_toy("llama")
+    with LLM(model) as llm:
+        ids = (
+            llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0]
+            .outputs[0]
+            .token_ids
+        )
+    model.generation_config.eos_token_id = [2, ids[4]]
+    with LLM(model) as llm:
+        c = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9))[0].outputs[0]
+        assert c.token_ids == ids[: ids.index(ids[4]) + 1] and c.stop_reason == ids[4]
+        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=7)
+        c = llm.generate(PROMPT, params)[0].outputs[0]
+        assert len(c.token_ids) >= 7 and ids[4] not in c.token_ids[:6]
+
+
+def test_greedy_reports_a_sampled_logprob_of_zero(llm: LLM) -> None:
+    c = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4))[0].outputs[0]
+    assert c.sampled_logprobs == [0.0] * len(c.token_ids) and all(p < 0 for p in c.logprobs)
+
+
+def test_deltas_join_to_the_result(llm: LLM) -> None:
+    params = SamplingParams(n=2, max_tokens=9, seed=1, logprobs=2)
+    deltas = list(llm.stream(PROMPT, params))
+    result = deltas[-1].result
+    assert result is not None and facts(result) == facts(llm.generate(PROMPT, params)[0])
+    for c in result.outputs:
+        mine = [d for d in deltas if d.index == c.index]
+        assert [i for d in mine for i in d.token_ids] == c.token_ids
+        assert [p for d in mine for p in d.logprobs] == c.logprobs
+        assert [top for d in mine for top in d.top_logprobs or []] == c.top_logprobs
+        assert [d.finish_reason for d in mine][-1] is c.finish_reason
+        assert all(d.finish_reason is None for d in mine[:-1])
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    assert llm.stats()["blocks_used"] > 0
+    stream.close()  # type: ignore[attr-defined]
+    stats = llm.stats()
+    assert stats["blocks_used"] == 0 and stats["running"] == 0
+
+
+def test_async_streams_run_together_and_cancel(llm: LLM) -> None:
+    prompts, params = mixed_requests(5)
+    expected = all_facts(llm.generate(prompts, params))
+
+    async def last(i: int) -> Any:
+        results = [d.result async for d in llm.astream(prompts[i], params[i]) if d.result]
+        return facts(results[0])
+
+    async def cancelled() -> None:
+        async for _ in llm.astream(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True)):
+            await asyncio.sleep(0)
+
+    async def everything() -> list[Any]:
+        victim = asyncio.create_task(cancelled())
+        found = await asyncio.gather(*(last(i) for i in range(5)))
+        victim.cancel()
+        await asyncio.gather(victim, return_exceptions=True)
+        return list(found)
+
+    assert asyncio.run(everything()) == expected
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_threads_share_one_engine(llm: LLM) -> None:
+    prompts, params = mixed_requests(8)
+    expected = all_facts(llm.generate(prompts, params))
+    found: list[Any] = [None] * 8
+
+    def one(i: int) -> None:
+        found[i] = facts(llm.generate(prompts[i], params[i])[0])
+
+    callers = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == expected
+
+
+def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN logits in one row end that row's request; its neighbours get what they would have got."""
+    prompts = [random_ids(6, seed=s) for s in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    expected = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
+    forward = llm.engine.runner.forward
+
+    def broken(batch: Any) -> Any:
+        out = forward(batch)
+        if batch.num_sequences == 3:
+            out.logits[1] = torch.nan
+        return out
+
+    monkeypatch.setattr(llm.engine.runner, "forward", broken)
+    requests = [llm.engine.admission.admit(p, params) for p in prompts]
+    with pytest.raises(RequestFailed, match="no token can be drawn"):
+        llm.engine.run(requests)
+    assert isinstance(requests[1].error, RequestFailed)
+    for i in (0, 2):
+        result = requests[i].result
+        assert result is not None and result.outputs[0].token_ids == expected[i]
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_an_engine_called_from_its_own_forward_says_so(llm: LLM) -> None:
+    module = llm.engine.runner.module
+    hook = module.register_forward_hook(lambda *_: llm.generate(PROMPT))
+    with pytest.raises(VerbatimError, match="from inside its own forward"):
+        llm.generate(PROMPT, SamplingParams(max_tokens=2))
+    hook.remove()
+    assert len(llm.generate(PROMPT, SamplingParams(max_tokens=2))) == 1
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_prompt_logprobs_never_ask_for_more_logits_than_fit(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the prompts, one forward has so many rows of logits for them, and one a sequence more."""
+    prompts = [random_ids(n, seed=n) for n in (150, 70, 3, 90)]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=1, seed=1)
+    expected = all_facts(llm.generate(prompts, params))
+    rows, forward = [], llm.engine.runner.forward
+
+    def counted(batch: Any) -> Any:
+        rows.append(len(batch.logit_rows))
+        return forward(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", counted)
+    for most in (1, 7, 64):
+        rows.clear()
+        llm.engine.scheduler.max_prompt_rows = most
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert max(rows) <= most + len(prompts)
+
+
+def test_top_logprobs_can_be_read_by_text() -> None:
+    with LLM() as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2)
+        result = llm.generate("Once upon a time", params)[0]
+        c = result.outputs[0]
+        assert c.top_logprobs is not None and result.prompt_top_logprobs is not None
+        by_text = llm.by_text(c.top_logprobs)
+        assert "".join(max(top, key=top.__getitem__) for top in by_text if top) == c.text
+        assert [len(top) for top in by_text if top] == [3] * 4
+        assert llm.by_text(result.prompt_top_logprobs)[0] is None
+
+
+def test_memory_is_bounded_and_given_back() -> None:
+    model = make_toy("llama")
+    with LLM(model, kv_memory=100_000) as llm:
+        info = llm.info()
+        assert info["kv_bytes"] <= 100_000
+        assert (
+            info["kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
+        )  # layers, K and V, heads, width, bytes
+        limit = llm.max_length
+        assert limit == (info["num_blocks"] - 1) * 16 < 256
+        c = llm.generate(PROMPT, SamplingParams(ignore_eos=True))[0].outputs[0]
+        assert len(PROMPT) + len(c.token_ids) == limit and c.finish_reason is FinishReason.LENGTH
+    with pytest.raises(EngineClosed):
+        llm.generate(PROMPT)
+    with pytest.raises(OutOfBlocks, match="100 bytes"):
+        LLM(model, kv_memory=100)
+
+
+def test_the_engine_uses_no_generator_no_cache_and_no_generate_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers
+
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the engine must not come here")
+
+    model = make_toy("qwen3_moe")
+    prompts, params = mixed_requests(9)
+    with LLM(model) as llm:  # opening tries layers out on noise, which no word depends on
+        for owner, name in (
+            (torch, "multinomial"),
+            (torch, "Generator"),
+            (torch, "rand"),
+            (transformers.DynamicCache, "__init__"),
+            (transformers.GenerationMixin, "generate"),
+        ):
+            monkeypatch.setattr(owner, name, forbidden)
+        assert len(llm.generate(prompts, params)) == 9

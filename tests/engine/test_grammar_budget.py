@@ -1,0 +1,267 @@
+"""The budget of structured outputs, and masks that are computed while other requests run."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from support.bombs import AMBIGUOUS, bombs
+from support.requests_mixed import facts
+from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams, VerbatimError
+from verbatim.core import Request
+from verbatim.sampling import grammar
+from verbatim.sampling.grammar import GrammarState
+
+PROMPT = "Once upon a time"
+WORDS = "start: /[a-z ]{2,20}/ start | /[A-Z]/\n"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+def run(llm: LLM, *asked: SamplingParams) -> list[Request]:
+    """Run requests in one batch; errors are left on them."""
+    requests = [llm.engine.admission.admit(PROMPT, params) for params in asked]
+    for request in requests:
+        llm.engine.submit(request)
+    while llm.engine.step():
+        pass
+    return requests
+
+
+def outcome(request: Request) -> Any:
+    """The error and the tokens before it, or the result."""
+    if request.error is not None:
+        return str(request.error), [sequence.output_ids for sequence in request.sequences]
+    assert request.result is not None
+    return facts(request.result)
+
+
+class Slow:
+    """Holds back the masks of one structure, once `held` tokens exist, until `release` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: int = 1) -> None:
+        self.release, self.entered = threading.Event(), threading.Event()
+        original = GrammarState._compute
+
+        def compute(state: GrammarState) -> Any:
+            if state.compiled.key[1] == WORDS and len(state._ids) >= held:
+                self.entered.set()
+                assert self.release.wait(60)
+            return original(state)
+
+        monkeypatch.setattr(GrammarState, "_compute", compute)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    slow = Slow(monkeypatch)
+    yield slow
+    slow.release.set()
+
+
+# ---- the budget -------------------------------------------------------------------------------------
+
+
+def test_an_ambiguous_grammar_fails_at_the_same_token_alone_in_a_batch_and_with_drafts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(grammar.LIMITS, "step_max_items", 3000)  # to fail soon
+    params = SamplingParams(grammar=AMBIGUOUS, seed=1, max_tokens=80)
+    with LLM() as fresh:
+        (alone,) = run(fresh, params)
+        assert isinstance(alone.error, RequestFailed)
+        assert str(alone.error).startswith("grammar: over the budget of ")
+        assert 2 < len(alone.sequences[0].output_ids) < 80
+        batch = run(fresh, params, params.replace(n=3), SamplingParams(max_tokens=20), params)
+        assert outcome(batch[0]) == outcome(batch[3]) == outcome(alone)
+        assert isinstance(batch[1].error, RequestFailed) and batch[2].result is not None
+    with LLM(draft="ngram") as drafting:
+        assert outcome(run(drafting, params)[0]) == outcome(alone)
+
+
+def test_a_budget_of_the_lexer_counts_no_other_request() -> None:
+    params = SamplingParams(**dict(bombs())["regex-dots"], max_tokens=24)
+    asked = [params.replace(seed=seed) for seed in range(6)]
+    alone = []
+    for each in asked:
+        with LLM() as llm:
+            alone.append(outcome(run(llm, each)[0]))
+    failed = [found for found in alone if "lexer" in found[0]]
+    assert failed, alone
+    with LLM() as llm:
+        for _ in range(2):  # the second time after failures
+            assert [outcome(request) for request in run(llm, *asked)] == alone
+            assert [outcome(run(llm, each)[0]) for each in asked] == alone
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (
+            dict(
+                json_schema={
+                    "allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(30)]
+                }
+            ),
+            "json_schema: #: too many patterns",
+        ),
+        (dict(json_schema={"type": "integer", "multipleOf": 1_000_003}), "multipleOf"),
+        (
+            dict(
+                json_schema={
+                    "type": "object",
+                    "patternProperties": {f"^{i}x": {} for i in range(300)},
+                }
+            ),
+            "300 patternProperties; at most 100",
+        ),
+        (
+            dict(grammar="start: T\nT: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(20)) + "\n"),
+            "grammar: 19 intersections",
+        ),
+        (
+            dict(grammar='start: %json {"type": "integer", "multipleOf": 1000003}\n'),
+            "grammar: %json: .*multipleOf",
+        ),
+    ],
+)
+def test_a_structure_that_would_compile_for_ever_is_refused(
+    llm: LLM, asked: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        llm.engine.admission.admit(PROMPT, SamplingParams(**asked))
+
+
+# ---- masks beside other requests --------------------------------------------------------------------
+
+
+def test_a_request_runs_to_its_end_while_the_mask_of_another_is_computed(
+    llm: LLM, slow: Slow
+) -> None:
+    plain = SamplingParams(seed=3, max_tokens=40)
+    expected = facts(llm.generate(PROMPT, plain)[0])
+    held, free = (
+        llm.engine.admission.admit(PROMPT, params)
+        for params in (SamplingParams(grammar=WORDS, seed=1, max_tokens=8), plain)
+    )
+    for request in (held, free):
+        llm.engine.submit(request)
+    while free.result is None:
+        assert llm.engine.step()
+    assert facts(free.result) == expected
+    assert slow.entered.is_set() and not held.finished
+    slow.release.set()
+    while llm.engine.step():
+        pass
+    assert held.result is not None and len(held.sequences[0].output_ids) > 1
+
+
+def test_samples_and_beams_of_a_slow_structure_are_those_of_a_quick_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        SamplingParams(grammar=WORDS, seed=1, n=3, max_tokens=20, ignore_eos=ignore_eos)
+        for ignore_eos in (False, True)
+    ]
+    asked += [SamplingParams(choice=["a cat", "a dog"], seed=2, ignore_eos=True, max_tokens=30)]
+    asked += [each.replace(num_beams=3, n=1) for each in asked]
+    quick = [outcome(request) for request in run(llm, *asked)]
+    monkeypatch.setattr(grammar, "SLOW_S", 1e-9)
+    assert [outcome(request) for request in run(llm, *asked)] == quick
+    assert llm.stats()["blocks_used"] == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "timeout"])
+def test_a_request_ends_while_its_mask_is_computed(llm: LLM, slow: Slow, how: str) -> None:
+    params = SamplingParams(grammar=WORDS, n=2, timeout_s=0.2 if how == "timeout" else None)
+    request = llm.engine.admission.admit(PROMPT, params)
+    llm.engine.submit(request)
+    while not slow.entered.is_set():
+        assert llm.engine.step()
+    if how == "abort":
+        llm.engine.abort(request)
+    while llm.engine.step():
+        pass
+    assert request.result is not None and not slow.release.is_set()
+    assert {c.finish_reason for c in request.result.outputs} == {FinishReason(how)}
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_an_engine_closes_while_a_mask_is_computed(slow: Slow) -> None:
+    with LLM() as llm:
+        request = llm.engine.admission.admit(PROMPT, SamplingParams(grammar=WORDS))
+        llm.engine.submit(request)
+        while not slow.entered.is_set():
+            assert llm.engine.step()
+    assert request.result is not None
+    assert request.result.outputs[0].finish_reason is FinishReason.ABORT
+
+
+def test_a_waiting_request_is_not_held_up_by_one_whose_mask_is_computed(slow: Slow) -> None:
+    with LLM(max_sequences=1) as llm:
+        # With room for one sequence, the other sample waits for its turn with its first token to come.
+        held = llm.engine.admission.admit(PROMPT, SamplingParams(grammar=WORDS, n=2, max_tokens=4))
+        free = llm.engine.admission.admit(PROMPT, SamplingParams(seed=1, max_tokens=4, priority=-1))
+        llm.engine.submit(held)
+        while not slow.entered.is_set():
+            assert llm.engine.step()
+        llm.engine.submit(free)
+        while free.result is None:
+            assert llm.engine.step()
+        assert not held.finished
+        slow.release.set()
+        while llm.engine.step():
+            pass
+        assert held.result is not None
+
+
+# ---- the hundred ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_bombs_end_while_others_are_served(llm: LLM, capsys: Any) -> None:
+    plain = SamplingParams(seed=3, max_tokens=200, ignore_eos=True)
+    expected = facts(llm.generate(PROMPT, plain)[0])
+    gaps: list[float] = []
+
+    def listen() -> None:
+        last = time.perf_counter()
+        for delta in llm.stream(PROMPT, plain):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+            if delta.result is not None:
+                assert facts(delta.result) == expected
+
+    def bomb(fields: dict[str, Any]) -> str:
+        try:
+            params = SamplingParams(**fields, seed=1, max_tokens=40, timeout_s=60)
+            (result,) = llm.generate(PROMPT, params)
+        except VerbatimError as error:
+            return "failed" if str(error).startswith(next(iter(fields))) else str(error)
+        return str(result.outputs[0].finish_reason)
+
+    for _ in range(10):
+        listen()
+    idle, gaps[:] = list(gaps), []
+    with ThreadPoolExecutor(8) as clients:
+        ends = [clients.submit(bomb, fields) for _, fields in bombs()]
+        while not all(end.done() for end in ends):
+            listen()
+    assert {end.result() for end in ends} == {"failed", "stop", "length"}
+    with capsys.disabled():
+        for name, times in (("idle", idle), ("beside bombs", gaps)):
+            percentiles = statistics.quantiles(times, n=100)
+            print(
+                f"\n{name}: median {percentiles[49] * 1e3:.2f} ms, 95th {percentiles[94] * 1e3:.2f} ms"
+            )

@@ -1,0 +1,1076 @@
+"""Many callers, one engine: who makes the steps, who waits, and what a caller can do to another."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    EngineClosed,
+    FinishReason,
+    InvalidRequest,
+    NotSupported,
+    RequestFailed,
+    SamplingParams,
+    VerbatimError,
+)
+from verbatim.core import Delta, Metrics, Request, Result
+from verbatim.engine import handle as handle_module
+from verbatim.engine.handle import EngineHandle
+from verbatim.engine.sessions import Sessions
+from verbatim.errors import ModelChanged, QueueFull
+from verbatim.kv.blocks import BlockPool
+
+PROMPT = random_ids(10, seed=3)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
+SHORT = SamplingParams(max_tokens=5, ignore_eos=True, seed=4)
+SMALL: dict[str, Any] = dict(kv_memory="16MB")
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(make_toy("llama"), **SMALL) as opened:
+        yield opened
+    assert engine_threads() == []
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "verbatim-engine"]
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def ids(results: list[Result]) -> list[int]:
+    return results[0].outputs[0].token_ids
+
+
+async def last(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
+    (result,) = [d.result async for d in llm.astream(prompt, params) if d.result]
+    return result
+
+
+class InThread:
+    """A call in a thread of its own, and what became of it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self.result = call()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def get(self, seconds: float = 20.0) -> Any:
+        self._thread.join(seconds)
+        assert not self.running, "the call never came back"
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+# ---- asynchronous callers
+
+
+def test_200_streams_finish_and_leave_the_default_executor_alone(llm: LLM) -> None:
+    class Untouchable(Executor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("the executor belongs to the user")
+
+    prompts, params = mixed_requests(9)
+    expected = all_facts(llm.generate(prompts, params))
+
+    async def everything() -> list[Any]:
+        asyncio.get_running_loop()._default_executor = Untouchable()  # type: ignore[attr-defined]
+        streams = (last(llm, prompts[i % 9], params[i % 9]) for i in range(200))
+        found = await asyncio.gather(*streams)
+        asyncio.get_running_loop()._default_executor = None  # type: ignore[attr-defined]
+        return [facts(result) for result in found]
+
+    found = asyncio.run(everything())
+    assert all(found[i] == expected[i % 9] for i in range(200))
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_agenerate_is_generate(llm: LLM) -> None:
+    prompts, params = mixed_requests(6)
+    expected = all_facts(llm.generate(prompts, params))
+    assert all_facts(asyncio.run(llm.agenerate(prompts, params))) == expected
+    with pytest.raises(InvalidRequest, match="empty"):
+        asyncio.run(llm.agenerate([]))
+
+
+def test_threads_and_event_loops_together_get_what_each_gets_alone(llm: LLM) -> None:
+    prompts, params = mixed_requests(12)
+    expected = all_facts(llm.generate(prompts, params))
+
+    def sync(i: int) -> Any:
+        if i % 2:
+            return facts(llm.generate(prompts[i], params[i])[0])
+        (result,) = (d.result for d in llm.stream(prompts[i], params[i]) if d.result)
+        return facts(result)
+
+    async def some(which: range) -> list[Any]:
+        found = await asyncio.gather(*(last(llm, prompts[i], params[i]) for i in which))
+        return [facts(result) for result in found]
+
+    for _ in range(3):
+        callers = [InThread(lambda i=i: sync(i)) for i in range(12)]
+        loops = [
+            InThread(lambda: asyncio.run(some(range(12)))),
+            InThread(lambda: asyncio.run(some(range(0, 12, 2)))),
+        ]
+        assert [caller.get() for caller in callers] == expected
+        assert loops[0].get() == expected and loops[1].get() == expected[::2]
+
+
+def test_a_cancelled_stream_ends_within_a_step_and_alone(llm: LLM) -> None:
+    expected = ids(llm.generate(PROMPT, LONG))
+
+    async def main() -> None:
+        other = asyncio.create_task(last(llm, PROMPT, LONG))
+        got = asyncio.Event()
+
+        async def reader() -> None:
+            async for _ in llm.astream(PROMPT[::-1], LONG):
+                got.set()
+
+        victim = asyncio.create_task(reader())
+        group = asyncio.create_task(llm.agenerate([PROMPT[:5]] * 3, LONG))
+        await got.wait()
+        victim.cancel()
+        group.cancel()
+        await asyncio.gather(victim, group, return_exceptions=True)
+        assert victim.cancelled() and group.cancelled()
+        until(lambda: llm.stats()["running"] == 1)
+        assert (await other).outputs[0].token_ids == expected
+
+    asyncio.run(main())
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_leaving_an_async_stream_early_aborts_it(llm: LLM) -> None:
+    async def main() -> None:
+        async for _ in llm.astream(PROMPT, LONG):
+            break
+        while llm.stats()["running"]:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert llm.stats()["tokens"] < 100
+
+
+def test_steps_are_made_where_the_call_was_made_again_when_the_coroutines_are_gone(
+    llm: LLM,
+) -> None:
+    seen: set[str] = set()
+    llm.engine.runner.module.register_forward_hook(
+        lambda *_: seen.add(threading.current_thread().name)
+    )
+    asyncio.run(llm.agenerate(PROMPT, SHORT))
+    assert seen == {"verbatim-engine"} and len(engine_threads()) == 1
+    seen.clear()
+    llm.generate(PROMPT, SHORT)
+    assert seen == {"MainThread"} and len(engine_threads()) == 1
+    caller = InThread(lambda: llm.generate(PROMPT, LONG))  # waits, and then goes on by itself
+    asyncio.run(llm.agenerate(PROMPT, SHORT))
+    caller.get()
+    assert len(seen) == 3
+
+
+def test_waiting_callers_are_served_when_the_one_who_made_the_steps_leaves(llm: LLM) -> None:
+    expected = ids(llm.generate(PROMPT, LONG))
+    stream = llm.stream(PROMPT[::-1], LONG)
+    next(stream)  # and nobody reads it
+    callers = [InThread(lambda: llm.generate(PROMPT, LONG)) for _ in range(5)]
+    for caller in callers:
+        assert ids(caller.get()) == expected
+    assert sum(len(d.token_ids) for d in stream) == 199
+
+
+# ---- the loop thread's life
+
+
+def test_the_loop_thread_ends_when_it_has_been_idle_and_comes_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle_module, "IDLE_S", 0.05)
+    for _ in range(3):
+        asyncio.run(llm.agenerate(PROMPT, SHORT))
+        until(lambda: not engine_threads())
+
+
+def test_the_loop_thread_goes_with_an_engine_that_is_collected() -> None:
+    llm = LLM(make_toy("llama"), **SMALL)
+    asyncio.run(llm.agenerate(PROMPT, SHORT))
+    assert len(engine_threads()) == 1
+    gone = weakref.ref(llm.engine)
+    del llm
+    gc.collect()
+    assert gone() is None
+    until(lambda: not engine_threads())
+
+
+def test_closing_ends_what_runs_as_aborted() -> None:
+    llm = LLM(make_toy("llama"), **SMALL)
+
+    async def main() -> list[Any]:
+        streams = [asyncio.create_task(last(llm, PROMPT, LONG)) for _ in range(4)]
+        while not llm.stats()["running"]:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(llm.close)
+        return await asyncio.gather(*streams)
+
+    for result in asyncio.run(main()):
+        assert result.outputs[0].finish_reason is FinishReason.ABORT
+    assert engine_threads() == []
+    for call in (llm.pause, llm.resume, llm.sleep, llm.wake, lambda: llm.generate(PROMPT)):
+        with pytest.raises(EngineClosed):
+            call()
+    with pytest.raises(EngineClosed):
+        asyncio.run(llm.agenerate(PROMPT))
+    llm.close()
+
+
+_OPEN_ENDS = [
+    "sync = open_stream(); next(sync)",
+    "a = open_astream(); asyncio.run(first(a))",
+    "b = open_astream(); asyncio.new_event_loop().run_until_complete(first(b))",
+    "threading.Thread(target=lambda: asyncio.run(forever()), daemon=True).start(); time.sleep(0.3)",
+    "c = open_astream(); asyncio.run(first(c)); llms[-1].pause()",
+    "late = open_llm(); asyncio.run(late.agenerate(PROMPT)); atexit.register(late.generate, PROMPT)",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["; ".join(_OPEN_ENDS), *_OPEN_ENDS])
+def test_a_process_ends_quietly_with_streams_left_open(ending: str) -> None:
+    script = f"""
+import asyncio, atexit, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from support.toys import make_toy
+from verbatim import LLM, EngineClosed
+PROMPT = [5, 6, 7]
+llms = []
+def open_llm():
+    llms.append(LLM(make_toy("llama"), kv_memory="16MB", max_length=32))
+    llms[-1].engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.01))
+    return llms[-1]
+open_stream = lambda: open_llm().stream(PROMPT)
+open_astream = lambda: open_llm().astream(PROMPT)
+async def first(stream):
+    await anext(stream)
+async def forever():
+    llm = open_llm()
+    try:
+        while True:
+            await asyncio.gather(*(llm.agenerate(PROMPT) for _ in range(3)))
+    except EngineClosed:  # a call that came when the interpreter had begun to end
+        pass
+{ending}
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- pausing
+
+
+def test_what_was_paused_goes_on_with_the_same_bits(llm: LLM) -> None:
+    prompts, params = mixed_requests(9)
+    expected = all_facts(llm.generate(prompts, params))
+    for _ in range(3):
+        sync = InThread(lambda: llm.generate(prompts, params))
+        coroutine = InThread(lambda: asyncio.run(llm.agenerate(prompts, params)))
+        for _ in range(4):
+            llm.pause()
+            before = llm.stats()
+            assert before["paused"]
+            time.sleep(0.005)
+            assert llm.stats()["forwards"] == before["forwards"]
+            llm.pause("keep")
+            llm.resume()
+            time.sleep(0.005)
+        assert all_facts(sync.get()) == all_facts(coroutine.get()) == expected
+    llm.resume()
+    assert llm.stats()["paused"] is False
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_draining_finishes_what_is_there_and_holds_newcomers(llm: LLM, driven: bool) -> None:
+    def call(params: SamplingParams) -> Callable[[], Any]:
+        if driven:
+            return lambda: asyncio.run(llm.agenerate(PROMPT, params))
+        return lambda: llm.generate(PROMPT, params)
+
+    expected = ids(llm.generate(PROMPT, LONG))
+    slow = llm.engine.runner.module.register_forward_hook(lambda *_: time.sleep(0.002))
+    early = [InThread(call(LONG)) for _ in range(3)]
+    until(lambda: llm.stats()["running"] == 3)
+    drain = InThread(lambda: llm.pause("drain"))
+    until(lambda: llm.engine._mode.value == "draining")
+    late = InThread(call(SHORT))
+    timed = InThread(call(SHORT.replace(timeout_s=0.02)))
+    assert timed.get()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
+    assert drain.running
+    drain.get()
+    assert [ids(caller.get()) for caller in early] == [expected] * 3
+    stats = llm.stats()
+    assert stats["paused"] and stats["running"] == 0 and late.running
+    llm.pause("drain")  # nothing runs, but somebody waits
+    assert ids(late.get()) == expected[:5]
+    slow.remove()
+    llm.resume()
+
+
+def test_draining_by_the_only_thread_makes_the_steps(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    llm.pause("drain")
+    assert llm.stats()["running"] == 0
+    assert sum(len(d.token_ids) for d in stream) == 199
+    llm.resume()
+
+
+def test_pausing_by_aborting_ends_everybody(llm: LLM) -> None:
+    callers = [
+        InThread(lambda: llm.generate(PROMPT, LONG)),
+        InThread(lambda: asyncio.run(llm.agenerate(PROMPT, LONG))),
+    ]
+    until(lambda: llm.stats()["running"] == 2)
+    llm.pause("abort")
+    for caller in callers:
+        assert caller.get()[0].outputs[0].finish_reason is FinishReason.ABORT
+    assert llm.stats()["blocks_used"] == 0
+    waiting = InThread(lambda: llm.generate(PROMPT, SHORT))
+    time.sleep(0.02)
+    assert waiting.running
+    llm.resume()
+    assert len(ids(waiting.get())) == 5
+
+
+def test_an_unknown_mode_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(
+        InvalidRequest, match="mode='stop': must be one of 'keep', 'drain', 'abort'"
+    ):
+        llm.pause("stop")
+    assert llm.stats()["paused"] is False
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_timeout_ends_a_request_while_all_is_paused(llm: LLM, driven: bool) -> None:
+    def call(params: SamplingParams) -> Any:
+        return (
+            asyncio.run(llm.agenerate(PROMPT, params)) if driven else llm.generate(PROMPT, params)
+        )
+
+    llm.pause()
+    others = [InThread(lambda: call(SHORT)) for _ in range(3)]
+    began = time.monotonic()
+    timed = [InThread(lambda s=s: call(SHORT.replace(timeout_s=s))) for s in (0.2, 0.1, 0.15)]
+    for caller in timed:
+        assert caller.get()[0].outputs[0].finish_reason is FinishReason.TIMEOUT
+    assert 0.1 < time.monotonic() - began < 5
+    assert all(caller.running for caller in others)
+    llm.resume()
+    assert all(len(ids(caller.get())) == 5 for caller in others)
+
+
+def test_a_timeout_ends_a_submitted_request_while_another_caller_waits(llm: LLM) -> None:
+    llm.pause()
+    other = InThread(lambda: llm.generate(PROMPT, SHORT))
+    until(lambda: llm.engine._waiting)
+    time.sleep(0.05)
+    request, ended = (
+        llm.engine.admission.admit(PROMPT, SHORT.replace(timeout_s=0.05)),
+        threading.Event(),
+    )
+    llm.engine.submit(request, lambda delta: None, ended.set)
+    assert ended.wait(5) and other.running
+    llm.resume()
+    assert len(ids(other.get())) == 5
+
+
+def test_an_interrupt_ends_the_wait_of_a_paused_program(llm: LLM) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    try:
+        llm.pause()
+        killer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+        killer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, SHORT)
+        killer.join()
+        llm.resume()
+        stats = llm.stats()
+        assert stats["waiting"] == 0 and stats["forwards"] == 0
+        assert len(ids(llm.generate(PROMPT, SHORT))) == 5
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+# ---- sleeping
+
+
+def test_what_was_running_when_the_engine_slept_gets_the_same_bits(llm: LLM) -> None:
+    prompts, params = mixed_requests(9)
+    expected = all_facts(llm.generate(prompts, params))
+    sync = InThread(lambda: llm.generate(prompts, params))
+    coroutine = InThread(lambda: asyncio.run(llm.agenerate(prompts, params)))
+    for _ in range(4):
+        llm.sleep()
+        stats = llm.stats()
+        assert stats["asleep"] and stats["paused"] and stats["blocks_used"] == 0
+        assert llm.info()["kv_bytes"] == 0
+        llm.sleep()
+        llm.pause()
+        with pytest.raises(VerbatimError, match="sleeps"):
+            llm.resume()
+        with pytest.raises(VerbatimError, match="sleeps"):
+            llm.pause("drain")
+        llm.wake()
+        llm.wake()
+        assert 0 < llm.info()["kv_bytes"] <= 16e6
+        time.sleep(0.01)
+    assert all_facts(sync.get()) == all_facts(coroutine.get()) == expected
+
+
+def test_a_live_modules_weights_are_not_dropped(llm: LLM) -> None:
+    with pytest.raises(NotSupported, match="live module"):
+        llm.sleep(weights=True)
+    stats = llm.stats()
+    assert not stats["paused"] and not stats["asleep"]
+    assert len(ids(llm.generate(PROMPT, SHORT))) == 5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
+def test_dropped_weights_come_back_with_the_same_bits(tmp_path: Path, name: str) -> None:
+    make_toy(name, tie_word_embeddings=name != "deepseek_v3").save_pretrained(tmp_path)
+    prompts, params = mixed_requests(7)
+    with LLM(tmp_path, dtype="bfloat16", **SMALL) as llm:
+        module = llm.engine.runner.module
+        parameters = list(module.parameters())
+        bits = [p.detach().clone() for p in parameters]
+        expected = all_facts(llm.generate(prompts, params))
+        tied = module.get_input_embeddings().weight is module.get_output_embeddings().weight
+        stream = llm.stream(PROMPT, LONG)
+        head = next(stream).token_ids
+        llm.sleep()
+        llm.sleep(weights=True)
+        assert sum(p.untyped_storage().nbytes() for p in parameters) == 2 * len(parameters)
+        assert llm.info()["parameters"] == sum(b.numel() for b in bits)
+        llm.wake()
+        assert list(module.parameters()) == parameters or all(
+            p is q for p, q in zip(module.parameters(), parameters, strict=True)
+        )
+        assert all(torch.equal(p, b) for p, b in zip(parameters, bits, strict=True))
+        assert tied == (
+            module.get_input_embeddings().weight is module.get_output_embeddings().weight
+        )
+        tail = [i for delta in stream for i in delta.token_ids]
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert ids(llm.generate(PROMPT, LONG)) == head + tail
+
+
+def test_weights_that_would_come_back_as_others_are_not_dropped(tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    text = config.read_text()
+    with LLM(tmp_path, **SMALL) as llm:
+        expected = ids(llm.generate(PROMPT, SHORT))
+        llm.sleep(weights=True)
+        config.write_text(json.dumps({**json.loads(text), "rms_norm_eps": 0.5}))
+        with pytest.raises(ModelChanged, match=r"config\.json changed"):
+            llm.wake()
+        assert llm.stats()["asleep"]
+    config.write_text(text)
+    with LLM(tmp_path, **SMALL) as llm:
+        with torch.no_grad():
+            llm.engine.runner.module.lm_head.weight.mul_(2)
+        with pytest.raises(NotSupported, match="changed since they were read"):
+            llm.sleep(weights=True)
+        assert not llm.stats()["asleep"]
+        assert ids(llm.generate(PROMPT, SHORT)) != [] != expected
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ModelChanged, match=r"model\.safetensors changed"):
+            llm.sleep(weights=True)
+        assert not llm.stats()["asleep"]
+
+
+def test_weights_of_a_parameter_that_was_replaced_are_not_dropped(tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    with LLM(tmp_path, **SMALL) as llm:
+        head = llm.engine.runner.module.lm_head
+        head.weight = torch.nn.Parameter(head.weight.detach() * 2)
+        expected = ids(llm.generate(PROMPT, SHORT))
+        with pytest.raises(NotSupported, match="changed since they were read"):
+            llm.sleep(weights=True)
+        assert ids(llm.generate(PROMPT, SHORT)) == expected
+
+
+# ---- streams that nobody reads
+
+
+def test_a_stream_that_is_not_read_ends_alone() -> None:
+    with LLM(make_toy("llama"), max_unread=20, **SMALL) as llm:
+        stream = llm.stream(PROMPT, LONG)
+        head = next(stream).token_ids
+        assert len(ids(llm.generate(PROMPT[::-1], LONG))) == 200
+        assert llm.stats()["running"] == 0 and llm.stats()["blocks_used"] == 0
+        rest: list[Delta] = []
+        with pytest.raises(RequestFailed, match="not read; 20 deltas wait, and max_unread is 20"):
+            rest.extend(stream)
+        head += [i for delta in rest for i in delta.token_ids]
+        assert head == ids(llm.generate(PROMPT, LONG))[:21]
+
+        async def stalled() -> int:
+            stream, deltas = llm.astream(PROMPT, LONG), []
+            deltas.append(await anext(stream))
+            await asyncio.to_thread(until, lambda: llm.stats()["running"] == 0)
+
+            async def read_on() -> None:
+                while True:
+                    deltas.append(await anext(stream))
+
+            with pytest.raises(RequestFailed, match="was not read"):
+                await read_on()
+            return len(deltas)
+
+        assert 20 <= asyncio.run(stalled()) <= 22
+        many = SamplingParams(n=40, max_tokens=3, ignore_eos=True)
+        assert len(list(llm.stream(PROMPT, many))) == 120  # one step may bring more than that
+    with pytest.raises(InvalidRequest, match="max_unread=0"):
+        LLM(make_toy("llama"), max_unread=0)
+
+
+def test_a_stream_dropped_in_the_middle_of_a_forward_ends_alone(llm: LLM) -> None:
+    expected = ids(llm.generate(PROMPT, LONG))
+    streams = [llm.stream(PROMPT[::-1], LONG) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+
+    def drop(*_: Any) -> None:
+        if streams:
+            streams.pop()
+            gc.collect()
+
+    hook = llm.engine.runner.module.register_forward_hook(drop)
+    del stream
+    assert ids(llm.generate(PROMPT, LONG)) == expected
+    hook.remove()
+    assert llm.stats()["blocks_used"] == 0
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyError("a bug"), SystemExit(3)])
+def test_an_error_of_the_step_reaches_all_who_wait_and_the_loop_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    expected = ids(llm.generate(PROMPT, SHORT))
+    engine = llm.engine._engine
+    step = engine.step
+
+    def broken() -> bool:
+        monkeypatch.setattr(engine, "step", step)
+        raise error
+
+    async def main() -> None:
+        calls = [asyncio.create_task(llm.agenerate(PROMPT, LONG)) for _ in range(3)]
+        calls += [asyncio.create_task(last(llm, PROMPT, LONG)) for _ in range(3)]
+        while llm.stats()["running"] < 6:
+            await asyncio.sleep(0.001)
+        sync = InThread(lambda: llm.generate(PROMPT, LONG))
+        until(lambda: llm.stats()["running"] == 7)
+        monkeypatch.setattr(engine, "step", broken)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(Exception) as caught:
+            sync.get()
+        for mine in [*found, caught.value]:
+            if isinstance(error, Exception):
+                assert mine is error
+            else:
+                assert isinstance(mine, RequestFailed) and mine.__cause__ is error
+        assert ids(await llm.agenerate(PROMPT, SHORT)) == expected
+
+    asyncio.run(main())
+    assert llm.stats()["blocks_used"] == 0
+    assert ids(llm.generate(PROMPT, SHORT)) == expected
+
+
+def test_an_error_of_a_step_is_raised_as_it_was_by_each_caller(llm: LLM) -> None:
+    def explode(*_: Any) -> None:
+        raise KeyError("from a hook")
+
+    hook = llm.engine.runner.module.register_forward_hook(explode)
+
+    async def depth() -> int:
+        with pytest.raises(KeyError, match="from a hook") as caught:
+            await llm.agenerate(PROMPT, SHORT)
+        assert any(frame.name == "explode" for frame in caught.traceback)
+        return len(caught.traceback)
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(depth() for _ in range(10)))
+
+    assert len(set(asyncio.run(main()))) == 1
+    hook.remove()
+    assert len(ids(llm.generate(PROMPT, SHORT))) == 5
+
+
+# ---- by hand
+
+
+def test_steps_by_hand(llm: LLM) -> None:
+    expected = ids(llm.generate(PROMPT, SHORT))
+    handle, before = llm.engine, llm.stats()["forwards"]
+    request = llm.engine.admission.admit(PROMPT, SHORT)
+    deltas: list[Delta] = []
+    ends: list[bool] = []
+    handle.submit(request, deltas.append, lambda: ends.append(request.finished))
+    assert deltas == [] and handle.step() and len(deltas) == 1
+    handle.pause()
+    assert not handle.step()
+    handle.resume()
+    while handle.step():
+        pass
+    assert llm.stats()["forwards"] == before + 5 and ends == [True]
+    assert [i for delta in deltas for i in delta.token_ids] == expected
+    with pytest.raises(InvalidRequest, match="twice"):
+        handle.submit(request, deltas.append)
+    other = llm.engine.admission.admit(PROMPT, LONG)
+    handle.submit(other, deltas.append)
+    handle.step()
+    handle.abort(other)
+    handle.abort(other)
+    assert deltas[-1].finish_reason is FinishReason.ABORT and not handle.step()
+    with pytest.raises(InvalidRequest, match="twice"):
+        handle.run([llm.engine.admission.admit(PROMPT, SHORT)] * 2)
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_a_driven_request_needs_no_steps_by_hand(llm: LLM) -> None:
+    request, ended = llm.engine.admission.admit(PROMPT, SHORT), threading.Event()
+    llm.engine.submit(request, lambda delta: None, ended.set, driven=True)
+    assert ended.wait(10) and request.result is not None
+
+
+def test_what_a_callback_raises_ends_its_request_alone(llm: LLM) -> None:
+    mine, other = (llm.engine.admission.admit(PROMPT, SHORT) for _ in range(2))
+
+    def refuse(delta: Delta) -> None:
+        raise ZeroDivisionError
+
+    llm.engine.submit(mine, refuse)
+    assert len(llm.engine.run([other])[0].outputs[0].token_ids) == 5
+    assert isinstance(mine.error, ZeroDivisionError)
+
+
+def test_what_would_wait_for_its_own_step_is_refused(llm: LLM) -> None:
+    refused: list[str] = []
+
+    def call_back(*_: Any) -> None:
+        agenerate, astream = llm.agenerate(PROMPT, SHORT), last(llm, PROMPT, SHORT)
+        coroutines = (lambda: asyncio.run(agenerate), lambda: asyncio.run(astream))
+        for call in (llm.pause, llm.sleep, llm.wake, llm.close, llm.engine.step, *coroutines):
+            with pytest.raises(VerbatimError, match="from inside its own forward") as caught:
+                call()
+            refused.append(str(caught.value))
+        assert llm.stats()["running"] == 1
+
+    llm.engine.runner.module.register_forward_hook(call_back)
+    assert len(ids(llm.generate(PROMPT, SHORT))) == 5 and len(refused) == 35
+
+
+def test_more_than_may_wait_are_refused_all_at_once() -> None:
+    with LLM(make_toy("llama"), max_waiting=2, max_sequences=1, **SMALL) as llm:
+        llm.pause()
+        waiting = [InThread(lambda: llm.generate([PROMPT] * 2, SHORT))]
+        until(lambda: llm.stats()["waiting"] == 2)
+        with pytest.raises(QueueFull):
+            llm.generate([PROMPT] * 2, SHORT)
+        with pytest.raises(QueueFull):
+            asyncio.run(llm.agenerate([PROMPT] * 2, SHORT))
+        waiting.append(InThread(lambda: llm.generate(PROMPT, SHORT)))
+        until(lambda: llm.stats()["waiting"] == 3)
+        with pytest.raises(QueueFull):
+            next(llm.stream(PROMPT, SHORT))
+        llm.resume()
+        assert [len(caller.get()) for caller in waiting] == [2, 1]
+
+
+# ---- whose turn it is, without a model
+
+
+class CountingEngine:
+    """One token a step for everybody; what must never happen at the same time is asserted."""
+
+    def __init__(self) -> None:
+        self.inside: dict[Request, Any] = {}
+        self.runner = self
+        self.sessions = Sessions(BlockPool(2), 1)
+        self.busy = threading.Lock()
+        self.steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.inside)
+
+    def check_queue(self, count: int) -> None: ...
+
+    def add(self, request: Request, deliver: Any) -> None:
+        with self.alone():
+            self.inside[request] = deliver
+            request.prompt_logprobs.clear()
+
+    def alone(self) -> Any:
+        assert self.busy.acquire(blocking=False), "two at the engine at once"
+        self.busy.release()
+        return self.busy
+
+    def step(self) -> bool:
+        self.expire(time.monotonic())
+        with self.alone():
+            self.steps += 1
+            if random.random() < 0.1:
+                time.sleep(0.0005)
+            for request in list(self.inside):
+                request.prompt_logprobs.append(0.0)
+                if len(request.prompt_logprobs) == request.max_tokens:
+                    self.end(request)
+                else:
+                    self.inside[request](Delta(request.request_id, 0, "", [1], [0.0], [0.0], None))
+            return bool(self.inside)
+
+    def end(self, request: Request) -> None:
+        deliver = self.inside.pop(request)
+        request.result = Result(request.request_id, None, [], None, None, [], 0, Metrics(), 0)
+        self.on_end(request)
+        deliver(Delta(request.request_id, 0, "", [1], [0.0], [0.0], None, result=request.result))
+
+    def abort(self, request: Request) -> None:
+        with self.alone():
+            if request in self.inside:
+                self.end(request)
+
+    def abort_all(self) -> None:
+        with self.alone():
+            for request in list(self.inside):
+                self.end(request)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        with self.alone():
+            self.inside.pop(request, None)
+            request.error = error
+            self.on_end(request)
+
+    def expire(self, now: float) -> None:
+        with self.alone():
+            for request in list(self.inside):
+                timeout_s = request.params.timeout_s
+                if timeout_s is not None and request.arrival + timeout_s <= now:
+                    self.end(request)
+
+    def next_deadline(self) -> float | None:
+        with self.alone():
+            ends = [r.arrival + r.params.timeout_s for r in self.inside if r.params.timeout_s]
+        return min(ends, default=None)
+
+    def forward(self, batch: Any) -> None:
+        with self.alone():
+            pass
+
+    def evict_all(self) -> None: ...
+
+    def sleep(self, weights: bool) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        return {"inside": len(self.inside)}
+
+
+def make_handle(engine: CountingEngine, **options: Any) -> EngineHandle:
+    return EngineHandle(engine, None, **options)  # type: ignore[arg-type]
+
+
+def make_request(max_tokens: int = 5, **params: Any) -> Request:
+    name = f"r{random.getrandbits(60)}"
+    settings = SamplingParams(**params)
+    none: frozenset[int] = frozenset()
+    return Request(name, None, [1], settings, 0, max_tokens, none, [], time.monotonic(), print)
+
+
+def test_nobody_is_forgotten_when_all_happens_at_once() -> None:
+    handle = make_handle(CountingEngine(), max_unread=30)
+    end = time.monotonic() + 2.0
+    served = [0] * 5
+
+    def call_sync(chance: random.Random) -> None:
+        kind = chance.randrange(5)
+        if kind == 0:
+            served[0] += len(handle.run([make_request(chance.randrange(1, 9)) for _ in range(3)]))
+        elif kind == 1:
+            served[1] += len(list(handle.stream(make_request(7))))
+        elif kind == 2:
+            stream = handle.stream(make_request(50))
+            next(stream)
+            del stream
+            served[2] += 1
+        elif kind == 3:
+            handle.run([make_request(10**9, timeout_s=chance.random() / 50)])
+            served[3] += 1
+        else:
+            request = make_request(10**9)
+            handle.submit(request)
+            handle.step()
+            handle.abort(request)
+            until(lambda: request.finished)
+
+    def keep_calling(seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < end:
+            call_sync(chance)
+
+    async def keep_streaming(seed: int) -> None:
+        chance = random.Random(seed)
+
+        async def one() -> None:
+            async for _ in handle.astream([make_request(chance.randrange(1, 20))]):
+                if chance.random() < 0.02:
+                    break
+            served[4] += 1
+
+        while time.monotonic() < end:
+            calls = [asyncio.create_task(one()) for _ in range(5)]
+            if chance.random() < 0.3:
+                calls[0].cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            if chance.random() < 0.5:
+                await asyncio.sleep(0.01)  # so that the others make steps now and then
+
+    def keep_pausing() -> None:
+        chance = random.Random(9)
+        while time.monotonic() < end:
+            chance.choice(
+                [handle.pause, handle.sleep, lambda: handle.pause("abort"), handle.stats]
+            )()
+            time.sleep(chance.random() / 200)
+            handle.wake()
+            handle.resume()
+            time.sleep(chance.random() / 50)
+
+    def keep_draining() -> None:
+        while time.monotonic() < end:
+            try:
+                handle.pause("drain")
+            except VerbatimError:
+                pass  # asleep
+            time.sleep(0.03)
+
+    callers = [InThread(lambda s=s: keep_calling(s)) for s in range(6)]
+    callers += [InThread(lambda s=s: asyncio.run(keep_streaming(s))) for s in range(2)]
+    others = [InThread(keep_pausing), InThread(keep_draining)]
+    for caller in others:
+        caller.get(10)
+    handle.wake()
+    handle.resume()
+    for caller in callers:
+        caller.get(10)
+    assert all(served), served
+    until(lambda: handle.stats()["inside"] == 0)
+    assert not handle._calls and not handle._entering
+    handle.close()
+    assert engine_threads() == []
+
+
+# Where it hits a callback of the garbage collector (hypothesis has one), nobody can raise it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_harms_nobody_else() -> None:
+    """Ctrl-C in calls of the main thread, at random moments."""
+    engine = CountingEngine()
+    handle = make_handle(engine)
+    armed, end, interrupted = False, time.monotonic() + 2.0, 0
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            signal.raise_signal(signal.SIGINT)
+
+    def keep_calling() -> None:
+        while time.monotonic() < end:
+            handle.run([make_request(random.randrange(1, 20)) for _ in range(2)])
+            assert len(list(handle.stream(make_request(5)))) == 5
+
+    async def keep_awaiting() -> None:
+        while time.monotonic() < end:
+            await handle.arun([make_request(5)])
+            await asyncio.sleep(0.01)
+
+    callers = [InThread(keep_calling), InThread(keep_calling)]
+    callers.append(InThread(lambda: asyncio.run(keep_awaiting())))
+    calls: list[Callable[[], Any]] = [
+        lambda: handle.run([make_request(300)]),
+        lambda: handle.run([make_request(3) for _ in range(30)]),
+        lambda: list(handle.stream(make_request(300))),
+        lambda: handle.pause("drain"),
+        handle.step,
+        handle.stats,
+        lambda: handle.dummy_forward(),
+    ]
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        while time.monotonic() < end:
+            try:
+                try:
+                    armed = True
+                    delay = random.random() * random.choice([1e-4, 1e-3, 2e-2])
+                    signal.setitimer(signal.ITIMER_REAL, delay + 1e-6)
+                    random.choice(calls)()
+                finally:
+                    armed = False
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+            armed = False
+            handle.resume()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGINT, ctrl_c)
+    for caller in callers:
+        caller.get(10)
+    assert interrupted > 20
+    until(lambda: handle.stats()["inside"] == 0)
+    assert not handle._calls
+    handle.close()
+
+
+def test_guests_get_a_turn_between_two_steps() -> None:
+    engine = CountingEngine()
+    handle = make_handle(engine)
+    endless = [make_request(10**9), make_request(10**9)]
+    caller = InThread(lambda: handle.run([endless[0]]))
+    coroutine = InThread(lambda: asyncio.run(handle.arun([endless[1]])))
+    until(lambda: len(engine.inside) == 2 and engine.steps > 10)
+    began = time.monotonic()
+    for _ in range(100):
+        handle.stats()
+    assert time.monotonic() - began < 5
+    for request in endless:
+        handle.abort(request)
+    caller.get()
+    coroutine.get()
+    handle.close()
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_guests_who_come_again_and_again_let_steps_be_made(driven: bool) -> None:
+    handle = make_handle(CountingEngine())
+    stop = threading.Event()
+
+    def keep_visiting() -> None:
+        while not stop.is_set():
+            handle.call(lambda: time.sleep(1e-4))
+
+    guests = [InThread(keep_visiting) for _ in range(3)]
+    request = make_request(100)
+    try:
+        if driven:
+            asyncio.run(asyncio.wait_for(handle.arun([request]), 10))
+        else:
+            InThread(lambda: handle.run([request])).get(10)
+    finally:
+        stop.set()
+    for guest in guests:
+        guest.get()
+    handle.close()
+
+
+def test_a_guest_waits_for_a_stepper_of_its_own_thread_for_a_moment_only() -> None:
+    handle = make_handle(CountingEngine())
+    looked: list[dict[str, Any]] = []
+    handler = signal.signal(signal.SIGALRM, lambda *_: looked.extend(handle.stats() for _ in "ab"))
+    handle.pause()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        handle.run([make_request(5, timeout_s=0.2)])
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert [found["paused"] for found in looked] == [True, True]
+    handle.close()
+
+
+# ---- a forked child
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while there are threads
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_is_told_to_be_spawned(busy: bool) -> None:
+    """OpenMP would wait for ever for threads that the child does not have."""
+    engine = CountingEngine()
+    handle = make_handle(engine)
+    asyncio.run(handle.arun([make_request(5)]))
+    endless = make_request(10**9)
+    caller = InThread(lambda: handle.run([endless])) if busy else None
+    until(lambda: engine.inside or not busy)
+
+    def in_child() -> bool:
+        with pytest.raises(EngineClosed, match="'spawn'"):
+            handle.run([make_request(5)])
+        with pytest.raises(EngineClosed, match="'spawn'"):
+            asyncio.run(handle.arun([make_request(5)]))
+        with pytest.raises(NotSupported, match="'spawn'"):
+            LLM()
+        handle.close()
+        return handle.closed
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            os._exit(0 if in_child() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    handle.abort(endless)
+    if caller is not None:
+        caller.get()
+    handle.close()

@@ -1,0 +1,116 @@
+"""Text from the whole engine: deltas join, characters stay whole, stop strings never leak."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from support import toy_tokenizers
+from support.toys import make_toy
+from verbatim import LLM, FinishReason, SamplingParams
+from verbatim.batch import Draws, SamplePlan
+from verbatim.protocols import Forward
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A toy whose random tokens are words, pieces of CJK and emoji, and broken bytes."""
+    tokenizer = getattr(toy_tokenizers, request.param)()
+    model = make_toy("llama", vocab_size=tokenizer.vocab_size)
+    with LLM(model, tokenizer=tokenizer.hf) as opened:
+        yield opened
+
+
+PARAMS = SamplingParams(max_tokens=60, temperature=1.8, ignore_eos=True)
+
+
+def test_deltas_join_to_the_text_of_the_ids(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    texts = set()
+    for seed in range(6):
+        deltas = list(llm.stream("日本 🙂 the fox", PARAMS.replace(seed=seed)))
+        completion = deltas[-1].result.outputs[0] if deltas[-1].result else None
+        assert completion is not None and len(completion.token_ids) == 60
+        assert "".join(d.text for d in deltas) == completion.text
+        texts.add(completion.text)
+    assert len(texts) == 6
+
+
+def replay(llm: LLM, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
+    """Let the engine draw the ids of `text`, whatever the model thinks; returns them."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.hf.encode(text, add_special_tokens=False)
+    script = iter(ids)
+
+    def sample(forward: Forward, plan: SamplePlan) -> Draws:
+        count = len(plan.rows)
+        return Draws(
+            [next(script)] * count, [-1.0] * count, [-1.0] * count, [[]] * count, [[]] * count
+        )
+
+    monkeypatch.setattr(llm.engine.runner, "sample", sample)
+    return ids
+
+
+TEXT = "the fox 日本語 🙂 über 👩‍👩‍👧 naïve e\u0301 中文!"
+
+
+def test_characters_split_over_tokens_come_out_whole(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm.tokenizer is not None
+    ids = replay(llm, monkeypatch, TEXT)
+    assert len(ids) > 20
+    params = SamplingParams(max_tokens=len(ids), ignore_eos=True)
+    deltas = list(llm.stream("one", params))
+    assert "".join(d.text for d in deltas).strip() == TEXT
+    assert not any("\N{REPLACEMENT CHARACTER}" in d.text for d in deltas)
+
+
+@pytest.mark.parametrize("stop", ["🙂", "語 🙂", "👩‍👧", "本", "e\u0301 中", "!"])
+def test_a_stop_string_of_split_characters_cuts_before_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    ids = replay(llm, monkeypatch, TEXT)
+    params = SamplingParams(max_tokens=len(ids), ignore_eos=True, stop=[stop, "absent"])
+    deltas = list(llm.stream("one", params))
+    sent = "".join(d.text for d in deltas)
+    assert sent.strip() == TEXT[: TEXT.index(stop)].strip()
+    assert deltas[-1].stop_reason == stop
+    assert deltas[-1].result is not None
+    assert deltas[-1].result.outputs[0].token_ids == [i for d in deltas for i in d.token_ids]
+
+
+def test_nothing_of_a_stop_string_is_sent_before_it_is_known(llm: LLM) -> None:
+    stopped = 0
+    for seed in range(12):
+        params = PARAMS.replace(seed=seed)
+        free = llm.generate("the fox", params)[0].outputs[0]
+        clean = re.search(r"[ a-z]{3}", free.text[5:])
+        if clean is None:
+            continue
+        stop = clean[0]
+        deltas = list(llm.stream("the fox", params.replace(stop=[stop, "never there"])))
+        assert deltas[-1].result is not None
+        c = deltas[-1].result.outputs[0]
+        sent = ""
+        for delta in deltas:
+            sent += delta.text
+            assert free.text.startswith(sent) and stop not in sent
+        assert sent == c.text == free.text[: free.text.index(stop)]
+        assert c.finish_reason is FinishReason.STOP and c.stop_reason == stop
+        assert len(c.token_ids) == len(c.logprobs) == len(c.sampled_logprobs)
+        assert c.token_ids == free.token_ids[: len(c.token_ids)]
+        stopped += 1
+    assert stopped >= 4
+
+
+def test_a_stop_string_across_the_prompts_end_does_not_stop(llm: LLM) -> None:
+    params = PARAMS.replace(seed=1)
+    free = llm.generate("the fox", params)[0].outputs[0]
+    across = "x" + free.text[:2]  # ends the prompt, begins the completion
+    if across not in free.text:
+        c = llm.generate("the fox", params.replace(stop=across))[0].outputs[0]
+        assert c.token_ids == free.token_ids

@@ -1,0 +1,146 @@
+"""Structures through the whole engine, on the storyteller: with samples, stops, beams and evictions."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.requests_mixed import all_facts, facts
+from support.schemas import BY_HAND, TREE, random_schema
+from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def storyteller() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+def _check(schema: Any, result: Any) -> int:
+    jsonschema = pytest.importorskip("jsonschema")
+    done = [c for c in result.outputs if c.finish_reason is FinishReason.STOP]
+    for c in done:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(c.text))
+    return len(done)
+
+
+@pytest.mark.slow
+def test_completions_of_two_hundred_random_schemas_parse_and_validate(storyteller: LLM) -> None:
+    rng = random.Random(7)
+    schemas = [random_schema(rng, 3) for _ in range(200)] + BY_HAND
+    params = [
+        SamplingParams(json_schema=schema, seed=i, max_tokens=120, n=2, temperature=0.8)
+        for i, schema in enumerate(schemas)
+    ]
+    results = storyteller.generate([PROMPT] * len(schemas), params)
+    finished = sum(_check(schema, r) for schema, r in zip(schemas, results, strict=True))
+    assert finished > 1.6 * len(
+        schemas
+    )  # the others were cut at 120 tokens, in the middle of a text
+    assert storyteller.stats()["blocks_used"] == 0
+
+
+def test_nested_and_recursive_schemas_hold_beside_free_requests(storyteller: LLM) -> None:
+    free = SamplingParams(seed=3, max_tokens=40)
+    expected = facts(storyteller.generate(PROMPT, free)[0])
+    params = [
+        SamplingParams(json_schema=schema, seed=i, max_tokens=150, n=2, temperature=0.7)
+        for i, schema in enumerate(BY_HAND)
+    ]
+    results = storyteller.generate([PROMPT] * (len(params) + 1), [*params, free])
+    assert facts(results[-1]) == expected
+    finished = sum(_check(s, r) for s, r in zip(BY_HAND, results[:-1], strict=True))
+    assert finished > len(BY_HAND)
+
+
+def test_a_regex_a_choice_and_a_grammar_hold_with_samples_and_greedily(storyteller: LLM) -> None:
+    choices = ["a cat", "a cat and a dog", 'the "red" fox', "né"]
+    lark = 'start: "(" start ")" | WORD\nWORD: /[a-z]{1,5}/'
+    for temperature in (0.0, 1.0):
+        plain = SamplingParams(temperature=temperature, seed=2, n=4, max_tokens=60)
+        asked = [
+            plain.replace(regex=r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\."),
+            plain.replace(choice=choices),
+            plain.replace(grammar=lark),
+        ]
+        words, chosen, nested = storyteller.generate([PROMPT] * 3, asked)
+        for c in words.outputs:
+            assert re.fullmatch(r"[A-Z][a-z]{2,6}( [a-z]{1,6}){2}\.", c.text)
+        assert all(c.text in choices for c in chosen.outputs)
+        for c in nested.outputs:
+            if c.finish_reason is FinishReason.STOP:
+                depth = c.text.count("(")
+                assert re.fullmatch(rf"\({{{depth}}}[a-z]{{1,5}}\){{{depth}}}", c.text)
+
+
+def test_a_stop_string_ends_a_structure_early_and_ignore_eos_ends_it_when_complete(
+    storyteller: LLM,
+) -> None:
+    params = SamplingParams(seed=1, max_tokens=80, regex=r"[a-z]{3} [a-z]{3} [a-z]{3}")
+    whole = storyteller.generate(PROMPT, params)[0].outputs[0]
+    assert whole.finish_reason is FinishReason.STOP and isinstance(whole.stop_reason, int)
+    cut = storyteller.generate(PROMPT, params.replace(stop=[" "]))[0].outputs[0]
+    assert cut.text == whole.text.split(" ")[0] and cut.stop_reason == " "
+    bare = storyteller.generate(PROMPT, params.replace(ignore_eos=True))[0].outputs[0]
+    assert (bare.text, bare.stop_reason) == (whole.text, None)
+    assert bare.finish_reason is FinishReason.STOP and bare.token_ids == whole.token_ids[:-1]
+    assert len(bare.logprobs) == len(bare.token_ids)
+
+
+def test_beams_keep_to_a_structure(storyteller: LLM) -> None:
+    choices = ["a cat", "a dog", "an owl"]
+    params = SamplingParams(num_beams=4, n=4, max_tokens=40, choice=choices)
+    outputs = storyteller.generate(PROMPT, params)[0].outputs
+    assert len({c.text for c in outputs}) > 1 and {c.text for c in outputs} <= set(choices)
+    scores = [c.score for c in outputs]
+    assert None not in scores and scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+
+
+def test_structures_survive_evictions_and_small_chunks(storyteller: LLM) -> None:
+    asked = [
+        SamplingParams(json_schema=TREE, seed=i, n=2, max_tokens=60, temperature=0.9, logprobs=1)
+        for i in range(4)
+    ]
+    expected = all_facts(storyteller.generate([PROMPT] * 4, asked))
+    per_token = storyteller.info()["kv_bytes_per_token"]
+    with LLM(kv_memory=per_token * 160, block_size=8, max_batch_tokens=7) as llm:
+        assert all_facts(llm.generate([PROMPT] * 4, asked)) == expected
+        assert llm.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        dict(json_schema={"type": "integer", "minimum": 3, "maximum": 2}),
+        dict(json_schema={"type": "strin"}),
+        dict(regex="(a"),
+        dict(grammar="start: nothing"),
+    ],
+)
+def test_an_impossible_structure_is_refused_at_the_door(
+    storyteller: LLM, structure: dict[str, Any]
+) -> None:
+    before = storyteller.stats()["forwards"]
+    with pytest.raises(InvalidRequest, match=next(iter(structure))):
+        storyteller.generate(PROMPT, SamplingParams(**structure))
+    assert storyteller.stats()["forwards"] == before
+
+
+def test_a_structure_that_other_bans_make_impossible_fails_alone(storyteller: LLM) -> None:
+    engine = storyteller.engine
+    admit = storyteller.engine.admission.admit
+    dead_end = SamplingParams(choice=["a"], allowed_token_ids=[5], max_tokens=9)
+    requests = [admit(PROMPT, dead_end), admit(PROMPT, SamplingParams(max_tokens=5, seed=1))]
+    for request in requests:
+        engine.submit(request)
+    while engine.step():
+        pass
+    assert isinstance(requests[0].error, RequestFailed) and "structure" in str(requests[0].error)
+    assert requests[1].result is not None

@@ -1,0 +1,356 @@
+"""The conformance suite: what every placement, draft, cache and quantization must do for every architecture.
+
+Each case is one engine, held against the resident one without drafts and prefix caching that has the same
+weights and the same K and V. Every pair of choices that goes together occurs in some case; every other pair
+is refused by a message that names both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import toys
+from support.pairwise import Case, covering, pairs_of
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.stages import ThreadHosts
+from verbatim import (
+    LLM,
+    Cluster,
+    EngineClosed,
+    FinishReason,
+    NotSupported,
+    Offload,
+    PipelineParallel,
+    SamplingParams,
+    TensorParallel,
+    VerbatimError,
+)
+
+DIMENSIONS = {
+    "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),
+    "draft": ("none", "ngram", "mtp", "early-exit", "model"),
+    "cache": ("plain", "no prefixes", "int8", "int4", "tiny"),
+    "quantization": ("none", "int8", "int4", "w8a8", "w4a8"),
+    "architecture": ("qwen3", "deepseek_v3", "qwen3_moe", "gemma2", "gpt2"),
+}
+SLOW = ("tensor", "pipeline")  # which start processes
+NAMES = {
+    "offload": "Offload",
+    "cluster": "Cluster",
+    "tensor": "TensorParallel",
+    "pipeline": "PipelineParallel",
+    "mtp": "mtp|Mtp",
+    "early-exit": "EarlyExit",
+    **dict.fromkeys(("int8", "int4", "w8a8", "w4a8"), "quantization"),
+    **dict.fromkeys(("qwen3_moe", "gemma2", "gpt2"), "mtp|Mtp"),
+}
+REFUSED = {
+    frozenset({(one_name, one), (other_name, other)}): (NAMES[one], NAMES[other])
+    for one_name, some, other_name, others in [
+        ("quantization", ("w8a8", "w4a8"), "placement", ("offload",)),
+        ("draft", ("mtp",), "placement", ("offload", "tensor", "pipeline")),
+        ("draft", ("early-exit",), "placement", DIMENSIONS["placement"][1:]),
+        ("draft", ("mtp",), "quantization", DIMENSIONS["quantization"][1:]),
+        ("draft", ("mtp",), "architecture", ("qwen3_moe", "gemma2", "gpt2")),
+    ]
+    for one in some
+    for other in others
+}
+CASES = covering(DIMENSIONS, REFUSED)
+if (
+    os.environ.get("VERBATIM_CONFORMANCE") == "all"
+):  # hundreds of cases, for whoever rebuilds a room
+    CASES = [
+        case
+        for case in itertools.product(*DIMENSIONS.values())
+        if not pairs_of(DIMENSIONS, case) & REFUSED.keys()
+    ]
+LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=7)
+PROMPT = toys.random_ids(19, seed=5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Toys on the disk, by architecture and seed, those with MTP layers that can have them."""
+    from support.mtp_toys import save_with_mtp, toy
+
+    @cache
+    def folder(name: str, seed: int = 0) -> Path:
+        path = tmp_path_factory.mktemp(f"{name}-{seed}")
+        if name in ("qwen3", "deepseek_v3") and not seed:
+            save_with_mtp(toy(name, 1), path)
+        else:
+            toys.make_toy(name, seed=seed).save_pretrained(path)
+        return path
+
+    return folder
+
+
+@contextmanager
+def open_case(
+    choice: dict[str, str], checkpoint: Callable[..., Path], seed: int = 0
+) -> Iterator[LLM]:
+    placements: dict[str, Callable[[], Any]] = {
+        "offload": lambda: Offload(weights=(30, 70, 0)),
+        "cluster": lambda: Cluster(stages=2, hosts=ThreadHosts()),
+        "tensor": lambda: TensorParallel(size=2),
+        "pipeline": lambda: PipelineParallel(size=2),
+    }
+    caches: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "no prefixes": dict(prefix_cache=False),
+        "int8": dict(kv_dtype="int8"),
+        "int4": dict(kv_dtype="int4"),
+        "tiny": dict(kv_memory=_TINY_TOKENS * _bytes_per_token(choice["architecture"])),
+    }
+    options: dict[str, Any] = dict(kv_memory="8MB", block_size=8, max_batch_tokens=64)
+    options |= caches[choice["cache"]]
+    if choice["placement"] != "resident":
+        options["placement"] = placements[choice["placement"]]()
+    if choice["draft"] == "model":
+        options["draft"] = checkpoint(choice["architecture"], 1)
+    elif choice["draft"] != "none":
+        options["draft"] = choice["draft"]
+    if choice["quantization"] != "none":
+        options["quantization"] = choice["quantization"]
+    with LLM(checkpoint(choice["architecture"], seed), **options) as llm:
+        yield llm
+
+
+_TINY_TOKENS = 160  # fewer than the requests have together
+
+
+@cache
+def _bytes_per_token(architecture: str) -> int:
+    with LLM(toys.make_toy(architecture), kv_memory="1MB", block_size=8) as llm:
+        info = llm.info()
+        return int(info["kv_bytes"]) // (info["num_blocks"] * 8) + 1
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
+    """What the plainest engine of a case's weights gives."""
+
+    @cache
+    def of(architecture: str, kept: str, quantization: str, seed: int) -> dict[str, Any]:
+        plain = {"placement": "resident", "draft": "none", "quantization": quantization}
+        plain |= {"architecture": architecture, "cache": kept}
+        with open_case(plain, checkpoint, seed) as llm:
+            found: dict[str, Any] = {"mixed": all_facts(llm.generate(*mixed_requests(12)))}
+            found["long"] = facts(llm.generate([PROMPT], LONG)[0])
+            return found
+
+    def of_case(choice: dict[str, str], seed: int = 0) -> dict[str, Any]:
+        kept = choice["cache"] if choice["cache"].startswith("int") else "no prefixes"
+        return of(choice["architecture"], kept, choice["quantization"], seed)
+
+    return of_case
+
+
+def marks(case: Case) -> Any:
+    return pytest.param(case, id="-".join(case), marks=[pytest.mark.slow] * (case[0] in SLOW))
+
+
+@pytest.mark.parametrize("case", [marks(case) for case in CASES])
+def test_conformance(
+    case: Case, checkpoint: Callable[..., Path], expected: Callable[..., dict[str, Any]]
+) -> None:
+    choice = dict(zip(DIMENSIONS, case, strict=True))
+    same = expected(choice)
+    before = set(threading.enumerate())
+    with open_case(choice, checkpoint) as llm:
+        prompts, params = mixed_requests(12)
+        assert all_facts(llm.generate(prompts, params)) == same["mixed"]
+        if choice["cache"] == "tiny":
+            assert llm.stats()["preemptions"] > 0
+        check_streams(llm, prompts, params, same["mixed"])
+        check_what_comes_between(llm, same["long"])
+        check_interrupt(llm, same["long"])
+        check_update(choice, llm, checkpoint, expected)
+        check_nothing_is_left(llm)
+    with pytest.raises(EngineClosed):
+        llm.generate([PROMPT], LONG)
+    end = time.monotonic() + 10.0  # stages end on their own when their head is gone
+    while left := [t for t in threading.enumerate() if t not in before and "verbatim" in t.name]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
+
+
+def check_streams(llm: LLM, prompts: Any, params: Any, same: list[Any]) -> None:
+    """Coroutines, streams and calls at once give what each gives alone."""
+
+    async def streamed(i: int) -> Any:
+        (result,) = [d.result async for d in llm.astream(prompts[i], params[i]) if d.result]
+        return facts(result)
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(*(streamed(i) for i in range(len(prompts))))
+
+    (result,) = [d.result for d in llm.stream(prompts[3], params[3]) if d.result]
+    assert facts(result) == same[3]
+    assert asyncio.run(at_once()) == same
+
+
+def check_what_comes_between(llm: LLM, same: Any) -> None:
+    """Eviction, sleep, and requests that are aborted or left change nothing for a request that runs."""
+    stream, deltas = llm.stream(PROMPT, LONG), []
+    deltas.append(next(stream))
+    for _ in llm.stream(PROMPT[::-1], LONG):
+        break
+    victim = llm.engine.admission.admit(PROMPT[:5], LONG)
+    llm.engine.submit(victim)
+    deltas.append(next(stream))
+    llm.engine.abort(victim)
+    deltas.append(next(stream))
+    assert victim.result is not None
+    assert victim.result.outputs[0].finish_reason is FinishReason.ABORT
+    llm.engine.evict_all()
+    deltas.append(next(stream))
+    llm.pause()
+    llm.resume()
+    llm.sleep()
+    llm.wake()
+    deltas += stream
+    assert deltas[-1].result is not None and facts(deltas[-1].result) == same
+
+
+def check_interrupt(llm: LLM, same: Any) -> None:
+    """Ctrl-C ends the request of the caller that it interrupts, and no other."""
+    stream = llm.stream(PROMPT, LONG)
+    deltas = [next(stream)]
+
+    def interrupt(ids: Any, logits: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return logits
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT[:7]], LONG.replace(logits_processors=[interrupt]))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    deltas += stream
+    assert deltas[-1].result is not None and facts(deltas[-1].result) == same
+
+
+def check_update(
+    choice: dict[str, str], llm: LLM, checkpoint: Callable[..., Path], expected: Callable[..., Any]
+) -> None:
+    """New weights give what an engine that was opened with them gives, or are refused by name."""
+    other = checkpoint(choice["architecture"], 1)
+    if choice["placement"] != "resident" or choice["quantization"] != "none":
+        with pytest.raises(NotSupported, match=r"placement=|update_weights: "):
+            llm.update_weights(other)
+    else:
+        llm.update_weights(other)
+        assert facts(llm.generate([PROMPT], LONG)[0]) == expected(choice, seed=1)["long"]
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    stats = llm.stats()
+    assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+    assert not llm.engine.has_work
+    llm.engine.scheduler.pool.check()
+    if stats["draft"] is not None:
+        assert stats["draft"]["errors"] == 0
+
+
+@pytest.mark.parametrize(
+    "pair", [tuple(sorted(pair)) for pair in REFUSED], ids=lambda pair: "-".join(v for _, v in pair)
+)
+def test_pairs_that_do_not_go_together_are_refused_by_name(
+    pair: tuple[tuple[str, str], ...], checkpoint: Callable[..., Path]
+) -> None:
+    choice = dict(placement="resident", draft="none", cache="plain", quantization="none")
+    choice |= {"architecture": "qwen3"} | dict(pair)
+    with pytest.raises(VerbatimError) as refusal, open_case(choice, checkpoint):
+        pass
+    for name in REFUSED[frozenset(pair)]:
+        assert re.search(name, str(refusal.value)), (name, str(refusal.value))
+
+
+# ---- faults that the suite must find
+
+
+def perturb_rows_in_company(llm: LLM) -> None:
+    runner: Any = llm.engine.runner
+    forward = runner.forward
+
+    def perturbed(batch: Any) -> Any:
+        found = forward(batch)
+        if batch.num_sequences > 1 and len(found.logits):
+            found.logits[0] *= 1.001
+        return found
+
+    runner.forward = perturbed
+
+
+def draw_without_position(llm: LLM) -> None:
+    runner: Any = llm.engine.runner
+    sample = runner.sample
+
+    def drawn(forward: Any, plan: Any) -> Any:
+        for row in plan.rows:
+            row.position = 0
+        return sample(forward, plan)
+
+    runner.sample = drawn
+
+
+def keep_keys_of_evicted_blocks(llm: LLM) -> None:
+    pool: Any = llm.engine.scheduler.pool
+    discard = pool._discard
+
+    def kept(block: int) -> None:
+        key = pool._keys.get(block)
+        discard(block)
+        if key is not None:
+            pool._by_key[key], pool._keys[block] = block, key
+
+    pool._discard = kept
+
+
+def lose_aborts(llm: LLM) -> None:
+    llm.engine.abort = lambda request: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        perturb_rows_in_company,
+        draw_without_position,
+        keep_keys_of_evicted_blocks,
+        lose_aborts,
+    ],
+)
+def test_the_suite_finds(
+    fault: Callable[[LLM], None], checkpoint: Callable[..., Path], expected: Callable[..., Any]
+) -> None:
+    choice = dict(placement="resident", draft="none", cache="plain", quantization="none")
+    choice |= {"architecture": "qwen3"}
+    same = expected(choice)
+    if fault is keep_keys_of_evicted_blocks:
+        choice["cache"] = "tiny"
+    with open_case(choice, checkpoint) as llm:
+        fault(llm)
+        with pytest.raises((AssertionError, KeyError)):
+            check_requests(llm, mixed_requests(12), same)
+
+
+def check_requests(llm: LLM, asked: Any, same: dict[str, Any]) -> None:
+    assert all_facts(llm.generate(*asked)) == same["mixed"]
+    check_what_comes_between(llm, same["long"])
+    check_nothing_is_left(llm)

@@ -1,0 +1,290 @@
+"""What a reviewer broke once: things at the same time, things changed underneath, odd input."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import verbatim
+from support import toy_tokenizers
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    SamplingParams,
+    UnsupportedModel,
+    VerbatimError,
+)
+
+PROMPT = random_ids(12, seed=8)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SMALL: dict[str, Any] = dict(kv_memory="16MB")
+
+
+def test_two_engines_on_one_module_in_two_threads() -> None:
+    model = make_toy("llama")
+    prompts, params = mixed_requests(9)
+    with LLM(model, **SMALL) as first, LLM(model, **SMALL) as second:
+        expected = all_facts(first.generate(prompts, params))
+        found: list[Any] = []
+
+        def call(llm: LLM) -> None:
+            found.extend(all_facts(llm.generate(prompts, params)) for _ in range(3))
+
+        callers = [threading.Thread(target=call, args=(llm,)) for llm in (first, second)]
+        for caller in callers:
+            caller.start()
+        LLM(model, **SMALL).close()  # opening one meanwhile is no different
+        for caller in callers:
+            caller.join()
+    assert found == [expected] * 6
+    assert model.config._attn_implementation != "verbatim"
+    model(torch.tensor([PROMPT]))
+
+
+@pytest.mark.parametrize("act", [torch.sigmoid, nn.functional.silu, lambda x: x @ torch.eye(60)])
+def test_a_hook_that_calls_torch_keeps_the_promise(act: Any) -> None:
+    model = make_toy("llama", hidden_size=60, num_attention_heads=6)
+    model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: act(out))
+    prompts, params = mixed_requests(9)
+    with LLM(model, **SMALL) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        alone = [facts(llm.generate(p, q)[0]) for p, q in zip(prompts, params, strict=True)]
+    assert alone == expected
+
+
+class PerTensor(nn.Module):
+    """A projection whose scale is taken over all rows, as dynamic quantization does."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max() / 127
+        return self.linear(torch.round(x / scale) * scale)
+
+
+def test_a_layer_that_mixes_rows_is_refused_in_a_known_architecture() -> None:
+    model = make_toy("llama")
+    model.model.layers[1].mlp.up_proj = PerTensor(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(UnsupportedModel, match="changed with the rows beside them"):
+        LLM(model, **SMALL)
+
+
+def test_a_model_that_changes_its_shape_is_noticed() -> None:
+    model = make_toy("llama")
+    ids = torch.tensor([PROMPT])
+    before = verbatim.generate(model, ids, max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    with LLM(model, **SMALL) as llm:
+        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+        model.config.num_hidden_layers = 4
+        with pytest.raises(VerbatimError, match="the model's layers changed"):
+            llm.generate(PROMPT, GREEDY)
+        after = verbatim.generate(model, ids, max_new_tokens=4, temperature=0.0, ignore_eos=True)
+        assert after.shape == before.shape and not torch.equal(after, before)
+        del model.model.layers[-1]
+        model.config.num_hidden_layers = 3
+        assert len(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids) == 6
+        model.to(torch.bfloat16)
+        with pytest.raises(VerbatimError, match="the model's dtype changed"):
+            llm.generate(PROMPT, GREEDY)
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_it_crashes_a_batch() -> None:
+    tokenizer = toy_tokenizers.byte_level()
+    with LLM(make_toy("llama"), tokenizer=tokenizer.hf, **SMALL) as llm:
+        with pytest.raises(InvalidRequest, match="belongs to another model"):
+            llm.generate("日本語 the fox jumps")
+        with pytest.raises(InvalidRequest, match="not Unicode"):
+            llm.generate("half a pair: \ud800")
+        assert llm.stats()["forwards"] == 0
+
+
+def test_an_interrupt_ends_only_the_call_that_was_interrupted() -> None:
+    model = make_toy("llama")
+    long = GREEDY.replace(max_tokens=120)
+    steps = 0
+
+    def interrupt(*_: Any) -> None:
+        """Ctrl-C in the middle of the third forward that the main thread drives."""
+        nonlocal steps
+        if threading.current_thread() is threading.main_thread():
+            steps += 1
+            if steps == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with LLM(model, **SMALL) as llm:
+            expected = llm.generate(PROMPT, long)[0].outputs[0].token_ids
+            hook = model.register_forward_hook(interrupt)
+            found: list[Any] = []
+            other = threading.Thread(target=lambda: found.append(llm.generate(PROMPT, long)))
+            other.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT[::-1]] * 3, GREEDY.replace(max_tokens=200))
+            other.join()
+            hook.remove()
+            assert found[0][0].outputs[0].token_ids == expected
+            assert llm.stats()["blocks_used"] == 0
+            assert llm.generate(PROMPT, long)[0].outputs[0].token_ids == expected
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_an_event_loop_is_not_held_up_by_a_step() -> None:
+    model = make_toy("llama")
+    model.register_forward_hook(lambda *_: time.sleep(0.05))
+
+    async def longest_pause(llm: LLM) -> float:
+        pauses = [0.0]
+        done = False
+
+        async def ticker() -> None:
+            last = time.monotonic()
+            while not done:
+                await asyncio.sleep(0.001)
+                pauses.append(time.monotonic() - last)
+                last = time.monotonic()
+
+        async def one() -> None:
+            await asyncio.sleep(0.02)
+            async for _ in llm.astream(PROMPT, GREEDY):
+                pass
+
+        ticking = asyncio.create_task(ticker())
+        before = llm.stats()["forwards"]
+        await asyncio.gather(*(one() for _ in range(12)))
+        done = True
+        await ticking
+        # Those that came together ran together.
+        assert llm.stats()["forwards"] - before <= 9
+        return max(pauses)
+
+    with LLM(model, **SMALL) as llm:
+        asyncio.run(longest_pause(llm))
+
+
+def test_prompts_as_arrays_are_what_they_look_like() -> None:
+    with LLM(make_toy("llama"), **SMALL) as llm:
+
+        def prompts(given: Any) -> list[list[int]]:
+            return [r.prompt_token_ids for r in llm.generate(given, SamplingParams(max_tokens=1))]
+
+        assert prompts([np.array([3]), np.array([5])]) == [[3], [5]]
+        assert prompts([torch.tensor([3, 4]), [5]]) == [[3, 4], [5]]
+        assert prompts(np.array([[3, 4], [5, 6]])) == [[3, 4], [5, 6]]
+        assert prompts(torch.tensor([3, 4])) == [[3, 4]]
+        assert prompts([np.int64(3), np.int64(4)]) == [[3, 4]]
+        assert prompts((3, 4)) == [[3, 4]]
+        assert llm.score(np.array([3, 4]))[0] is None
+        for wrong in (b"abc", {3, 4}, {"prompt": 1}, None, 5, torch.tensor(3), (i for i in [3])):
+            with pytest.raises(InvalidRequest):
+                llm.generate(wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="must be a SamplingParams"):
+            llm.generate([3], 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(stop=5),
+        dict(stop_token_ids=5),
+        dict(allowed_token_ids=5),
+        dict(bad_words=5),
+        dict(bad_words=[5.5]),
+        dict(logit_bias=[1]),
+        dict(logit_bias={"a": 1}),
+        dict(logit_bias={5: None}),
+        dict(logit_bias={5.7: 1}),
+        dict(logit_bias={True: 1}),
+        dict(n=10**9),
+    ],
+)
+def test_odd_params_are_refused_in_our_words(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_params_take_arrays_and_numpy_numbers() -> None:
+    params = SamplingParams(
+        stop_token_ids=np.array([3, 4]),
+        seed=np.int64(5),
+        temperature=np.float32(0.5),
+        top_k=np.int32(2),
+    )
+    assert params.stop_token_ids == ((3,), (4,)) and params.seed == 5 and params.top_k == 2
+
+
+def test_too_many_threads_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="num_threads=1000000: at most"):
+        LLM(make_toy("llama"), num_threads=10**6)
+
+
+def test_an_engine_opened_in_inference_mode_works_outside_of_it() -> None:
+    model = make_toy("llama")
+    with torch.inference_mode():
+        llm = LLM(model, **SMALL)
+    with llm:
+        assert len(llm.generate(PROMPT, GREEDY)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "5"),
+        ("config.json", "[]"),
+        ("model.safetensors.index.json", '{"weight_map": {}}'),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
+        ("generation_config.json", "[]"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_damaged_files_are_one_line(tmp_path: Path, name: str, content: str) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as caught:
+        LLM(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_odd_configs_and_weights_are_refused(tmp_path: Path) -> None:
+    make_toy("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change in (
+        dict(hidden_size="64"),
+        dict(hidden_act="no_such_thing"),
+        dict(num_attention_heads=7),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ModelError):
+            LLM(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
+    with pytest.raises(NotSupported, match="float64"):
+        LLM(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = tmp_path / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="a link to nothing"):
+        LLM(tmp_path)
+    weights.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 99_999)
+    with pytest.raises(ModelError, match="can't be loaded"):
+        LLM(tmp_path)

@@ -1,0 +1,367 @@
+"""Whatever happens to one request, the others get what they would have got without it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from support.requests_mixed import (
+    all_facts,
+    facts,
+    finish_despite_ctrl_c,
+    mixed_requests,
+    press_ctrl_c,
+)
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    RequestFailed,
+    SamplingParams,
+)
+from verbatim.core import Request, Sequence
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(make_toy("qwen3_moe"), block_size=4, max_batch_tokens=24) as opened:
+        yield opened
+
+
+class Company:
+    """Eight requests that run beside a ninth, step by step."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine = llm, llm.engine
+        prompts, params = mixed_requests(8)
+        self.expected = all_facts(llm.generate(prompts, params))
+        self.engine.evict_all()
+        self.requests = [
+            llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)
+        ]
+        for request in self.requests:
+            self.engine.submit(request)
+
+    def join(self, prompt: Any, params: SamplingParams) -> Request:
+        request = self.llm.engine.admission.admit(prompt, params)
+        self.engine.submit(request)
+        return request
+
+    def held_by(self, request: Request) -> int:
+        return sum(len(s.blocks) for s in request.sequences)
+
+    def finish(self) -> None:
+        while self.engine.step():
+            self.engine.scheduler.pool.check()
+        results = [request.result for request in self.requests]
+        assert all(results) and all_facts(results) == self.expected  # type: ignore[arg-type]
+        assert self.llm.stats()["blocks_used"] == 0
+
+
+def until(engine: Any, condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        assert engine.step()
+    raise AssertionError("it never came to that")
+
+
+def test_a_request_aborted_while_it_waits_in_prefill_or_in_decode_ends_alone(llm: LLM) -> None:
+    for stage in ("waiting", "prefill", "decode"):
+        company = Company(llm)
+        victim = company.join(random_ids(100, seed=5), LONG.replace(n=3))
+        first = victim.sequences[0]
+        if stage == "prefill":
+            until(company.engine, lambda s=first: 0 < s.num_computed < 100)  # type: ignore[misc]
+        elif stage == "decode":
+            until(company.engine, lambda s=first: len(s.output_ids) > 4)  # type: ignore[misc]
+        company.engine.abort(victim)
+        assert company.held_by(victim) == 0
+        assert victim.result is not None
+        assert [c.finish_reason for c in victim.result.outputs] == [FinishReason.ABORT] * 3
+        company.finish()
+
+
+@pytest.mark.parametrize("fault", ["raises", "wrong shape", "wrong type", "NaN", "nothing left"])
+def test_a_request_whose_processor_fails_ends_alone(llm: LLM, fault: str) -> None:
+    def processor(ids: torch.Tensor, logits: torch.Tensor) -> Any:
+        if len(ids) < 15:
+            return logits
+        if fault == "raises":
+            raise KeyError("no such thing")
+        answers: dict[str, Any] = {
+            "wrong shape": logits[:-1],
+            "wrong type": logits.tolist(),
+            "NaN": logits * torch.nan,
+            "nothing left": torch.full_like(logits, -torch.inf),
+        }
+        return answers[fault]
+
+    company = Company(llm)
+    victim = company.join(random_ids(10, seed=6), LONG.replace(n=2, logits_processors=[processor]))
+    until(company.engine, lambda: victim.finished)
+    assert isinstance(victim.error, RequestFailed) and company.held_by(victim) == 0
+    expected = "processor" if fault in ("raises", "wrong shape", "wrong type") else "no token"
+    assert expected in str(victim.error)
+    if fault == "raises":
+        assert isinstance(victim.error.__cause__, KeyError)
+    company.finish()
+
+
+def test_processors_see_prompt_and_completion_and_a_copy_of_the_logits(llm: LLM) -> None:
+    seen: list[tuple[list[int], torch.Tensor]] = []
+
+    def spoil(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        seen.append((ids.tolist(), logits.clone()))
+        logits.fill_(-5.0)
+        logits[7] = 5.0
+        return logits
+
+    prompt = random_ids(10, seed=6)
+    params = SamplingParams(max_tokens=3, seed=2, logits_processors=[spoil], ignore_eos=True)
+    c = llm.generate(prompt, params)[0].outputs[0]
+    assert [ids for ids, _ in seen] == [prompt + c.token_ids[:i] for i in range(3)]
+    assert all(row.dtype == torch.float32 and row.shape == (128,) for _, row in seen)
+    # The log-probs of the model are those of what it said, not of what was made of it.
+    assert c.logprobs == llm.score(prompt + c.token_ids)[10:]
+    assert c.sampled_logprobs is not None and max(c.sampled_logprobs) > max(c.logprobs)
+
+
+def test_a_request_over_its_time_ends_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    company = Company(llm)
+    victim = company.join(random_ids(10, seed=6), LONG.replace(timeout_s=1000.0, n=2))
+    until(company.engine, lambda: len(victim.sequences[0].output_ids) == 5)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1001.0)
+    company.engine.step()
+    assert victim.result is not None and company.held_by(victim) == 0
+    assert [c.finish_reason for c in victim.result.outputs] == [FinishReason.TIMEOUT] * 2
+    assert [len(c.token_ids) for c in victim.result.outputs] == [5, 5]
+    company.finish()
+
+
+def test_a_queue_has_an_end() -> None:
+    with LLM(make_toy("llama"), max_sequences=2, max_waiting=3) as llm:
+        assert len(llm.generate([random_ids(4, s) for s in range(5)], LONG)) == 5
+        with pytest.raises(QueueFull, match=r"6 more .* max_waiting=3 and max_sequences=2"):
+            llm.generate([random_ids(4, s) for s in range(6)], LONG)
+        assert llm.stats()["waiting"] == llm.stats()["running"] == 0
+
+
+def test_a_better_priority_goes_first_and_takes_a_seat(llm: LLM) -> None:
+    with LLM(make_toy("llama"), max_sequences=2) as llm:
+        engine, order = llm.engine, []
+
+        def join(name: str, priority: int) -> Request:
+            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
+            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
+            return request
+
+        low = [join(f"low {i}", 1) for i in range(3)]
+        until(engine, lambda: len(low[0].sequences[0].output_ids) > 3)
+        join("high", -1)
+        join("middle", 0)
+        engine.step()
+        engine.step()  # one makes way in a step
+        assert {s.request.params.priority for s in engine.scheduler.running} == {-1, 0}
+        while engine.step():
+            pass
+        assert order == ["high", "middle", "low 0", "low 1", "low 2"]
+
+
+def test_beams_that_start_again_at_every_step_leave_room_for_a_better_priority() -> None:
+    with LLM(make_toy("llama"), max_sequences=8) as llm:
+        engine, order = llm.engine, []
+
+        def join(name: str, params: SamplingParams) -> None:
+            request = llm.engine.admission.admit(random_ids(8, 3), params)
+            engine.submit(request, lambda delta: order.append(name) if delta.result else None)
+
+        beams = LONG.replace(num_beams=2, temperature=0)
+        for priority in (0, 0, 1, 1):
+            join("beams", beams.replace(priority=priority))
+        for _ in range(5):
+            engine.step()
+        join("short", LONG.replace(max_tokens=8))
+        for _ in range(8):
+            engine.step()
+        assert order == ["short"]
+        while engine.step():
+            engine.scheduler.pool.check()
+
+
+def test_a_minute_of_waiting_is_worth_a_step_of_priority(llm: LLM) -> None:
+    with LLM(make_toy("llama"), max_sequences=1) as llm:
+        engine, order = llm.engine, []
+        for name, priority, waited_s in (("old", 2, 130.0), ("new", 0, 0.0), ("newer", 1, 0.0)):
+            request = llm.engine.admission.admit(random_ids(8, 3), LONG.replace(priority=priority))
+            request.arrival -= waited_s
+            note = lambda delta, name=name: order.append(name) if delta.result else None
+            engine.submit(request, note)
+        while engine.step():
+            pass
+        assert order == ["old", "new", "newer"]
+
+
+def test_every_request_evicted_and_none_the_worse() -> None:
+    """Stop words, streams and routing records survive evictions, which Megatron loses."""
+    model = make_toy("qwen3_moe")
+    prompts = [random_ids(10 + 3 * i, seed=i) for i in range(8)]
+    plain = SamplingParams(max_tokens=30, temperature=0.9, record_routing=True, logprobs=1)
+    with LLM(model) as llm:
+        free = llm.generate(prompts, [plain.replace(seed=i, ignore_eos=True) for i in range(8)])
+        stops = [r.outputs[0].token_ids[17:19] for r in free]
+        params = [
+            plain.replace(seed=i, ignore_eos=True, stop_token_ids=[stops[i]]) for i in range(8)
+        ]
+        params = [p.replace(prompt_logprobs=0) if i % 2 else p for i, p in enumerate(params)]
+        expected = llm.generate(prompts, params)
+        per_token = llm.info()["kv_bytes_per_token"]
+    assert all(r.outputs[0].finish_reason is FinishReason.STOP for r in expected)
+    with LLM(model, kv_memory=per_token * 4 * 20, block_size=4) as llm:
+        engine, deltas = llm.engine, [[] for _ in prompts]  # type: ignore[var-annotated]
+        requests = [llm.engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+        for request, outbox in zip(requests, deltas, strict=True):
+            engine.submit(request, outbox.append)
+        steps = 0
+        while engine.step():
+            engine.scheduler.pool.check()
+            steps += 1
+            if steps % 12 == 0:
+                engine.evict_all()
+        assert all(request.metrics.preemptions for request in requests)
+        assert llm.stats()["blocks_used"] == 0
+    for request, outbox, whole in zip(requests, deltas, expected, strict=True):
+        assert request.result is not None and facts(request.result) == facts(whole)
+        (c,) = request.result.outputs
+        assert [i for d in outbox for i in d.token_ids] == c.token_ids
+        assert [i for d in outbox for i in d.logprobs] == c.logprobs
+        assert c.routing is not None
+        assert c.routing.shape == (len(request.prompt_ids) + len(c.token_ids) - 1, 3, 2)
+
+
+def test_a_replayed_record_gives_the_same_bits_and_other_experts_other_words() -> None:
+    with LLM(make_toy("qwen3_moe"), block_size=4) as llm:
+        prompt = random_ids(21, seed=4)
+        params = SamplingParams(max_tokens=12, seed=3, record_routing=True, ignore_eos=True)
+        result = llm.generate(prompt, params)[0]
+        record = result.outputs[0].routing
+        assert record is not None and record.shape == (21 + 12 - 1, 3, 2)
+        again = llm.generate([prompt, prompt], [params.replace(replay_routing=record), params])
+        assert all_facts(again) == [facts(result)] * 2
+        forced = record.clone()
+        forced[:10] = (forced[:10] + 1) % 6
+        for replay in (forced, forced[:10]):
+            other = llm.generate(prompt, params.replace(replay_routing=replay))[0]
+            routing = other.outputs[0].routing
+            assert routing is not None and routing[:10].equal(forced[:10])
+            assert other.outputs[0].logprobs != result.outputs[0].logprobs
+            assert other.num_cached_tokens == 0
+        # What was forced is not found by those whose routers are free.
+        assert facts(llm.generate(prompt, params)[0]) == facts(result)
+
+
+def test_an_interrupt_at_any_point_of_a_step_leaves_the_others_their_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in one caller's step while blocks change hands or requests grow: nobody else may notice."""
+    prompts, params = mixed_requests(12)
+    model = make_toy("qwen3_moe")
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        per_token = llm.info()["kv_bytes_per_token"]
+    rng = random.Random(4)
+
+    with LLM(model, kv_memory=per_token * 130, block_size=8) as llm:
+        engine = llm.engine
+        scheduler = engine.scheduler
+        for owner, *names in (
+            (scheduler.pool, "take", "give_back"),
+            (scheduler.prefixes, "computed"),
+            (scheduler, "fork", "remove"),
+            (engine.runner, "forward", "sample"),
+            (Sequence, "push"),
+        ):
+            press_ctrl_c(monkeypatch, rng, 0.02, owner, *names)
+        results, raised = finish_despite_ctrl_c(llm, prompts, params)
+        monkeypatch.undo()
+        assert raised > 10 and llm.stats()["preemptions"] > 0
+        assert all(results) and all_facts(results) == expected
+        assert llm.stats()["blocks_used"] == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("error", [SystemExit("no"), RecursionError("deep"), ValueError("odd")])
+def test_whatever_one_request_brings_with_it_ends_it_alone(
+    llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quit_late(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) > 14:
+            raise error
+        return logits
+
+    company = Company(llm)
+    victim = company.join(random_ids(10, seed=6), LONG.replace(logits_processors=[quit_late]))
+    until(company.engine, lambda: victim.finished)
+    assert isinstance(victim.error, RequestFailed) and victim.error.__cause__ is error
+    company.finish()
+
+    if isinstance(error, Exception):  # the same from where it grows
+        company = Company(llm)
+        victim = company.join(random_ids(10, seed=6), LONG)
+        victim.sequences[0].watch.push = _raiser(error)  # type: ignore[method-assign]
+        until(company.engine, lambda: victim.finished)
+        assert victim.error is error and company.held_by(victim) == 0
+        company.finish()
+
+
+def _raiser(error: BaseException) -> Any:
+    def push(token_id: int) -> Any:
+        raise error
+
+    return push
+
+
+def test_a_surrogate_in_a_salt_is_refused_at_the_door() -> None:
+    with pytest.raises(InvalidRequest, match=r"must be Unicode"):
+        SamplingParams(cache_salt="\ud800")
+
+
+def test_a_small_urgent_request_does_not_wait_for_a_large_prefill() -> None:
+    with LLM(make_toy("llama"), max_batch_tokens=16) as llm:
+        engine = llm.engine
+        large = llm.engine.admission.admit(
+            random_ids(200, 1), LONG.replace(priority=5, max_tokens=5)
+        )
+        engine.submit(large)
+        engine.step()
+        urgent = llm.engine.admission.admit(
+            random_ids(4, 2), LONG.replace(priority=-5, max_tokens=3)
+        )
+        engine.submit(urgent)
+        for _ in range(3):
+            engine.step()
+        assert urgent.result is not None and not large.finished
+        scoring = llm.engine.admission.admit(random_ids(60, 3), SamplingParams(prompt_logprobs=0))
+        other = llm.engine.admission.admit(random_ids(4, 4), LONG.replace(max_tokens=3))
+        engine.abort(large)
+        engine.scheduler.max_prompt_rows = 1
+        for request in (scoring, scoring_too := _again(llm), other):
+            engine.submit(request)
+        for _ in range(3):
+            engine.step()
+        assert other.result is not None and not scoring.finished and not scoring_too.finished
+
+
+def _again(llm: LLM) -> Request:
+    return llm.engine.admission.admit(random_ids(60, 5), SamplingParams(prompt_logprobs=0))

@@ -1,0 +1,521 @@
+"""Weights in 8 or 4 bits: how far off they are, and that the words are the same wherever they lie."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.programs import run_without_kernels
+from support.requests_mixed import facts, mixed_requests
+from support.toys import make_toy
+from verbatim import LLM, InvalidRequest, ModelError, NotSupported, Offload, TierFailed, kernels
+from verbatim.model.groups import LARGEST
+from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
+from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
+from verbatim.model.weight_packing import WeightPacking
+
+KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIBRARIES = kernels.available()
+WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
+
+# What the toys keep in few bits, and the matrices that they keep as they are.
+_PROJECTIONS = r"model\.layers\.\d\.(self_attn|mlp)\.[a-z]+_proj\.weight"
+TABLES = r"model\.embed_tokens\.weight|lm_head\.weight|transformer\.wte\.weight"
+PACKED = {
+    "llama": _PROJECTIONS,
+    "qwen3_moe": _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
+    "gpt2": r"transformer\.h\.\d\.(attn|mlp)\.c_[a-z]+\.weight",
+    "gemma2": _PROJECTIONS,
+    "gpt_oss": _PROJECTIONS + r"|model\.layers\.\d\.mlp\.experts\.(gate_up|down)_proj",
+}
+EXACT = {
+    "llama": [],
+    "qwen3_moe": ["model.layers.*.mlp.gate.weight"],
+    "gpt2": ["transformer.wpe.weight"],
+    "gemma2": [],
+}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Weights of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(shape, generator=generator) ** 4
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
+
+
+def packing_of(weight: Tensor, kind: Quantization, columns: bool = False) -> WeightPacking:
+    return WeightPacking(tuple(weight.shape), weight.dtype, kind, columns)
+
+
+def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) -> Tensor:
+    """By torch alone."""
+    packing = packing_of(weight, kind, columns)
+    return unpack(pack(weight, packing), packing, backend="torch")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
+
+
+# ---- Groups ----
+
+
+def allowed(weight: Tensor, kind: Quantization) -> Tensor:
+    """What each element of rows may be off: half a step, whose ends are rounded outwards to bf16."""
+    weight, most = weight.double(), []
+    for group in weight.split(kind.group_size, -1):
+        low, high = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
+        step = (high - low + low.abs() / 128) / (2**kind.bits - 1) * (1 + 1 / 128)
+        most.append(0.5001 * step.expand_as(group) + group.abs().amax(-1, keepdim=True) * 1e-6)
+    return torch.cat(most, -1) + 1e-40  # a step of the smallest bf16
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("width", [1, 2, 31, 33, 60, 64, 100, 128, 1000])
+def test_no_element_is_more_than_half_a_step_off(width: int, kind: Quantization) -> None:
+    weight = random(40, width)
+    weight[:5] *= 1e30
+    weight[5:10] *= 1e-30
+    weight[10:15] += 50
+    off = (there_and_back(weight, kind).double() - weight.double()).abs()
+    assert (off <= allowed(weight, kind)).all()
+
+
+@EVERY_KIND
+def test_a_model_in_bf16_rounds_once_more(kind: Quantization) -> None:
+    weight = random(8, 100, dtype=torch.bfloat16)
+    exact = there_and_back(weight.float(), kind)
+    assert same_bits(there_and_back(weight, kind), exact.bfloat16())
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("shape", [(60, 7), (64, 32), (1, 5), (3, 100, 40)], ids=str)
+def test_columns_are_rows_the_other_way_round(shape: tuple[int, ...], kind: Quantization) -> None:
+    weight = random(*shape)
+    across = there_and_back(weight.transpose(-1, -2).contiguous(), kind)
+    packing = packing_of(weight, kind, columns=True)
+    assert same_bits(
+        there_and_back(weight, kind, columns=True), across.transpose(-1, -2).contiguous()
+    )
+    assert len(pack(weight, packing)) == packing.nbytes
+
+
+@EVERY_KIND
+def test_zeros_stay_zero_and_ends_stay_near(kind: Quantization) -> None:
+    weight = torch.zeros(4, 200)
+    weight[1] = -0.0
+    weight[2] = 0.3
+    weight[3] = torch.linspace(-1, 1, 200)
+    made = there_and_back(weight, kind)
+    assert same_bits(made[:2], torch.zeros(2, 200))
+    assert (made[2] - 0.3).abs().max() <= 0.3 / 128 / (2**kind.bits - 1)
+    assert same_bits(there_and_back(weight[2:3].bfloat16(), kind), weight[2:3].bfloat16())
+    assert made[3].diff().min() >= 0
+
+
+@EVERY_KIND
+def test_the_largest_and_smallest_numbers(kind: Quantization) -> None:
+    weight = torch.tensor([[LARGEST, -LARGEST, 0, 1], [1e-45, -1e-45, 3e-39, -1e-38]])
+    made = there_and_back(weight, kind)
+    assert made.isfinite().all()
+    assert ((made.double() - weight.double()).abs() <= allowed(weight, kind)).all()
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, 1e38, -1e38], ids=str)
+def test_what_no_group_can_hold_is_refused_by_name(wrong: float, columns: bool) -> None:
+    weight = random(70, 70)
+    weight[66, 69] = wrong
+    for backend in ("torch", "auto"):
+        with pytest.raises(ModelError, match=r"the\.weight has NaN, an infinity or a number b"):
+            pack(weight, packing_of(weight, KINDS[1], columns), "the.weight", backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "nbytes"),
+    [
+        (Quantization(8, 32), 64, 64 + 8),
+        (Quantization(8, 64), 1, 1 + 4),
+        (Quantization(8, 128), 129, 129 + 8),
+        (Quantization(4, 64), 64, 32 + 4),
+        (Quantization(4, 64), 65, 33 + 8),
+        (Quantization(4, 32), 33, 17 + 8),
+        (Quantization(4, 128), 0, 0),
+    ],
+    ids=str,
+)
+def test_sizes(kind: Quantization, width: int, nbytes: int) -> None:
+    for shape, columns in (((3, width), False), ((width, 3), True)):
+        packing = WeightPacking(shape, torch.float32, kind, columns)
+        assert packing.nbytes == 3 * nbytes == len(pack(random(*shape), packing))
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("shape", [(0, 70), (70, 0), (2, 130, 70)], ids=str)
+def test_the_measured_error_is_that_of_all_elements(
+    shape: tuple[int, ...], columns: bool, kind: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.model.groups.PIECE", 1000)
+    weight = random(*shape)
+    packing = packing_of(weight, kind, columns)
+    wrong, all_of_it = squared_error(weight, pack(weight, packing), packing)
+    off = there_and_back(weight, kind, columns).double() - weight.double()
+    assert wrong == pytest.approx(float(off.square().sum()), rel=1e-9)
+    assert all_of_it == pytest.approx(float(weight.double().square().sum()), rel=1e-9)
+
+
+def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [(random(2, 150, 90), columns) for columns in (False, True)]
+    whole = [pack(w, packing_of(w, KINDS[4], columns)) for w, columns in cases]
+    monkeypatch.setattr("verbatim.model.groups.PIECE", 700)
+    for (weight, columns), packed in zip(cases, whole, strict=True):
+        packing = packing_of(weight, KINDS[4], columns)
+        assert torch.equal(pack(weight, packing), packed)
+        made = unpack(packed, packing, backend="torch")
+        assert same_bits(made, unpack(packed, packing))
+
+
+# ---- The kernel ----
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    columns=st.booleans(),
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 300)),
+    seed=st.integers(0, 99),
+)
+def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
+    kind: Quantization, dtype: torch.dtype, columns: bool, shape: tuple[int, int, int], seed: int
+) -> None:
+    weight = random(*shape, dtype=dtype, seed=seed)
+    packing = packing_of(weight, kind, columns)
+    packed = pack(weight, packing)
+    expected = unpack(packed, packing, backend="torch")
+    for name in LIBRARIES:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            made = unpack(packed, packing, backend=name)
+            assert same_bits(made, expected), (name, threads)
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(list(DTYPES.values())),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 60), st.integers(1, 300)),
+    size=st.sampled_from([1e-44, 1e-38, 1e-3, 1.0, 1e30]),
+    seed=st.integers(0, 99),
+)
+def test_kernels_pack_what_torch_packs_bit_for_bit(
+    kind: Quantization, dtype: torch.dtype, shape: tuple[int, int, int], size: float, seed: int
+) -> None:
+    weight = random(*shape, seed=seed) * size
+    weight[0, 0] = 0.25
+    weight[0, -1] = -0.0
+    weight.flatten()[::7] = weight.flatten()[0]
+    weight = weight.to(dtype)
+    packing = packing_of(weight, kind)
+    expected = pack(weight, packing, backend="torch")
+    for name in LIBRARIES:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(pack(weight, packing, backend=name), expected), (name, threads)
+            torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("kind", [Quantization(8, 32), Quantization(4, 128)], ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_measured_while_packing_is_the_squared_error(
+    dtype: str, kind: Quantization
+) -> None:
+    weight = random(50, 333, dtype=DTYPES[dtype])
+    packing = packing_of(weight, kind)
+    packed, squares = pack_and_measure(weight, packing)
+    assert torch.equal(packed, pack(weight, packing, backend="torch"))
+    assert squares == pytest.approx(squared_error(weight, packed, packing), rel=1e-6)
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@EVERY_KIND
+def test_kernels_write_nothing_beside_the_result(kind: Quantization, columns: bool) -> None:
+    shape = (259, 1030)
+    packing = WeightPacking(shape, torch.bfloat16, kind, columns)
+    packed = pack(random(*shape, dtype=torch.bfloat16), packing)
+    expected = unpack(packed, packing, backend="torch")
+    room = torch.full((259 * 1030 + 64,), 7.0, dtype=torch.bfloat16)
+    for name in LIBRARIES:
+        room[32:-32] = 7.0
+        made = unpack(packed, packing, out=room[32:-32].view(shape), backend=name)
+        assert same_bits(made, expected)
+        assert (room[:32] == 7).all() and (room[-32:] == 7).all()
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    packing = WeightPacking((1, 1), torch.float32, KINDS[0])
+    with pytest.raises(ValueError, match="backend='gpu'"):
+        unpack(pack(torch.ones(1, 1), packing), packing, backend="gpu")
+
+
+# ---- Options ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[dict(group_size=size) for size in (0, 7, -1, True, 64.0, "64", None)],
+        *[dict(bits=bits) for bits in (0, 3, 5, 16, True, 4.0, "4", None)],
+        *[dict(head_bits=bits) for bits in (0, 16, True, 8.0, "8", False)],
+    ],
+    ids=str,
+)
+def test_numbers_that_are_not_built_are_refused(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(InvalidRequest, match=re.escape(f"{name}={value!r}")):
+        Quantization(**options)
+
+
+@pytest.mark.parametrize("value", ["int5", "INT8", "", 8, True, torch.int8, ["int8"]], ids=str)
+def test_other_names_are_refused(value: Any) -> None:
+    with pytest.raises(NotSupported, match=re.escape(f"quantization={value!r}")):
+        LLM(make_toy("llama"), quantization=value)
+
+
+def test_names_and_defaults() -> None:
+    assert settle_quantization(None) is None
+    assert settle_quantization("int8") == Quantization(bits=8, group_size=64, head_bits=8)
+    assert settle_quantization("int4") == Quantization() == Quantization(4, 64, 8)
+    kinds = [Quantization(8), Quantization(4), Quantization(4, 32, 4), Quantization(8, 128, None)]
+    names = ["int8-g64", "int4-g64-head8", "int4-g32", "int8-g128-head-exact"]
+    assert [kind.name for kind in kinds] == names
+    assert settle_quantization(KINDS[2]) is KINDS[2]
+
+
+# ---- Models ----
+
+
+def quantized(folder: Path, quantization: Any, dtype: str = "float32", **settings: Any) -> LLM:
+    placed: dict[str, Any] = {"gpu": "300MB", "weights": (0, 0, 100), "policy": None}
+    placed |= {"batch_size": 3, "micro_batches": 2}
+    return LLM(
+        folder,
+        dtype=dtype,
+        max_length=200,
+        quantization=quantization,
+        placement=Offload(**(placed | settings)),
+    )
+
+
+def kinds_of(name: str, module: Any, kind: Quantization) -> dict[str, Quantization]:
+    """How each weight of a toy is packed, by its name."""
+    found = dict.fromkeys(
+        (n for n, _ in module.named_parameters() if re.fullmatch(PACKED[name], n)), kind
+    )
+    assert len(found) % 3 == 0 and found
+    if kind.head_bits is not None:
+        tables = [n for n, _ in module.named_parameters() if re.fullmatch(TABLES, n)]
+        assert tables
+        found |= dict.fromkeys(tables, Quantization(kind.head_bits, kind.group_size))
+    return found
+
+
+def save_unpacked(name: str, dtype: str, kind: Quantization, folder: Path) -> None:
+    """The toy with the matrices it would have in few bits, made numbers again by torch."""
+    module = make_toy(name, dtype=DTYPES[dtype])
+    with torch.no_grad():
+        for path, how in kinds_of(name, module, kind).items():
+            weight = module.get_parameter(path)
+            columns = (name == "gpt2" and "wte" not in path) or (
+                name == "gpt_oss" and weight.ndim == 3
+            )
+            weight.copy_(there_and_back(weight, how, columns))
+    module.save_pretrained(folder)
+
+
+def compare(
+    name: str, dtype: str, quantization: Any, plain: Path, unpacked: Path, count: int = 10
+) -> None:
+    kind = settle_quantization(quantization)
+    assert kind is not None
+    save_unpacked(name, dtype, kind, unpacked)
+    requests = mixed_requests(count)
+    with LLM(unpacked, dtype=dtype, max_length=200) as llm:
+        expected = [facts(result) for result in llm.generate(*requests)]
+    for weights in WEIGHTS:
+        with quantized(plain, quantization, dtype, weights=weights) as llm:
+            assert [facts(result) for result in llm.generate(*requests)] == expected, weights
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        ("float32", "int4"),
+        ("bfloat16", "int8"),
+        pytest.param("float32", "int8", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int4", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma2"])
+def test_the_words_are_those_of_the_model_made_numbers_again(
+    name: str, dtype: str, quantization: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    compare(name, dtype, quantization, folders(name), tmp_path)
+
+
+def test_the_same_in_other_groups(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts whose matrices lie by columns."""
+    kind = Quantization(4, 32, head_bits=4)
+    compare("gpt_oss", "bfloat16", kind, folders("gpt_oss"), tmp_path)
+
+
+def test_embedding_and_head_stay_exact_where_that_is_asked_for(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    compare("llama", "bfloat16", Quantization(8, head_bits=None), folders("llama"), tmp_path, 4)
+
+
+_WITHOUT = """
+import sys
+from pathlib import Path
+from invariance.test_quantize import compare
+for i, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2")):
+    plain, unpacked = Path(sys.argv[1], name), Path(sys.argv[1], f"unpacked-{name}")
+    compare(name, ("float32", "bfloat16")[i % 2], ("int4", "int8")[i // 2], plain, unpacked, 3)
+"""
+
+
+def test_the_same_without_kernels(tmp_path: Path) -> None:
+    for name in ("llama", "gpt2", "qwen3_moe", "gemma2"):
+        make_toy(name).save_pretrained(tmp_path / name)
+    run_without_kernels(_WITHOUT, tmp_path)
+
+
+@pytest.mark.parametrize("name", list(EXACT))
+def test_info_tells_what_is_packed_how_large_and_how_far_off(
+    name: str, folders: Callable[[str], Path]
+) -> None:
+    module = make_toy(name)
+    kinds = kinds_of(name, module, Quantization())
+    found = {path: module.get_parameter(path) for path in kinds}
+    if not module.config.tie_word_embeddings:  # of this one, rows are looked up in the file
+        del found["model.embed_tokens.weight"]
+    off = all_of_it = 0.0
+    for path, weight in ((n, p.detach()) for n, p in found.items()):
+        made = there_and_back(weight, kinds[path], name == "gpt2" and "wte" not in path)
+        off += float((made - weight).double().square().sum())
+        all_of_it += float(weight.double().square().sum())
+    with quantized(folders(name), "int4") as llm:
+        info = llm.info()
+        weights = llm.engine.runner.weights
+        slots = [slot for slot in weights.units.slots if slot.packing is not None]
+        streamed = [slot for slot in weights.units.slots if slot.tier == "disk"]
+    told = info["quantization"]
+    assert {slot.name for slot in slots} == set(found)
+    assert told["format"] == "int4-g64-head8"
+    assert "/weights-int4-g64-head8/" in info["numerics_key"]
+    tied = module.config.tie_word_embeddings
+    assert told.get("rounded", []) == ([] if tied else ["model.embed_tokens.weight"])
+    assert set(told["packed"]) == {re.sub(r"\.\d\.", ".*.", n) for n in found}
+    assert told["exact"] == EXACT[name]
+    assert told["bytes_before"] == sum(p.nbytes for p in found.values())
+    assert told["bytes_after"] == sum(slot.stored_bytes for slot in slots)
+    assert told["bits_per_weight"] == pytest.approx(4.8, abs=0.3)
+    assert told["relative_error"] == pytest.approx((off / all_of_it) ** 0.5, rel=1e-4)
+    assert 0.05 < told["relative_error"] < 0.12
+    assert set(slots) <= set(streamed)
+
+
+def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:
+    """In whole pages: the toys' norms take one each."""
+    read = {}
+    for quantization in (None, "int8", "int4"):
+        with quantized(folders("llama"), quantization) as llm:
+            llm.generate([[5, 6, 7]])
+            read[quantization] = llm.engine.runner.weights.bytes_per_forward
+    assert read["int4"] < read["int8"] < read[None]
+
+
+def test_a_layer_is_unpacked_into_the_same_room_again_and_again(
+    folders: Callable[[str], Path],
+) -> None:
+    with quantized(folders("llama"), "int8", weights=(0, 100, 0)) as llm:
+        weights = llm.engine.runner.weights
+        units = [unit for unit in weights.units.order if not unit.gathers]
+        seen = []
+        for unit in units * 2:
+            with weights.lent(unit):
+                packed = [slot for slot in unit.slots if slot.packing is not None]
+                starts = sorted((s.parameter.data_ptr(), s.nbytes) for s in packed)
+                assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(starts))
+                assert all(start % 64 == 0 for start, _ in starts)
+                seen.append(starts[0][0])
+            assert all(slot.parameter.isnan().all() for slot in packed)
+        assert len(set(seen)) == 1
+
+
+def test_closing_gives_the_packed_weights_back(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for weights in WEIGHTS:
+        llm = quantized(folders("llama"), "int4", weights=weights, disk=tmp_path)
+        slots = llm.engine.runner.weights.units.slots
+        llm.generate([[5, 6, 7]])
+        llm.close()
+        assert list(tmp_path.iterdir()) == []
+        held = [getattr(slot.lazy, "tensor", torch.empty(0)) for slot in slots]
+        assert sum(tensor.nbytes for tensor in held) == 0
+
+
+def test_a_disk_tier_without_room_is_told(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(TierFailed, match="disk_limit is 20000"):
+        quantized(folders("llama"), "int4", disk=tmp_path, disk_limit=20_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 3e38], ids=str)
+def test_a_model_with_weights_that_no_group_can_hold_is_refused(
+    wrong: float, tmp_path: Path
+) -> None:
+    module = make_toy("llama")
+    with torch.no_grad():
+        module.model.layers[1].mlp.up_proj.weight[3, 4] = wrong
+    module.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN, an inf"):
+        quantized(tmp_path, "int8")
+
+
+def test_a_tied_head_and_odd_widths(tmp_path: Path) -> None:
+    """60 wide, 100 inside: every row ends in a short group. The head is the embedding."""
+    changes = dict(hidden_size=60, intermediate_size=100, head_dim=20, tie_word_embeddings=True)
+    module = make_toy("llama", num_attention_heads=3, num_key_value_heads=3, **changes)
+    module.save_pretrained(tmp_path / "plain")
+    kind = Quantization(4, 32)
+    with torch.no_grad():
+        for path, how in kinds_of("llama", module, kind).items():
+            weight = module.get_parameter(path)
+            weight.copy_(there_and_back(weight, how))
+    module.save_pretrained(tmp_path / "unpacked")
+    requests = mixed_requests(8)
+    with LLM(tmp_path / "unpacked", max_length=200) as llm:
+        expected = [facts(result) for result in llm.generate(*requests)]
+    for weights in WEIGHTS:
+        with quantized(tmp_path / "plain", kind, weights=weights) as llm:
+            assert llm.info()["quantization"]["exact"] == []
+            assert [facts(result) for result in llm.generate(*requests)] == expected

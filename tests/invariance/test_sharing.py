@@ -1,0 +1,189 @@
+"""What is computed once and used often: prompts that begin alike, samples, and beams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0)
+
+
+class Rows:
+    """Counts the rows of each forward of an LLM."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: list[int] = []
+        forward = llm.engine.runner.forward
+
+        def counted(batch: Any) -> Any:
+            self.counts.append(batch.num_tokens)
+            return forward(batch)
+
+        monkeypatch.setattr(llm.engine.runner, "forward", counted)
+
+    def take(self) -> list[int]:
+        counts, self.counts = self.counts, []
+        return counts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("model")
+    make_toy("llama", max_position_embeddings=2048).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def llm(folder: Any) -> Iterator[LLM]:
+    with LLM(folder, block_size=8) as opened:
+        yield opened
+
+
+def test_eight_samples_compute_their_prompt_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, prompt = Rows(llm, monkeypatch), random_ids(1000, seed=1)
+    params = SamplingParams(n=8, max_tokens=5, seed=4, ignore_eos=True)
+    result = llm.generate(prompt, params)[0]
+    assert rows.take() == [1000, 8, 8, 8, 8]
+    assert len({tuple(c.token_ids) for c in result.outputs}) == 8
+    with LLM(llm.name, block_size=8, prefix_cache=False) as plain:
+        alone = [
+            plain.engine.run(
+                [plain.engine.admission.admit(prompt, params.replace(n=1), first_sample=i)]
+            )
+            for i in range(8)
+        ]
+    for c, (solo,) in zip(result.outputs, alone, strict=True):
+        assert (c.token_ids, c.logprobs) == (solo.outputs[0].token_ids, solo.outputs[0].logprobs)
+
+
+def test_more_samples_than_seats_share_one_prefill_too(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, params = random_ids(41, seed=2), SamplingParams(n=11, max_tokens=4, seed=4)
+    with LLM(folder, block_size=8) as llm:
+        expected = facts(llm.generate(prompt, params)[0])
+    with LLM(folder, block_size=8, max_sequences=3, prefix_cache=False) as llm:
+        rows = Rows(llm, monkeypatch)
+        assert facts(llm.generate(prompt, params)[0]) == expected
+        assert rows.take()[0] == 41 and sum(rows.counts) == 0
+        assert llm.stats()["preemptions"] == 0 and llm.stats()["blocks_used"] == 0
+
+
+def test_a_second_equal_prompt_reports_its_cached_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, prompt = Rows(llm, monkeypatch), random_ids(100, seed=3)
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)
+    assert second.metrics.num_cached_tokens == 96 and llm.stats()["cached_tokens"] == 96
+    assert rows.take() == [100, 1, 1, 1, 1, 1, 4, 1, 1, 1, 1, 1]
+    assert facts(first) == facts(second)
+
+
+def test_the_next_turn_finds_the_completion_of_the_last(llm: LLM) -> None:
+    prompt = random_ids(30, seed=3)
+    turn = llm.generate(prompt, GREEDY.replace(max_tokens=20))[0]
+    follow_up = prompt + turn.outputs[0].token_ids + random_ids(9, seed=4)
+    result = llm.generate(follow_up, GREEDY)[0]
+    assert result.num_cached_tokens == 48  # 49 positions were computed, in blocks of 8
+
+
+def test_prompts_that_wait_for_the_same_prefix_compute_it_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, prompt = Rows(llm, monkeypatch), random_ids(64, seed=5)
+    prompts = [prompt, prompt, prompt[:33], [*prompt, 5, 6, 7], prompt]
+    results = llm.generate(prompts, GREEDY)
+    # The last block of an equal prompt is computed again: the next token is drawn from its last row.
+    assert rows.take()[:2] == [64, 1 + 8 + 1 + 3 + 8]
+    assert [r.num_cached_tokens for r in results] == [0, 56, 32, 64, 56]
+    assert all_facts(results) == [facts(llm.generate(p, GREEDY)[0]) for p in prompts]
+
+
+def test_those_who_wait_for_a_prefix_go_on_when_its_request_is_aborted(llm: LLM) -> None:
+    prompt = random_ids(64, seed=6)
+    expected = facts(llm.generate(prompt, GREEDY)[0])
+    llm.engine.evict_all()
+    admitted = [llm.engine.admission.admit(prompt, GREEDY) for _ in range(3)]
+    engine = llm.engine
+    engine.scheduler.max_batch_tokens = 16
+    for request in admitted:
+        engine.submit(request)
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    engine.abort(admitted[0])
+    while engine.step():
+        engine.scheduler.pool.check()
+    for request in admitted[1:]:
+        assert request.result is not None and facts(request.result) == expected
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_salts_keep_tenants_apart(llm: LLM) -> None:
+    prompt = random_ids(40, seed=7)
+    found = [
+        llm.generate(prompt, GREEDY.replace(cache_salt=salt))[0].num_cached_tokens
+        for salt in (None, "a", "b", "a", "", None)
+    ]
+    assert found == [0, 0, 0, 32, 0, 32]
+
+
+def test_a_prefix_hit_changes_no_prompt_logprob(llm: LLM) -> None:
+    """Megatron moves a completion's log-probs into the prompt's when a prefix is found."""
+    prompt = random_ids(60, seed=8)
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=2, seed=0)
+    first = llm.generate(prompt, params)[0]
+    llm.generate(prompt, GREEDY)
+    again = llm.generate(prompt, params)[0]
+    assert again.prompt_logprobs is not None and len(again.prompt_logprobs) == 60
+    assert facts(again) == facts(first) and again.num_cached_tokens == 0
+    assert llm.score(prompt) == first.prompt_logprobs
+
+
+def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning(
+    folder: Any,
+) -> None:
+    with LLM(folder, block_size=8, kv_memory=8 * 12 * 768) as llm:
+        assert llm.stats()["blocks_free"] == 11
+        one, two = random_ids(40, seed=9), random_ids(40, seed=10)
+        params = GREEDY.replace(max_tokens=1)
+        llm.generate(one, params)
+        llm.generate(two, params)
+        assert llm.stats()["blocks_cached"] == 10
+        llm.generate(one[:17], params)  # touches the first two blocks of `one`
+        llm.generate(random_ids(31, seed=11), params)  # takes the free one and three cached
+        assert llm.generate(one, params)[0].num_cached_tokens == 16
+        assert llm.generate(two, params)[0].num_cached_tokens in (24, 32)
+        llm.engine.scheduler.pool.check()
+
+
+def test_a_switched_off_cache_finds_nothing_and_answers_the_same(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = mixed_requests()
+    with LLM(folder) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["cached_tokens"] > 0
+    with LLM(folder, prefix_cache=False) as llm:
+        assert all_facts(llm.generate(prompts * 2, params * 2)) == expected * 2
+        assert llm.stats()["cached_tokens"] == 0 and llm.stats()["blocks_cached"] == 0
+
+
+def test_a_live_modules_cache_does_not_outlive_its_weights() -> None:
+    module, prompt = make_toy("llama"), random_ids(40, seed=12)
+    with LLM(module, block_size=8) as llm:
+        before = llm.generate([prompt, prompt], GREEDY)
+        assert [r.num_cached_tokens for r in before] == [0, 32]
+        for parameter in module.parameters():
+            parameter.data.mul_(1.25)  # no version counter sees this
+        after = llm.generate(prompt, GREEDY)[0]
+        assert after.num_cached_tokens == 0
+    with LLM(module, block_size=8, prefix_cache=False) as llm:
+        assert facts(llm.generate(prompt, GREEDY)[0]) == facts(after)

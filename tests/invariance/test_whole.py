@@ -1,0 +1,431 @@
+"""Whole models: the bits of layers that run one by one, and everything that an owner does is seen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from support.layer_batches import BATCHES, outputs, wrong
+from support.odd_toys import DTYPES
+from support.programs import environment
+from support.toys import make_toy
+from verbatim import LLM, SamplingParams
+from verbatim.batch import Batch
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder, Output
+from verbatim.model.quantization import settle_quantization
+from verbatim.model.whole import WholeModel
+from verbatim.weights.lazy import Held
+from verbatim.weights.load import load_weights
+
+WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4".split()
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each forward in one call whether it came to something."""
+    found: list[bool] = []
+    run = WholeModel.run
+
+    def counted(self: WholeModel, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, *args, **kwargs)
+        found.append(made is not None)
+        return made
+
+    monkeypatch.setattr(WholeModel, "run", counted)
+    return found
+
+
+def whole(model: nn.Module, *, unseen: bool = False) -> Decoder:
+    decoder = Decoder(model, unseen=unseen)
+    assert decoder.fused is not None and decoder.fused["whole"] == "yes"
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_model_gives_the_bits_of_plain_layers(
+    name: str, dtype: str, runs: list[bool]
+) -> None:
+    model = make_toy(name, dtype=DTYPES[dtype])
+    expected = outputs(Decoder(model, fused=False))
+    assert not runs
+    for unseen in (False, True):
+        decoder = whole(model, unseen=unseen)
+        assert outputs(decoder, 1 + unseen) == expected
+        assert outputs(decoder, 3) == expected, "again"
+    assert runs == [True] * 4 * len(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("granite", "something happens to the rows"),
+        ("gemma2", "its logits are not"),
+        ("gpt2", "not all of its layers"),
+    ],
+    ids=["granite", "gemma2", "gpt2"],
+)
+def test_what_is_no_whole_model_says_why(name: str, reason: str, runs: list[bool]) -> None:
+    model = make_toy(name)
+    decoder = Decoder(model)
+    assert decoder.fused is not None and reason in decoder.fused["whole"]
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("place", "formula"),
+    [
+        ("model.norm", lambda out, x: out * 1.1),
+        ("model.embed_tokens", lambda out, x: out * 1.1),
+        ("lm_head", lambda out, x: out * 1.1),
+        ("model.rotary_emb", lambda out, x: (out[0] * 1.01, out[1])),
+    ],
+    ids=["norm", "embedding", "head", "angles"],
+)
+def test_parts_with_another_formula(place: str, formula: Callable[[Any, Any], Any]) -> None:
+    """Whether it is whole or not: it says what the module says."""
+    model = make_toy("llama", dtype=torch.bfloat16)
+    clean = outputs(Decoder(model))
+    module = model.get_submodule(place)
+    base = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return formula(base.forward(self, *args, **kwargs), None)
+
+    module.__class__ = type(base.__name__, (base,), {"forward": forward})
+    assert outputs(Decoder(model)) == outputs(Decoder(model, fused=False)) != clean
+
+
+def test_something_between_two_layers_is_seen() -> None:
+    model = wrong(make_toy("llama"), "model.layers.1", lambda out, x: out)
+    assert Decoder(model).fused["whole"] == "yes"  # type: ignore[index]
+
+    class Body(type(model.model)):  # type: ignore[misc]
+        __module__ = type(model.model).__module__  # as if transformers had it
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            handle = self.layers[1].register_forward_hook(lambda m, a, out: out * 1.001)
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                handle.remove()
+
+    model.model.__class__ = Body
+    decoder = Decoder(model)
+    assert decoder.fused is not None and "before a layer" in decoder.fused["whole"]
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+
+
+def replace_head(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
+
+
+def new_head(model: Any) -> None:
+    model.lm_head = nn.Linear(64, 128)
+
+
+def replace_norm(model: Any) -> None:
+    model.model.norm.weight = nn.Parameter(torch.randn(64))
+
+
+def change_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.5
+
+
+def replace_embedding(model: Any) -> None:
+    model.model.embed_tokens.weight.data.neg_()
+
+
+def turn_faster(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.data.mul_(1.5)
+
+
+def scale_angles(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 0.5
+
+
+def hook_the_body(model: Any) -> None:
+    def double(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+    model.model.register_forward_hook(double)
+
+
+def replace_the_forward(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = forward
+
+
+EDITS = (
+    replace_head,
+    new_head,
+    replace_norm,
+    change_epsilon,
+    replace_embedding,
+    turn_faster,
+    scale_angles,
+    hook_the_body,
+    replace_the_forward,
+)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_edits_around_the_layers_are_seen(edit: Callable[[Any], None]) -> None:
+    model = make_toy("llama")
+    decoder = whole(model)
+    before = outputs(decoder)
+    edit(model)
+    after = outputs(decoder)
+    assert after == outputs(Decoder(model, fused=False)) != before
+    assert outputs(decoder) == after, "again"
+
+
+def test_who_asks_for_an_unseen_module_may_edit_it() -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    before = outputs(decoder)
+    for edit in (turn_faster, replace_norm, hook_the_body):
+        edit(decoder.module)
+        after = outputs(decoder)
+        assert after == outputs(Decoder(model, fused=False)) != before
+        before = after
+
+
+def test_an_unseen_module_whose_weights_moved_is_looked_at_once() -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    before = outputs(decoder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.flip(0).clone()
+    decoder.weights_moved()
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
+
+
+def test_a_hook_that_every_module_has_is_called(runs: list[bool]) -> None:
+    model = make_toy("llama")
+    decoder = whole(model, unseen=True)
+    clean = outputs(decoder)
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if module is model.lm_head else None
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        assert outputs(decoder) == outputs(Decoder(model, fused=False)) != clean
+    finally:
+        handle.remove()
+    runs.clear()
+    assert outputs(decoder) == clean
+    assert runs and all(runs), "in one piece again"
+
+
+def test_what_a_hook_has_kept_may_be_edited_when_the_hook_is_gone() -> None:
+    model, kept = make_toy("llama"), []
+    decoder = whole(model, unseen=True)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: kept.append(m))
+    try:
+        clean = outputs(decoder)
+    finally:
+        handle.remove()
+    assert outputs(decoder) == clean
+    for module in kept:
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 5.0
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != clean
+
+
+@pytest.mark.parametrize("place", ["model.norm", "model.layers.1.post_attention_layernorm"])
+def test_a_weight_that_is_read_as_another_dtype_is_seen(place: str) -> None:
+    model = make_toy("olmo2", dtype=torch.bfloat16)
+    decoder = whole(model)
+    before = outputs(decoder)
+    weight = model.get_submodule(place).weight
+    weight.data = weight.data.view(torch.float16)  # at the same address
+    assert outputs(decoder) == outputs(Decoder(model, fused=False)) != before
+
+
+@pytest.mark.parametrize("part", ["norm", "layers.1.input_layernorm"])
+def test_a_norms_class_may_get_another_forward(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_toy("llama")
+    decoders = [whole(model), Decoder(model, fused=False)]
+    before = outputs(decoders[0])
+    norm = model.model.get_submodule(part)
+    own = type(norm).forward
+    with monkeypatch.context() as patched:
+        patched.setattr(type(norm), "forward", lambda self, x: own(self, x) * 2)
+        found = [outputs(decoder) for decoder in decoders]
+    assert found[0] == found[1] != before
+    assert [outputs(decoder) for decoder in decoders] == [before] * 2
+
+
+@pytest.mark.parametrize("rows", [[], [32], [1, 21, 32], [30, 4]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_rows_that_need_logits_go_through_the_end(
+    dtype: str, rows: list[int], runs: list[bool]
+) -> None:
+    model = make_toy("qwen3", dtype=DTYPES[dtype])
+    decoder = whole(model)
+    every = logits_of(Decoder(model, fused=False), BATCHES[3])
+    some = logits_of(decoder, replace(BATCHES[3], logit_rows=torch.tensor(rows, dtype=torch.int64)))
+    assert runs == [True]
+    assert torch.equal(some, every[rows])
+
+
+def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
+    anatomy = decoder.anatomy
+    store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+    for pair in store.layers:
+        for held in pair:
+            held.zero_()
+    return decoder.forward(batch, store)
+
+
+@pytest.mark.parametrize("kind", [None, "int4"], ids=str)
+def test_a_call_is_no_longer_where_weights_are_in_few_bits(
+    kind: str | None, runs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_toy("llama", tie_word_embeddings=False)
+    numbers = sum(p.numel() for p in model.parameters()) - model.model.embed_tokens.weight.numel()
+    if kind is not None:
+        lazy_weights = {p: Held(p.data) for p in model.parameters()}
+        load_weights(model, lazy_weights, settle_quantization(kind))
+    rows = len(BATCHES[3].token_ids)
+    monkeypatch.setattr("verbatim.model.whole._MOST_WORK", numbers * rows // 2)
+    decoder = whole(model)
+    assert torch.equal(
+        logits_of(decoder, BATCHES[3]), logits_of(Decoder(model, fused=False), BATCHES[3])
+    )
+    assert runs == [False]
+
+
+_THREADS = """
+import os
+from pathlib import Path
+import torch
+from invariance.test_whole import BATCHES, logits_of, make_toy, whole
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.store import LayerShape, make_store
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+decoder = whole(make_toy("llama"))
+store = make_store([LayerShape(8, 64, 64)], 40, 16, settle_kv_dtype("int8"), torch.device("cpu"))
+rows = torch.randn(600, 8, 64)
+
+def both():
+    store.write(0, rows, rows, torch.arange(600))
+    return [logits_of(decoder, batch) for batch in BATCHES]
+
+expected, before = both(), threads()
+processors = len(os.sched_getaffinity(0))
+asked = []
+# Torch itself is not told: it would have them.
+torch.get_num_threads = lambda: asked.append(1) or processors + 40
+assert all(map(torch.equal, both(), expected))
+assert len(asked) > len(BATCHES)
+assert threads() < before + processors + 8, (before, threads())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_a_model_has_no_more_threads_than_processors() -> None:
+    # Where nothing else has any: torch's own products may, in a process that runs other tests as well.
+    subprocess.run([sys.executable, "-c", _THREADS], env=environment(), check=True, timeout=240)
+
+
+def test_rotations_that_depend_on_the_context_are_made_each_time() -> None:
+    rope = dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0)
+    settings: dict[str, Any] = dict(rope_parameters=rope, max_position_embeddings=16)
+    model = make_toy("llama", **settings)
+    decoder = Decoder(model, unseen=True)
+    assert outputs(decoder) == outputs(Decoder(model, fused=False))
+
+
+def test_hidden_states_are_what_the_head_saw() -> None:
+    model = make_toy("qwen3", dtype=torch.bfloat16)
+    batch = replace(BATCHES[3], logit_rows=torch.tensor([0, 3, 30]), wants_hidden=True)
+    found: list[Output] = []
+    for decoder in (whole(model), Decoder(model, fused=False)):
+        anatomy = decoder.anatomy
+        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        for held in (held for pair in store.layers for held in pair):
+            held.zero_()
+        found.append(decoder.run(batch, store))
+    ours, theirs = found
+    assert ours.hidden is not None and theirs.hidden is not None
+    assert torch.equal(ours.logits, theirs.logits) and torch.equal(ours.hidden, theirs.hidden)
+
+
+def test_a_batch_without_rows_of_logits_writes_k_and_v() -> None:
+    model = make_toy("llama")
+    batch = replace(BATCHES[1], logit_rows=torch.empty(0, dtype=torch.int64))
+    held = []
+    for decoder in (whole(model), Decoder(model, fused=False)):
+        anatomy = decoder.anatomy
+        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        for k, v in store.layers:
+            k.zero_(), v.zero_()
+        assert decoder.forward(batch, store).shape == (0, 128)
+        held.append(torch.stack([kv for pair in store.layers for kv in pair]))
+    assert torch.equal(held[0], held[1]) and held[0].any()
+
+
+HOOKED = """
+from transformers import LlamaForCausalLM
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_hook(lambda m, a, out: out.roll(5, -1))
+"""
+MASKED = """
+from transformers import LlamaForCausalLM, LlamaModel
+class Body(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                inputs_embeds=None, **rest):
+        rows = self.embed_tokens(input_ids) * (input_ids != 100)[..., None]  # an image's place, say
+        return super().forward(None, attention_mask, position_ids, past_key_values, rows, **rest)
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Body(config)
+        self.post_init()
+"""
+
+
+@pytest.mark.parametrize("code", [HOOKED, MASKED], ids=["hooked", "masked"])
+def test_code_that_came_with_a_checkpoint_is_run(code: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"own_{'hook' if code is HOOKED else 'mask'}"
+    make_toy("llama").save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "architectures": ["Own"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = []
+    for fused in (False, True):
+        with LLM(folder, trust_remote_code=True, fused=fused) as llm:
+            (result,) = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))
+            said.append((result.outputs[0].token_ids, result.outputs[0].logprobs))
+    with LLM(make_toy("llama")) as llm:
+        plain = llm.generate([[5, 100, 7]], SamplingParams(temperature=0.0, max_tokens=6))[0]
+    assert said[0] == said[1]
+    assert said[0][0] != plain.outputs[0].token_ids

@@ -1,0 +1,223 @@
+"""Norms and activations by the kernels: right, and the same for a row whatever is beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.odd_toys import DTYPES
+from support.toys import make_toy
+from verbatim import kernels
+from verbatim.kernels.options import Activation, NormKind
+from verbatim.model import elementwise, invariant, norms
+from verbatim.model.norms import formula, norm_forward, norm_parts
+
+WIDTHS = (1, 15, 16, 17, 60, 128, 1000)
+KINDS = [NormKind.BARE, NormKind.ROUNDED, NormKind.WIDE, NormKind.ONE_PLUS]
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    whole = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.lower())
+def test_norms_are_those_of_the_formula(kind: NormKind, dtype: str) -> None:
+    for width in WIDTHS:
+        x = noise(50, width, dtype=DTYPES[dtype]) * torch.logspace(-3, 2, 50)[:, None]
+        x = x.to(DTYPES[dtype])
+        weight = None if kind is NormKind.BARE else noise(width, dtype=DTYPES[dtype], seed=1)
+        ours = elementwise.rms_norm(x, weight, 1e-5, kind)
+        expected = formula(kind, x, weight, 1e-5)
+        if dtype == "float32":
+            torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0.0)
+        else:  # the sum's order turns a rounding now and then
+            torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=0.0)
+            assert float((ours != expected).float().mean()) < 0.002
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
+    x, weight = noise(300, 1000, dtype=DTYPES[dtype]), noise(1000, dtype=DTYPES[dtype], seed=1)
+    before = torch.get_num_threads()
+    try:
+        for kind in KINDS:
+            given = None if kind is NormKind.BARE else weight
+            alone = [elementwise.rms_norm(row[None], given, 1e-6, kind) for row in x[::37]]
+            for threads in (1, 2, 7):
+                torch.set_num_threads(threads)
+                together = elementwise.rms_norm(x, given, 1e-6, kind)[::37]
+                assert same_bits(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
+def test_activations_are_right_and_know_no_neighbours(activation: Activation, dtype: str) -> None:
+    x = torch.cat([noise(5000) * 4, torch.linspace(-120, 120, 3001)]).to(DTYPES[dtype])
+    exact = x.double()
+    if activation is Activation.SILU:
+        exact = exact / (1 + torch.exp(-exact))
+    elif activation is Activation.SIGMOID:
+        exact = 1 / (1 + torch.exp(-exact))
+    else:
+        inner = 0.7978845608028654 * (exact + 0.044715 * exact**3)
+        exact = 0.5 * exact * (1 + torch.tanh(inner))
+    ours = elementwise.activate(x, activation)
+    digits = 2.0**-7 if dtype == "bfloat16" else 2e-6
+    torch.testing.assert_close(ours.double(), exact, rtol=digits, atol=2e-6)
+    pieces = [elementwise.activate(piece, activation) for piece in x.split(7)]
+    assert same_bits(torch.cat(pieces), ours)
+    up = noise(len(x), dtype=x.dtype, seed=2)
+    assert same_bits(elementwise.activate(x, activation, up), ours * up)
+
+
+@pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
+def test_activations_of_what_is_no_number(activation: Activation) -> None:
+    odd = torch.tensor([torch.inf, torch.nan, 0.0, -0.0, 3.0e38, -3.0e38])
+    ours = elementwise.activate(odd, activation)
+    if activation is Activation.SIGMOID:
+        assert ours[1].isnan()
+        assert ours[[0, 2, 3, 4, 5]].tolist() == [1.0, 0.5, 0.5, 1.0, 0.0]
+        return
+    assert ours[0] == torch.inf and ours[1].isnan() and (ours[2:4] == 0).all()
+    assert ours[4] == odd[4] and ours[5] == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(kernels.available())))
+def test_every_instruction_set_is_near_the_formula(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_KERNELS", name)
+    x, weight = noise(9, 77), noise(77, seed=1)
+    for kind in KINDS[1:]:
+        ours = elementwise.rms_norm(x, weight, 1e-6, kind)
+        torch.testing.assert_close(ours, formula(kind, x, weight, 1e-6), rtol=2e-6, atol=0.0)
+    silu = elementwise.activate(x, Activation.SILU)
+    torch.testing.assert_close(silu, nn.functional.silu(x), rtol=2e-6, atol=1e-7)
+
+
+FAMILIES = {
+    "llama": NormKind.ROUNDED,
+    "qwen3": NormKind.ROUNDED,
+    "deepseek_v3": NormKind.ROUNDED,
+    "olmo2": NormKind.WIDE,
+    "gpt_oss": NormKind.WIDE,
+    "gemma2": NormKind.ONE_PLUS,
+    "gemma3": NormKind.ONE_PLUS,
+    "gpt2": None,
+    "opt": None,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_family_of_a_models_norms_is_found(name: str) -> None:
+    model = make_toy(name)
+    found = [norm_parts(m) for m in model.modules() if "Norm" in type(m).__name__]
+    assert found
+    assert {None if parts is None else parts.kind for parts in found} == {FAMILIES[name]}
+
+
+class MeanNorm(nn.Module):
+    """Named and built as an RMS norm, but the mean is taken off."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
+        self.__dict__.update(fields)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class HalfWeightedNorm(MeanNorm):
+    """With the weight 1 that a new model has, it is an RMS norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (0.5 + 0.5 * self.weight.float())).to(x.dtype)
+
+
+class SwitchedNorm(MeanNorm):
+    """Its weight counts where a flag says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return normed if self.bare else self.weight * normed
+
+
+def test_norms_of_no_family_keep_their_forward() -> None:
+    for cls in (MeanNorm, HalfWeightedNorm):
+        assert norm_parts(cls()) is None
+        assert norm_forward(cls()) is None
+
+
+def test_a_class_may_be_of_a_family_by_its_settings() -> None:
+    assert norm_parts(SwitchedNorm(bare=True)) is None
+    parts = norm_parts(SwitchedNorm(bare=False))
+    assert parts is not None and parts.kind is NormKind.ROUNDED
+
+
+def test_a_norm_reads_its_weight_and_epsilon_anew_each_time() -> None:
+    norm = make_toy("llama").model.norm
+    forward = norm_forward(norm)
+    assert forward is not None
+    x = noise(3, 64)
+    norm.variance_epsilon = 0.5
+    norm.weight = nn.Parameter(noise(64, seed=3))
+    expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 0.5)
+    with torch.no_grad():
+        torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
+
+
+def test_an_epsilon_may_be_a_whole_number() -> None:
+    norm = make_toy("llama").model.norm
+    norm.variance_epsilon = 1
+    forward, x = norm_forward(norm), noise(3, 64)
+    assert forward is not None
+    with torch.no_grad():
+        expected = formula(NormKind.ROUNDED, x, norm.weight.detach(), 1.0)
+        torch.testing.assert_close(forward(x), expected, rtol=2e-6, atol=0.0)
+
+
+def test_what_the_kernels_do_not_serve_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = make_toy("llama").model.norm
+    forward = norm_forward(norm)
+    assert forward is not None
+    called: list[Any] = []
+    monkeypatch.setattr(elementwise, "rms_norm", lambda *args: called.append(args))
+    x = noise(3, 64).double()
+    with torch.no_grad():
+        assert torch.equal(forward(x), type(norm).forward(norm, x))
+        half = norm.half()
+        assert torch.equal(forward(x.half()), type(half).forward(half, x.half()))
+    assert forward(noise(3, 64)).requires_grad and not called  # a gradient is wanted
+    assert invariant.silu(noise(3, 64).requires_grad_()).requires_grad
+
+
+def test_strided_rows_have_the_bits_of_others() -> None:
+    x, weight = noise(1, 5, 4, 64).transpose(1, 2), noise(64, seed=1)
+    ours = elementwise.rms_norm(x, weight, 1e-6, NormKind.WIDE)
+    rows = elementwise.rms_norm(x.reshape(-1, 64), weight, 1e-6, NormKind.WIDE)
+    assert ours.shape == x.shape and same_bits(ours.reshape(-1, 64), rows)
+
+
+def test_a_forward_that_was_exchanged_on_the_class_is_tried_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(norms, "_families", {})
+    assert norm_parts(SwitchedNorm(bare=False)) is not None
+    monkeypatch.setattr(SwitchedNorm, "forward", MeanNorm.forward)
+    assert norm_parts(SwitchedNorm(bare=False)) is None

@@ -1,0 +1,50 @@
+"""The Triton kernels compile for a GPU that is not there, and one binary serves every number of rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (torch brings it along on a GPU)")
+
+
+@pytest.mark.slow
+def test_one_binary_serves_every_number_of_rows(tmp_path: Path) -> None:
+    """The compiler chooses its instructions by tile shapes; with another binary, bits might change."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).parents[1] / "support" / "triton_compile.py"
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    numbers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for label, kernel, number, *words in lines:
+        assert "tf32" not in words, (kernel, words)
+        if kernel == "_masses":
+            assert "fma.rn.f64" not in words  # its bits are the CPU's
+        numbers[kernel][label].add(number)
+    assert {
+        "_attend",
+        "_finish",
+        "_linear",
+        "_rms_norm",
+        "_rope_and_write",
+        "_pick",
+        "_masses",
+    } <= set(numbers)
+    for kernel in ("_attend", "_finish", "_linear"):
+        by_rows = [numbers[kernel][label] for label in ("1x1", "4x4", "77x3")]
+        assert len(by_rows[0]) == 2  # one for each dtype
+        assert by_rows[0] == by_rows[1] == by_rows[2], kernel

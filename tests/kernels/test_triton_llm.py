@@ -1,0 +1,189 @@
+"""A model that generates by Triton's kernels: the paths of a GPU, on the CPU under the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.requests_mixed import all_facts
+from support.toys import make_toy, random_ids
+from support.triton_here import DEVICE, INTERPRETED
+from verbatim import LLM, SamplingParams
+from verbatim.batch import Batch, SamplePlan, SampleRow
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder
+from verbatim.sampling.sampler import sample_rows
+
+TINY = dict(
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=64,
+)
+TOYS: dict[str, dict[str, Any]] = {
+    "llama": TINY,
+    "qwen3": TINY | dict(head_dim=12, num_hidden_layers=2),
+    "gemma2": TINY | dict(num_hidden_layers=2),
+    "gpt_oss": TINY | dict(intermediate_size=24),
+    "bloom": dict(hidden_size=36, n_head=3, n_layer=1),
+    "gpt2": dict(n_embd=36, n_head=3, n_layer=1),
+    "qwen3_moe": TINY,
+}
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setenv("VERBATIM_KERNELS", "triton")
+
+
+def toy(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return make_toy(name, dtype=dtype, **TOYS[name]).to(DEVICE)
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """A greedy one, one that samples, two samples with filters, and one that is only scored."""
+    prompts = [[i % 60 + 3 for i in random_ids(length, length)] for length in (6, 3, 5, 4)]
+    params = [
+        SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, seed=0),
+        SamplingParams(max_tokens=4, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=2, seed=2, n=2, top_p=0.9, logprobs=2, presence_penalty=0.5),
+        SamplingParams(max_tokens=0, prompt_logprobs=0, seed=3),
+    ]
+    return prompts, params
+
+
+def facts(llm: LLM, which: slice = slice(None)) -> list[Any]:
+    prompts, params = requests()
+    return all_facts(llm.generate(prompts[which], params[which]))
+
+
+def holds_in_every_schedule(module: Any) -> None:
+    with LLM(module, deterministic=True) as llm:
+        expected = facts(llm)
+        assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
+        info = llm.info()  # kv_memory is for what a token takes in all, its experts' ids among it
+        tokens = info["num_blocks"] * info["block_size"]
+        per_token = (info["kv_bytes"] + info["routing_bytes"]) // tokens
+    with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
+        assert facts(llm) == expected, "chunked"
+    memory = dict(kv_memory=per_token * 16, block_size=4, prefix_cache=False)
+    with LLM(module, deterministic=True, **memory) as llm:
+        assert facts(llm) == expected
+        assert llm.stats()["preemptions"] > 0
+
+
+def test_batched_and_in_chunks_the_bits_are_the_same() -> None:
+    module, prompts = toy("llama", torch.bfloat16), [[5, 9, 4, 30, 7], [6, 11]]
+    params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    with LLM(module, deterministic=True) as llm:
+        expected = all_facts([llm.generate(prompt, params)[0] for prompt in prompts])
+    with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("name", TOYS)
+def test_every_kind_of_model_keeps_its_bits(name: str, dtype: str) -> None:
+    holds_in_every_schedule(toy(name, getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in TOYS]
+)
+def test_greedy_tokens_are_transformers(name: str) -> None:
+    module = toy(name)
+    prompt = requests()[0][0]
+    theirs = module.generate(
+        torch.tensor([prompt], device=DEVICE), max_new_tokens=4, min_new_tokens=4, do_sample=False
+    )[0, len(prompt) :]
+    with LLM(module, deterministic=True) as llm:
+        params = SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == theirs.tolist()
+
+
+def logits_of(module: Any, *, fused: bool, same_bits: bool = True) -> torch.Tensor:
+    """Of one sequence, in chunks of 7 and 4 rows."""
+    decoder = Decoder(module, fused=fused, same_bits=same_bits)
+    store = KVStore(decoder.anatomy.layers, 4, 4, decoder.anatomy.dtype, DEVICE)
+    store.same_bits = same_bits
+    assert decoder.fused is None or decoder.fused["plain"] == 0, decoder.fused
+    found = []
+    for first, last in ((0, 7), (7, 11)):
+        batch = Batch(
+            token_ids=torch.arange(3 + first, 3 + last),
+            positions=torch.arange(first, last),
+            query_starts=torch.tensor([0, last - first], dtype=torch.int32),
+            context_lens=torch.tensor([last], dtype=torch.int32),
+            block_tables=torch.tensor([[1, 2, 3]], dtype=torch.int32),
+            logit_rows=torch.arange(last - first),
+        )
+        found.append(decoder.forward(batch, store))
+    return torch.cat(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama", "qwen2", "gemma2", "gemma3", "phi3", "mistral", "qwen3_moe"]
+)
+def test_layers_with_fewer_launches_have_the_same_bits(name: str) -> None:
+    module = make_toy(name, dtype=torch.bfloat16, **TOYS.get(name, TINY)).to(DEVICE)
+    plain = logits_of(module, fused=False)
+    assert torch.equal(logits_of(module, fused=True), plain)
+    seen: list[Any] = []
+    attention = module.model.layers[0].self_attn
+    with attention.register_forward_hook(lambda *_: seen.append(1)):
+        assert torch.equal(logits_of(module, fused=True), plain)
+    assert len(seen) == 2
+
+
+@pytest.mark.slow
+def test_what_an_owner_changes_after_the_look_counts() -> None:
+    module = toy("llama")
+    decoder = Decoder(module)
+    batch = Batch(
+        token_ids=torch.tensor([5, 6, 7]),
+        positions=torch.arange(3),
+        query_starts=torch.tensor([0, 3], dtype=torch.int32),
+        context_lens=torch.tensor([3], dtype=torch.int32),
+        block_tables=torch.tensor([[1]], dtype=torch.int32),
+        logit_rows=torch.arange(3),
+    )
+    store = KVStore(decoder.anatomy.layers, 2, 4, torch.float32, DEVICE)
+    before = decoder.forward(batch, store)
+    module.model.layers[0].self_attn.scaling *= 3
+    after = decoder.forward(batch, store)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, Decoder(module, fused=False).forward(batch, store))
+
+
+@pytest.mark.slow
+def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
+    module = toy("qwen3")
+    exact = logits_of(module, fused=True)
+    fast = logits_of(module, fused=True, same_bits=False)
+    plain = module(torch.arange(3, 14, device=DEVICE)[None]).logits[0]
+    assert torch.allclose(exact, fast, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(fast, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_all_kinds_are_drawn_as_by_one_sampler() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(5, 100, generator=generator)
+    every = [
+        SamplingParams(top_k=3),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=0.0),
+        SamplingParams(logit_bias={3: 9.0}),
+        SamplingParams(min_p=0.1),
+    ]
+    rows = [SampleRow(p, 7, 0, 5 + i, num_logprobs=2 * (i % 2)) for i, p in enumerate(every * 2)]
+    places = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
+    found = sample_rows(logits.to(DEVICE), SamplePlan(rows, places))
+    want = sample_rows(logits, SamplePlan(rows, places), backend="reference")
+    assert repr(found) == repr(want)

@@ -1,0 +1,304 @@
+"""Mixtures of experts: one call of the kernels has the bits of expert by expert, in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from support import sweep
+from support.routing_cases import (
+    LENGTHS,
+    ROUTED,
+    WHOLE,
+    batch,
+    build,
+    opened,
+    other_experts,
+    records,
+)
+from verbatim import kernels
+from verbatim.kv.store import KVStore
+from verbatim.model import experts as experts_module
+from verbatim.model.decoder import Decoder
+from verbatim.model.experts import flat_experts, parts_of, run_experts
+from verbatim.model.integers import interleave
+from verbatim.model.packed import hold_packed
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import pack
+from verbatim.model.router import (
+    AS_IS,
+    SIGMOID,
+    SOFTMAX,
+    RouterForm,
+    _choose_in_torch,
+    choose,
+    router_parts,
+)
+from verbatim.model.weight_packing import WeightPacking
+
+needs_kernels = pytest.mark.skipif(
+    kernels.library() is None, reason="there are no compiled kernels, whose bits these are"
+)
+NUM_EXPERTS, HIDDEN, INNER = 7, 100, 72
+KINDS = [None, Quantization(8), Quantization(4), Quantization(4, 32)]
+KINDS += [Quantization(8, activation_bits=8), Quantization(4, activation_bits=8)]
+
+
+class Experts(nn.Module):
+    """As transformers' classes of the interface are."""
+
+    def __init__(self, gated: bool, transposed: bool, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        noise = torch.Generator().manual_seed(3)
+        self.num_experts, self.has_gate = NUM_EXPERTS, gated
+        self.is_transposed, self.has_bias = transposed, bias
+        self.has_post_expert_norm = False
+        self.act_fn = nn.SiLU()
+        width = INNER * (1 + gated)
+        name = "gate_up_proj" if gated else "up_proj"
+        for matrix, rows, cols in ((name, width, HIDDEN), ("down_proj", HIDDEN, INNER)):
+            shape = (cols, rows) if transposed else (rows, cols)
+            weight = torch.randn(NUM_EXPERTS, *shape, generator=noise) / cols**0.5
+            setattr(self, matrix, nn.Parameter(weight.to(dtype), False))
+            if bias:
+                values = torch.randn(NUM_EXPERTS, rows, generator=noise).to(dtype)
+                setattr(self, f"{matrix}_bias", nn.Parameter(values, False))
+
+    _apply_gate = _default_apply_gate
+
+
+class ClampedExperts(Experts):
+    """gpt-oss' gate."""
+
+    alpha, limit = 1.702, 1.5
+    _apply_gate = GptOssExperts._apply_gate
+
+
+def quantized(module: Any, kind: Quantization | None) -> Any:
+    if kind is None:
+        return module
+    for name in list(module._parameters):
+        parameter = module._parameters[name]
+        if parameter.ndim != 3:
+            continue
+        shape, columns = tuple(parameter.shape), module.is_transposed
+        packing = WeightPacking(shape, parameter.dtype, kind, columns)
+        packed = pack(parameter, packing)
+        if kind.activation_bits:
+            packed, packing = interleave(packed, packing)
+        hold_packed(module, name, packed, packing)
+    return module
+
+
+def choice(rows: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    index = torch.rand(rows, NUM_EXPERTS, generator=noise).topk(k)[1]
+    return index, torch.rand(rows, k, generator=noise)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=[k.name if k else "plain" for k in KINDS])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+def test_one_call_has_the_bits_of_expert_by_expert(
+    dtype: torch.dtype, kind: Quantization | None, transposed: bool
+) -> None:
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(300, HIDDEN, generator=noise).to(dtype)
+    index, weights = choice(300, 3)
+    for cls, gated, bias in (
+        (Experts, True, False),
+        (ClampedExperts, True, True),
+        (Experts, False, True),
+    ):
+        module = quantized(cls(gated, transposed, bias, dtype), kind)
+        assert parts_of(module).served(x) is not None
+        expected = flat_experts(module, x, index, weights, backend="torch")
+        assert torch.isfinite(expected).all()
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(flat_experts(module, x, index, weights), expected), (cls, threads)
+        torch.set_num_threads(1)
+        for rows in (1, 2, 3, 8, 40):
+            out = flat_experts(module, x[-rows:], index[-rows:], weights[-rows:])
+            assert torch.equal(out, expected[-rows:]), (cls, rows)
+
+
+@needs_kernels
+def test_sorted_rows_and_experts_beyond_the_last() -> None:
+    module = Experts(True, False, False, torch.bfloat16)
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    counts = [4, 0, 0, 9, 7, 0, 0]
+    fast = run_experts(module, x, counts)
+    assert torch.equal(fast, run_experts(module, x, counts, backend="torch"))
+    module.num_routed_experts, module.total_experts = NUM_EXPERTS, NUM_EXPERTS + 2
+    index = torch.tensor([[NUM_EXPERTS, 3], [NUM_EXPERTS + 1, NUM_EXPERTS]])
+    weights = torch.tensor([[0.5, 0.25], [0.75, 0.25]])
+    both = [flat_experts(module, x[:2], index, weights, backend=b) for b in ("auto", "torch")]
+    assert torch.equal(*both)
+    assert torch.equal(both[0][1], x[1])
+
+
+def test_weights_that_the_kernels_do_not_read_run_expert_by_expert() -> None:
+    module = Experts(True, False, False, torch.float16)
+    x = torch.randn(5, HIDDEN).half()
+    index, weights = choice(5, 2)
+    assert parts_of(module).served(x) is None
+    assert flat_experts(module, x, index, weights).dtype is torch.float16
+
+
+# ---- the choice ----
+
+FORMS = [
+    RouterForm(4),
+    RouterForm(4, normalized=True, rounded=True),
+    RouterForm(3, SIGMOID, normalized=True, groups=4, top_groups=2, best_two=True, scale=2.5),
+    RouterForm(3, SOFTMAX, groups=4, top_groups=2),
+    RouterForm(4, AS_IS, SOFTMAX),
+    RouterForm(4, AS_IS, SIGMOID, normalized=True, softcap=5.0),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=range(len(FORMS)))
+def test_the_kernel_chooses_as_torch_does(form: RouterForm, corrected: bool) -> None:
+    noise = torch.Generator().manual_seed(4)
+    logits = torch.randn(200, 20, generator=noise) * 3
+    correction = torch.randn(20, generator=noise) * 0.1 if corrected else None
+    forced = torch.full((200, form.top_k), -1)
+    forced[50:60] = torch.arange(form.top_k) * 2
+    for asked in (None, forced):
+        weights, index = choose(logits, form, correction, asked)
+        expected = _choose_in_torch(logits, form, correction, asked, torch.float32)
+        assert torch.equal(index, expected[1])
+        torch.testing.assert_close(weights, expected[0], rtol=1e-5, atol=1e-7)
+        for rows in (1, 7):
+            alone = choose(
+                logits[-rows:], form, correction, None if asked is None else asked[-rows:]
+            )
+            assert torch.equal(alone[0], weights[-rows:])
+
+
+@pytest.mark.parametrize("backend", ["kernel", "torch"])
+def test_equal_scores_go_to_the_lowest_number_and_nan_to_somebody(backend: str) -> None:
+    if backend == "kernel" and kernels.library() is None:
+        pytest.skip("there are no compiled kernels")
+    run: Any = (
+        choose if backend == "kernel" else lambda x, f: _choose_in_torch(x, f, None, None, x.dtype)
+    )
+    _, index = run(torch.zeros(2, 8), RouterForm(3, AS_IS, SOFTMAX))
+    assert index.tolist() == [[0, 1, 2]] * 2
+    _, index = run(torch.full((1, 8), torch.nan), RouterForm(3))
+    assert sorted(set(index[0].tolist())) == sorted(index[0].tolist())
+    assert int(index.min()) >= 0 and int(index.max()) < 8
+
+
+@needs_kernels
+def test_another_default_dtype_changes_nothing() -> None:
+    """Whoever opens a model in another thread sets it for the whole process."""
+    logits = torch.randn(64, 20, generator=torch.Generator().manual_seed(5))
+    expected = choose(logits, FORMS[0])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        again = choose(logits, FORMS[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert again[0].dtype is torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+def test_a_router_that_does_something_else_has_no_form() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top_k = 2
+            self.weight = nn.Parameter(torch.randn(8, 16))
+
+        def forward(self, x: Tensor) -> Any:
+            logits = nn.functional.linear(x, self.weight)
+            weights, index = (-logits).softmax(-1).topk(self.top_k)
+            return logits, weights, index
+
+    assert router_parts(Router()) is None
+
+
+# ---- whole models ----
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ROUTED)
+def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torch.dtype) -> None:
+    model = build(case).to(dtype)
+    fused, plain = opened(model), opened(model)
+    anatomy = plain.decoder.anatomy
+    plain.decoder = Decoder(model, fused=False)
+    plain.store = KVStore(anatomy.layers, 17, plain.block_size, anatomy.dtype, torch.device("cpu"))
+    works = [batch([0, 1, 2], WHOLE)]
+    if anatomy.replay_reason is None:
+        works.append(batch([0, 1, 2], WHOLE, forced_experts=torch.cat(other_experts(fused))))
+    few = batch([0, 1, 2], WHOLE)
+    few.logit_rows = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])
+    for work in [*works, few]:
+        assert torch.equal(fused.forward(work).logits, plain.forward(work).logits)
+        for ours, theirs in zip(records(fused), records(plain), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
+def test_no_supported_mixture_needs_the_override(case: str) -> None:
+    assert not opened(build(case)).decoder.anatomy.needs_safety_net
+
+
+@needs_kernels
+def test_info_says_how_experts_run() -> None:
+    for case, way in (
+        ("qwen3_moe", "in the kernel call of their layer"),
+        ("dbrx", "all in one kernel call"),
+    ):
+        runner = opened(build(case))
+        assert runner.info()["experts"] == {way: runner.routed_layers}
+    model = build("qwen3_moe")
+    plain = Decoder(model, fused=False)
+    assert plain.how_experts_run() == {"all in one kernel call": 4}
+    assert Decoder(build("qwen3_moe").half()).how_experts_run() == {
+        "expert by expert: no compiled kernels for them": 4
+    }
+
+
+@needs_kernels
+def test_a_correction_that_is_updated_in_place_is_seen() -> None:
+    model = build("deepseek_v3" if "glm4_moe" not in sweep.cases() else "glm4_moe")
+    runner = opened(model)
+    before = runner.forward(batch([0], WHOLE[:1])).logits
+    for module in model.modules():
+        if "e_score_correction_bias" in module._buffers:
+            module._buffers["e_score_correction_bias"][0] = 50.0
+    after = runner.forward(batch([0], WHOLE[:1])).logits
+    assert not torch.equal(before, after)
+    assert (records(runner)[0] == 0).any(-1).all()
+
+
+def test_parts_do_not_keep_their_module_alive() -> None:
+    module = Experts(True, False, False, torch.float32)
+    parts_of(module)
+    before = len(experts_module._parts)
+    del module
+    assert len(experts_module._parts) == before - 1
+
+
+def test_experts_of_an_unknown_gate_are_refused_by_the_kernels_alone() -> None:
+    class Odd(Experts):
+        def _apply_gate(self, x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return torch.tanh(gate) * up
+
+    with pytest.raises(Exception, match="of no known kind"):
+        parts_of(Odd(True, False, False, torch.float32))

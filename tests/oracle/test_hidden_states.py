@@ -1,0 +1,207 @@
+"""Hidden states: what the head saw in the rows that have logits, and nothing left behind on the model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from support import sweep
+from support.routing_cases import CUT, IDS, LENGTHS, WHOLE, batch, opened
+from support.toys import build, make_toy
+from verbatim.errors import NotSupported
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Architecture -> whether its logits are the head's output as it is.
+MODELS = {
+    "llama": True,
+    "llama:tied": True,
+    "gemma2": False,
+    "granite": False,
+    "gpt2": True,
+    "opt": True,
+    "mpt": True,
+    "qwen3_moe": True,
+    "gpt_oss": True,
+    "deepseek_v3": True,
+    "whisper": True,  # has no logits_to_keep
+}
+
+
+def hidden_of(runner: Any, which: list[int], spans: list[tuple[int, int]], **fields: Any) -> Tensor:
+    work = batch(which, spans, wants_hidden=True)
+    for name, value in fields.items():
+        setattr(work, name, value)
+    hidden = runner.forward(work).hidden
+    assert hidden is not None
+    return hidden  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MODELS)
+def test_hidden_states_are_what_the_head_saw(case: str, dtype: torch.dtype) -> None:
+    model = sweep.build(case).to(dtype)
+    runner = opened(model)
+    assert runner.has_hidden and runner.hidden_reason is None
+    forward = runner.forward(batch([0, 1, 2], WHOLE, wants_hidden=True))
+    assert forward.hidden is not None
+    assert forward.hidden.dtype == dtype and forward.hidden.shape == (28, model.config.hidden_size)
+    assert runner.forward(batch([0, 1, 2], WHOLE)).hidden is None
+    if dtype == torch.float32:
+        for s, ours in enumerate(forward.hidden.split(LENGTHS)):
+            with torch.no_grad():
+                inputs = {"input_ids": torch.tensor([IDS[s]]), "use_cache": False}
+                theirs = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+            assert float((ours - theirs).abs().max()) < 1e-5 * max(1.0, float(theirs.abs().max()))
+    if MODELS[case]:
+        logits = F.linear(forward.hidden, model.get_output_embeddings().weight.detach())
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        scale = float(forward.logits.abs().max())
+        assert float((logits - forward.logits).abs().max()) < tolerance * scale
+
+
+@pytest.mark.parametrize("case", ["llama", "whisper", "qwen3_moe"])
+def test_hidden_states_are_the_same_bits_in_every_schedule(case: str) -> None:
+    model = sweep.build(case)
+    whole = hidden_of(opened(model), [0, 1, 2], WHOLE)
+    runner = opened(model)
+    heads = hidden_of(runner, [2, 0, 1], [(0, CUT[2]), (0, CUT[0]), (0, CUT[1])])
+    tails = hidden_of(runner, [0, 1, 2], list(zip(CUT, LENGTHS, strict=True)))
+    two, zero, one = heads.split([CUT[2], CUT[0], CUT[1]])
+    rest = tails.split([n - c for n, c in zip(LENGTHS, CUT, strict=True)])
+    pieces = [zero, rest[0], one, rest[1], two, rest[2]]
+    assert torch.equal(torch.cat(pieces), whole)
+    rows = torch.tensor([3, 12, 13, 27])
+    assert torch.equal(hidden_of(runner, [0, 1, 2], WHOLE, logit_rows=rows), whole[rows])
+    nothing = hidden_of(runner, [0, 1, 2], WHOLE, logit_rows=torch.tensor([], dtype=torch.int64))
+    assert nothing.shape == (0, whole.shape[1])
+
+
+def test_hidden_states_are_an_ordinary_tensor_of_their_own() -> None:
+    model = make_toy("llama")
+    runner = opened(model)
+    with torch.inference_mode():
+        first = hidden_of(runner, [0], WHOLE[:1])
+    assert not first.is_inference() and not first.requires_grad
+    assert first.untyped_storage().nbytes() == first.nbytes
+    kept = first.clone()
+    hidden_of(runner, [1], WHOLE[1:2])
+    assert torch.equal(first, kept)
+    nn.Linear(64, 4)(first).sum().backward()  # a probe may be trained on them
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_wrappers_do_not_hide_the_head() -> None:
+    model = make_toy("llama")
+    expected = hidden_of(opened(model), [0], WHOLE[:1])
+    assert torch.equal(hidden_of(opened(Wrapped(model)), [0], WHOLE[:1]), expected)
+
+
+def test_an_adapted_head_is_seen_from_outside() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = make_toy("llama")
+    expected = hidden_of(opened(model), [0], WHOLE[:1])
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+        adapted = get_peft_model(model, config).eval()
+    assert torch.equal(hidden_of(opened(adapted), [0], WHOLE[:1]), expected)
+
+
+def test_the_owners_hooks_come_first() -> None:
+    model = make_toy("llama")
+    runner = opened(model)
+    plain = hidden_of(runner, [0], WHOLE[:1])
+    kept: list[Tensor] = []
+
+    def double(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        kept.append(args[0] * 2)
+        return (kept[-1],)
+
+    handle = model.lm_head.register_forward_pre_hook(double)
+    found = hidden_of(runner, [0], WHOLE[:1])
+    handle.remove()
+    assert torch.equal(found, plain * 2)
+    kept[0].zero_()  # the owner's tensor is not what was handed back
+    assert torch.equal(found, plain * 2)
+    assert torch.equal(hidden_of(runner, [0], WHOLE[:1]), plain)
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    fields = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+    return [[list(getattr(m, field).items()) for field in fields] for m in model.modules()]
+
+
+def test_a_live_model_is_left_as_it_was() -> None:
+    model = make_toy("llama").train()
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: None)
+    before = _hooks(model), [sorted(m.__dict__) for m in model.modules()]
+    runner = opened(model)
+    expected = hidden_of(runner, [0], WHOLE[:1])
+    assert (_hooks(model), [sorted(m.__dict__) for m in model.modules()]) == before
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a hook that fails")
+
+    for layer in (model.model.layers[1], model.lm_head):
+        failing = layer.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook that fails"):
+            hidden_of(runner, [0], WHOLE[:1])
+        failing.remove()
+        assert (_hooks(model), [sorted(m.__dict__) for m in model.modules()]) == before
+    assert model.training
+    assert torch.equal(hidden_of(runner, [0], WHOLE[:1]), expected)
+    handle.remove()
+
+
+def test_wanting_hidden_states_changes_no_bit_of_the_logits() -> None:
+    runner = opened(make_toy("llama", dtype=torch.bfloat16))
+    plain = runner.forward(batch([0, 1, 2], WHOLE)).logits
+    wanted = runner.forward(batch([0, 1, 2], WHOLE, wants_hidden=True)).logits
+    assert torch.equal(plain, wanted)
+
+
+class _TwiceLlama(LlamaForCausalLM):
+    """Runs its head for a second opinion."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        self.lm_head(torch.zeros(1, 1, self.config.hidden_size, dtype=out.logits.dtype))
+        return out
+
+
+class _HeadlessLlama(LlamaForCausalLM):
+    """Names no head."""
+
+    def get_output_embeddings(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [(_TwiceLlama, "runs 2 times in a forward"), (_HeadlessLlama, "names no output embedding")],
+)
+def test_a_model_without_one_head_is_refused_by_name(cls: Any, why: str) -> None:
+    runner = opened(build(cls, make_toy("llama").config))
+    assert not runner.has_hidden
+    assert runner.hidden_reason is not None and why in runner.hidden_reason
+    runner.forward(batch([0], WHOLE[:1]))
+    with pytest.raises(NotSupported, match=f"no hidden states: .*{why}"):
+        runner.forward(batch([0], WHOLE[:1], wants_hidden=True))

@@ -1,0 +1,176 @@
+"""What opening a model finds out: architectures that were tampered with are refused, never run wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+
+from support import toys
+from verbatim.errors import UnsupportedModel
+from verbatim.model.decoder import Decoder
+from verbatim.model.limits import max_length_of
+from verbatim.model.masks import LATER, window_of
+
+
+class OwnLlama(LlamaForCausalLM):
+    """A class of somebody's own, so in no list."""
+
+
+def own_llama(**changes: Any) -> Any:
+    return toys.build(OwnLlama, toys.make_toy("llama", **changes).config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_unknown_class_that_does_what_its_attention_says_is_opened(dtype: torch.dtype) -> None:
+    Decoder(own_llama().to(dtype))
+
+
+class OwnMixture(Qwen3MoeForCausalLM):
+    """As above, with experts, which a rounding may choose otherwise."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mixture_in_bfloat16_passes_its_trial(seed: int) -> None:
+    config = toys.make_toy("qwen3_moe").config
+    Decoder(toys.build(OwnMixture, config, dtype=torch.bfloat16, seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("default", 256), ("dynamic", 256), ("longrope", 32), ("yarn", 256)]
+)
+def test_the_limit_is_where_rotary_embeddings_begin_to_depend_on_others(
+    kind: str, limit: int
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = toys.make_toy("llama").config
+    config.rope_parameters = rope
+    assert max_length_of(config)[0] == limit
+
+
+class _ShiftedLlama(LlamaForCausalLM):
+    """Adds half of the token before to each token."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        mixed = embedded + 0.5 * torch.nn.functional.pad(embedded, (0, 0, 1, 0))[:, :-1]
+        return super().forward(inputs_embeds=mixed, position_ids=position_ids, **kwargs)
+
+
+class _LateLlama(LlamaForCausalLM):
+    """Starts to count at 2 unless positions are given."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None] * 2
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+class _RowLlama(LlamaForCausalLM):
+    """Takes the place in the row for the position, whatever positions are given."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (_ShiftedLlama, "mixes its tokens"),
+        (_LateLlama, "in a trial its logits"),
+        (_RowLlama, "counts their positions"),
+    ],
+)
+def test_a_class_that_does_more_than_attend_is_refused(cls: Any, why: str) -> None:
+    model = toys.build(cls, toys.make_toy("llama").config)
+    with pytest.raises(UnsupportedModel, match=f"{cls.__name__}.*{why}"):
+        Decoder(model)
+
+
+def _with_extra_argument(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, temperature=2.0, **kwargs)
+
+    return forward
+
+
+def _with_changed_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = kwargs["attention_mask"] * 0.5
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(_with_extra_argument, "'temperature'"), (_with_changed_mask, "exists only as a mask")],
+)
+def test_an_attention_that_is_told_more_than_we_know_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Any, why: str
+) -> None:
+    monkeypatch.setattr(LlamaAttention, "forward", change(LlamaAttention.forward))
+    with pytest.raises(UnsupportedModel, match=why):
+        Decoder(toys.make_toy("llama"))
+
+
+def test_a_window_that_is_only_in_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is far longer than the rows of the look."""
+    original = MistralAttention.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        window, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = window
+
+    monkeypatch.setattr(MistralAttention, "forward", forward)
+    with pytest.raises(UnsupportedModel, match="sliding window of None, while its mask has 100"):
+        Decoder(toys.make_toy("mistral", sliding_window=100))
+
+
+def test_a_window_no_sequence_can_reach_is_none() -> None:
+    Decoder(toys.make_toy("mistral", sliding_window=4096, max_position_embeddings=256))
+
+
+def test_hooks_see_nothing_of_the_look() -> None:
+    model = own_llama()
+    seen: list[Any] = []
+    model.model.layers[0].register_forward_hook(lambda *call: seen.append(call))
+    implementation = model.config._attn_implementation
+    Decoder(model)
+    assert not seen
+    assert model.config._attn_implementation == implementation
+    assert "forward" not in model.model.layers[0].mlp.__dict__
+
+
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    [
+        (causal_mask_function, 0),
+        (sliding_window_causal_mask_function(7), 7),
+        (sliding_window_causal_mask_function(999), 999),
+        (sliding_window_causal_mask_function(1000), 0),  # as long as everything
+        (bidirectional_mask_function, LATER),
+        (chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64)), None),
+        (lambda b, h, q, k: (k <= q) & (k % 2 == q % 2), None),
+        (lambda b, h, q, k: torch.ones(4, dtype=torch.bool)[k], None),  # knows four positions
+    ],
+)
+def test_rules_of_masks_are_read_at_far_positions(rule: Any, window: int | None) -> None:
+    assert window_of(rule, 1000) == window

@@ -1,0 +1,357 @@
+"""Mixture-of-experts routing: the record is what the routers chose, and a replay is obeyed to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import toys
+from support.routing_cases import (
+    BLOCK_SIZE,
+    CUT,
+    IDS,
+    LENGTHS,
+    ROUTED,
+    SPARE,
+    TABLES,
+    WHOLE,
+    batch,
+    build,
+    expert_layers,
+    opened,
+    other_experts,
+    records,
+)
+from verbatim.errors import ModelChanged, NotSupported
+from verbatim.model.decoder import FlatPass
+from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
+from verbatim.placement.resident import Resident
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# How each architecture turns its router's logits into the weights of the experts that were chosen.
+AFTER, BEFORE, SIGMOID = "softmax of the chosen", "softmax of all", "sigmoid"
+WEIGHTS = {
+    "qwen3_moe": BEFORE,
+    "mixtral": BEFORE,
+    "olmoe": BEFORE,
+    "deepseek_v2": BEFORE,  # its choice is masked by groups, and so are the weights it would take
+    "hunyuan_v1_moe": BEFORE,
+    "ernie4_5_moe": BEFORE,
+    "gpt_oss": AFTER,
+    "granitemoe": AFTER,
+    "deepseek_v3": SIGMOID,
+    "glm4_moe": SIGMOID,
+    "dots1": SIGMOID,
+    "minimax_m2": SIGMOID,
+}
+
+
+@contextmanager
+def before_experts(model: Any, change: Callable[..., Any]) -> Iterator[None]:
+    """`change(layer, block, args)` sees what each layer hands to its experts in a plain forward."""
+    handles = [
+        experts.register_forward_pre_hook(lambda _, args, n=n, block=block: change(n, block, args))
+        for n, (block, experts) in enumerate(expert_layers(model))
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def plain(model: Any, s: int) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([IDS[s]]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_the_record_is_what_the_routers_chose(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    runner.forward(batch([0, 1, 2], WHOLE))
+    for s, record in enumerate(records(runner)):
+        chosen: list[Tensor] = []
+        with before_experts(model, lambda n, block, args: chosen.append(args[1])):  # noqa: B023
+            plain(model, s)
+        assert record.dtype == torch.int16
+        assert record.shape == (LENGTHS[s], runner.routed_layers, runner.experts_per_token)
+        assert torch.equal(record.long(), torch.stack(chosen, dim=1))
+    assert runner.routing_reason is None
+    assert runner.info()["routing_bytes"] == 17 * BLOCK_SIZE * record[0].numel()
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_the_record_is_the_same_in_every_schedule(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    runner.forward(batch([0, 1, 2], WHOLE))
+    whole = records(runner)
+    pieces = opened(model)
+    pieces.forward(batch([2, 0, 1], [(0, CUT[2]), (0, CUT[0]), (0, CUT[1])]))
+    pieces.forward(batch([0, 1, 2], list(zip(CUT, LENGTHS, strict=True))))
+    alone = opened(model)
+    for s, n in enumerate(LENGTHS):
+        for position in range(n):
+            alone.forward(batch([s], [(position, position + 1)]))
+    for other in (records(pieces), records(alone)):
+        assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+def test_a_record_is_a_copy_and_goes_with_its_blocks() -> None:
+    runner = opened(build("qwen3_moe"))
+    runner.forward(batch([0], [(0, 6)]))
+    first = runner.routing(TABLES[0], 6)
+    # A fork in the middle of a block: the copy has the old tokens, then its own.
+    tables = [TABLES[0], [TABLES[0][0], *SPARE[:3]]]
+    fork = batch([0], [(6, 7)], block_copies=[(TABLES[0][1], SPARE[0])])
+    fork.block_tables = torch.tensor([tables[1]], dtype=torch.int32)
+    runner.forward(fork)
+    forked = runner.routing(tables[1], 7)
+    assert torch.equal(forked[:6], first)
+    runner.forward(batch([0], [(0, 13)]))
+    assert torch.equal(runner.routing(TABLES[0], 13)[:7], forked)
+    first.fill_(-1)
+    assert (runner.routing(TABLES[0], 6) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_replaying_a_record_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
+    runner = opened(build(case).to(dtype))
+    runner.check_replay()
+    free = runner.forward(batch([0, 1, 2], WHOLE)).logits
+    own = torch.cat(records(runner))
+    replayed = batch([0, 1, 2], WHOLE, forced_experts=own)
+    assert torch.equal(runner.forward(replayed).logits, free)
+    assert torch.equal(torch.cat(records(runner)), own)
+
+
+def weights_by_hand(kind: str, config: Any, block: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    named = dict(getattr(block, "gate" if hasattr(block, "gate") else "router").named_parameters())
+    matrix = next(p for p in named.values() if p.ndim == 2)
+    logits = torch.nn.functional.linear(hidden, matrix, named.get("bias"))
+    if kind == AFTER:
+        return logits.gather(1, ids).softmax(-1)
+    weights = (logits.sigmoid() if kind == SIGMOID else logits.softmax(-1)).gather(1, ids)
+    if getattr(config, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(config, "routed_scaling_factor", 1.0)
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_forced_experts_are_taken_with_the_weights_the_router_gives_them(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    forced = other_experts(runner)
+    logits = runner.forward(batch([0, 1, 2], WHOLE, forced_experts=torch.cat(forced))).logits
+    assert all(torch.equal(a, b) for a, b in zip(records(runner), forced, strict=True))
+    for s, ours in enumerate(logits.split(LENGTHS)):
+
+        def force(n: int, block: Any, args: Any) -> Any:
+            ids = forced[s][:, n].long()  # noqa: B023
+            weights = weights_by_hand(WEIGHTS[case], model.config, block, args[0], ids)
+            return args[0], ids, weights.to(args[2].dtype)
+
+        with before_experts(model, force):
+            theirs = plain(model, s)
+        assert float((ours - theirs).abs().max()) < 1e-5 * max(1.0, float(theirs.abs().max()))
+        assert float((ours - plain(model, s)).abs().max()) > 1e-2  # they matter
+
+
+def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first routed layer's choice and weights for the first sequence, in float64."""
+    decoder, work = runner.decoder, batch([0], WHOLE[:1], forced_experts=forced)
+    layers = decoder.anatomy.routed
+    assert layers is not None
+    seen: list[Tensor] = []
+    walk = FlatPass(decoder.anatomy.slots, work, runner.store, Routing(layers, LENGTHS[0], forced))
+    with before_experts(decoder.module, lambda n, block, args: seen.append(args[2])):
+        decoder._forward(decoder.module, [walk])
+    assert walk.routing is not None
+    return walk.routing.record()[:, 0].long(), seen[0].double()
+
+
+@pytest.mark.parametrize("case", [case for case in ROUTED if case != "phimoe"])
+def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) -> None:
+    """Any router: if c is weighted against a and against b, then a against b is as it chose itself."""
+    runner = opened(build(case))
+    runner.check_replay()
+    own, weights = weights_of(runner, None)
+    third = torch.stack(
+        [row[~torch.isin(row, ids)] for ids, row in zip(own, _all(runner), strict=True)]
+    )
+    for c in (third[:, :1], third[:, -1:]):
+        ratios = []
+        for ids in (torch.cat([own[:, :1], c], dim=1), torch.cat([own[:, 1:], c], dim=1)):
+            forced = ids[:, None].repeat(1, runner.routed_layers, 1).to(torch.int16)
+            taken, got = weights_of(runner, forced)
+            assert torch.equal(taken, ids)
+            ratios.append(got[:, 0] / got[:, 1])
+        torch.testing.assert_close(
+            ratios[0] / ratios[1], weights[:, 0] / weights[:, 1], rtol=1e-4, atol=0.0
+        )
+
+
+def _all(runner: Resident) -> Tensor:
+    return torch.arange(runner.num_experts).repeat(LENGTHS[0], 1)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_rows_without_forced_experts_are_as_they_were(case: str) -> None:
+    """Other sequences, and the earlier positions and layers of the same one."""
+    runner = opened(build(case))
+    free = runner.forward(batch([0, 1, 2], WHOLE)).logits.split(LENGTHS)
+    before = records(runner)
+    forced = other_experts(runner)
+    forced[1].fill_(-1)
+    forced[2][:4] = -1
+    forced[2][4:, 0] = before[2][4:, 0]
+    forced[2][4:, 1:] = -1
+    work = batch([0, 1, 2], WHOLE, forced_experts=torch.cat(forced))
+    mixed = runner.forward(work).logits.split(LENGTHS)
+    assert not torch.equal(mixed[0], free[0])
+    assert torch.equal(mixed[1], free[1])
+    assert torch.equal(mixed[2], free[2])
+    now = records(runner)
+    assert torch.equal(now[0], forced[0])
+    assert torch.equal(now[1], before[1]) and torch.equal(now[2], before[2])
+    # In pieces, beside other rows, the forced sequence has the same bits.
+    pieces = [
+        runner.forward(batch([0], [span], forced_experts=forced[0][slice(*span)])).logits
+        for span in ((0, 5), (5, 6), (6, 13))
+    ]
+    assert torch.equal(torch.cat(pieces), mixed[0])
+
+
+def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
+    model = build("hunyuan_v1_moe")  # needs no net of its own
+    runner = opened(model)
+    assert not runner.decoder.anatomy.needs_safety_net
+    forced = torch.cat(other_experts(runner))
+    work = batch([0, 1, 2], WHOLE, forced_experts=forced)
+    expected = runner.forward(work).logits
+    calls: list[Any] = []
+    handle = model.model.layers[1].register_forward_hook(lambda *call: calls.append(call))
+    runner.check_replay()
+    assert not calls
+    assert torch.equal(runner.forward(work).logits, expected)
+    assert len(calls) == 1
+    handle.remove()
+
+
+def test_dense_models_have_no_routed_layers() -> None:
+    runner = opened(toys.make_toy("llama"))
+    assert (runner.routed_layers, runner.experts_per_token, runner.num_experts) == (0, 0, 0)
+    assert runner.info()["routing_bytes"] == 0
+    for refused in (
+        lambda: runner.routing([1], 1),
+        runner.check_replay,
+        lambda: runner.forward(batch([0], WHOLE[:1], forced_experts=torch.zeros(13, 1, 2))),
+    ):
+        with pytest.raises(NotSupported, match="no layer of it sends its tokens to experts"):
+            refused()
+
+
+def test_experts_of_a_models_own_are_not_recorded() -> None:
+    runner = opened(build("jetmoe"))
+    assert runner.routed_layers == 0
+    assert runner.routing_reason is not None and "experts interface" in runner.routing_reason
+
+
+@pytest.mark.parametrize("case", ["dbrx", "longcat_flash"])
+def test_experts_with_a_known_code_of_their_own_are_recorded(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    runner.forward(batch([0, 1, 2], WHOLE))
+    experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    for s, record in enumerate(records(runner)):
+        chosen: list[Tensor] = []
+        hooks = [
+            m.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))  # noqa: B023
+            for m in experts
+        ]
+        plain(model, s)
+        for hook in hooks:
+            hook.remove()
+        theirs = torch.stack(chosen, 1)
+        assert torch.equal(record.sort(-1)[0].long(), theirs.sort(-1)[0])
+
+
+@pytest.mark.parametrize("case", ["phimoe", "dbrx"])
+def test_a_router_of_no_known_form_is_recorded_and_not_replayed(case: str) -> None:
+    runner = opened(build(case))
+    runner.forward(batch([0], WHOLE[:1]))
+    with pytest.raises(NotSupported, match="ForCausalLM: its router is of no form"):
+        runner.check_replay()
+    forced = other_experts(runner)[0]
+    with pytest.raises(NotSupported, match="of no form that is known"):
+        runner.forward(batch([0], WHOLE[:1], forced_experts=forced))
+
+
+def test_layers_that_differ_are_refused_by_name() -> None:
+    model = build("qwen3_moe")
+    model.model.layers[1].mlp.gate.top_k = 3
+    runner = opened(model)
+    assert runner.routed_layers == 0
+    assert runner.routing_reason is not None and "(2 of 8, 3 of 8)" in runner.routing_reason
+    runner.forward(batch([0], WHOLE[:1]))
+
+
+def test_a_model_with_many_experts_is_recorded_in_two_bytes() -> None:
+    store = RoutingStore(RoutedLayers((1, 2), 2, 3, 300), num_blocks=4, block_size=2)
+    ids = torch.arange(18).view(3, 2, 3) + 280
+    store.write(torch.tensor([7, 2, 3]), ids)
+    assert torch.equal(store.read([1, 3], 2), ids[1:].to(torch.int16))
+    assert store.nbytes == 4 * 2 * 2 * 3 * 2
+
+
+def test_a_live_model_whose_routed_layers_change_must_be_opened_again() -> None:
+    model = build("qwen3_moe")
+    runner = opened(model)
+    layer = model.model.layers[1]
+    layer.mlp = torch.nn.Linear(64, 64)
+    with pytest.raises(ModelChanged, match="routed layers"):
+        runner.forward(batch([0], WHOLE[:1]))
+
+
+def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> None:
+    model = build("qwen3_moe")
+    runner = opened(model)
+    runner.forward(batch([0], WHOLE[:1]))
+    expected = runner.routing(TABLES[0], 13)
+    first = model.model.layers[0].mlp
+
+    def again(module: Any, args: Any, output: Any) -> None:
+        first.forward(torch.zeros(1, 5, 64))
+
+    handle = first.register_forward_hook(again)
+    runner.forward(batch([0], WHOLE[:1]))
+    handle.remove()
+    assert torch.equal(runner.routing(TABLES[0], 13), expected)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])  # in one call, and module by module
+def test_nothing_stays_active_after_a_replay_that_failed(case: str) -> None:
+    model = build(case)
+    runner = opened(model)
+    state = [dict(m.__dict__) for m in model.modules()]
+    forced = other_experts(runner)[0]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a hook that fails")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="a hook that fails"):
+        runner.forward(batch([0], WHOLE[:1], forced_experts=forced))
+    handle.remove()
+    assert [dict(m.__dict__) for m in model.modules()] == state
+    assert torch.tensor([[3.0, 1.0] + [0.0] * 6]).topk(2)[1].tolist() == [[0, 1]]
+    with torch.inference_mode():  # the caller's modes neither matter nor leak in
+        logits = runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits
+        assert not runner.routing(TABLES[0], 13).is_inference()
+    assert torch.equal(runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits, logits)

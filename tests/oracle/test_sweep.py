@@ -1,0 +1,114 @@
+"""The sweep: every architecture that transformers lists gives its own logits, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import sweep, toys
+from support.sweep_forward import (
+    CUT,
+    LENGTHS,
+    forward,
+    poisoned_store,
+    sequences,
+)
+from verbatim.errors import UnsupportedModel
+from verbatim.model.decoder import Decoder
+from verbatim.model.verified import VERIFIED
+
+# Of the oldest transformers, GPT-BigCode's file says this when it is imported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+def plain(model: Any) -> list[Tensor]:
+    """transformers' own logits, one sequence at a time, without a cache."""
+    with torch.no_grad():
+        return [
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences()
+        ]
+
+
+def assert_equal_in_every_schedule(model: Any, decoder: Decoder) -> None:
+    whole = [(0, n) for n in LENGTHS]
+    packed = forward(decoder, poisoned_store(decoder), [0, 1, 2], whole)
+    expected = plain(model)
+    scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
+    for ours, theirs in zip(packed, expected, strict=True):
+        assert float((ours - theirs).abs().max()) / scale < 1e-5
+
+    store = poisoned_store(decoder)
+    head = forward(decoder, store, [0, 1, 2], [(0, c) for c in CUT])
+    tail = forward(decoder, store, [0, 1, 2], list(zip(CUT, LENGTHS, strict=True)))
+    for logits, first, rest in zip(packed, head, tail, strict=True):
+        assert torch.equal(logits, torch.cat([first, rest]))
+    for s, logits in enumerate(packed):
+        (alone,) = forward(decoder, poisoned_store(decoder), [s], [whole[s]], last_only=True)
+        assert torch.equal(alone[0], logits[-1])
+
+
+def opened(model: Any) -> tuple[Decoder | None, str]:
+    try:
+        return Decoder(model), ""
+    except UnsupportedModel as reason:
+        return None, str(reason)
+
+
+@pytest.mark.parametrize("case", sweep.cases())
+def test_logits_are_the_models_own_or_it_is_refused(case: str) -> None:
+    name = case.partition(":")[0]
+    if case in sweep.UNBUILDABLE:
+        with pytest.raises(ImportError, match="library"):
+            sweep.build(case)
+        return
+    cls = sweep.names()[name]
+    model = sweep.build(case)
+    decoder, reason = opened(model)
+    if decoder is None:
+        expected = sweep.refusal(case)
+        assert cls in reason
+        assert (expected or "") in reason
+        assert expected or cls not in VERIFIED, f"{case} is verified, yet: {reason}"
+        return
+    assert sweep.refusal(case) is None, f"{case} is listed as refused, and was opened"
+    assert_equal_in_every_schedule(model, decoder)
+
+
+def test_the_lists_account_for_every_architecture() -> None:
+    """Names of a newer transformers may be in no list: the test above holds them to the same rule."""
+    known = sweep.names()
+    supported = [n for n, cls in known.items() if cls in VERIFIED and n not in sweep.REFUSED]
+    assert len(supported) >= 75
+    # transformers grows; of what it had when the lists were made, nothing may be missing.
+    listed = {*supported, *sweep.REFUSED, *sweep.UNBUILDABLE}
+    newer = [n for n in known if n not in listed]
+    assert not newer or len(known) > 189, f"in no list: {newer}"
+
+
+def test_a_verified_class_is_opened_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_trial(*_: Any, **__: Any) -> None:
+        raise AssertionError("a verified class was tried out")
+
+    monkeypatch.setattr("verbatim.model.anatomy.try_out", no_trial)
+    Decoder(toys.make_toy("llama"))
+
+
+def test_the_page_of_architectures_is_true() -> None:
+    page = Path(__file__).parents[2] / "docs" / "architectures.md"
+    text = page.read_text()
+    supported, refused = text.split("## Refused")
+    known = sweep.names()
+    for name, cls in known.items():
+        if name in sweep.REFUSED or name in sweep.UNBUILDABLE:
+            assert f"`{name}`" in refused
+        elif cls in VERIFIED:
+            assert f"`{name}`" in supported
+    if len(known) == 189:  # the transformers the page was made with
+        assert text == sweep.markdown()

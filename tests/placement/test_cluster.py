@@ -1,0 +1,821 @@
+"""A model in stages says the same words as one in memory, whatever becomes of the stages."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from support import toys
+from support.mtp_toys import save_with_mtp, toy
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.stages import ThreadHost, ThreadHosts, num_threads, serving
+from verbatim import (
+    LLM,
+    Cluster,
+    InvalidRequest,
+    NotSupported,
+    SamplingParams,
+    StageFailed,
+)
+from verbatim.errors import ModelChanged
+from verbatim.placement.cluster import layers as stage_layers
+from verbatim.placement.cluster import neighbours
+from verbatim.placement.cluster import opening as cluster_opening
+from verbatim.placement.cluster import stage as stage_module
+from verbatim.placement.cluster.link import LinkLost
+from verbatim.placement.cluster.link import connect as connect_to
+from verbatim.placement.cluster.plan import Layout, divide
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        num_hidden_layers=6, hidden_size=60, intermediate_size=100, num_attention_heads=6
+    ),
+    "qwen3_moe": dict(num_hidden_layers=6, hidden_size=60, moe_intermediate_size=36),
+    "gpt2": dict(num_hidden_layers=6, n_embd=60, n_head=3),
+    "gemma2": dict(num_hidden_layers=6, hidden_size=100),
+    "bloom": dict(num_hidden_layers=6, hidden_size=60),
+}
+FAST = {("qwen3_moe", "bfloat16")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return toys.saver(tmp_path_factory, lambda name: toys.make_toy(name, **MODELS[name]))
+
+
+def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -> LLM:
+    mine = {"dtype", "max_batch_tokens", "block_size", "kv_dtype", "kv_memory", "num_threads"}
+    mine.add("prefix_cache")
+    engine = {name: settings.pop(name) for name in mine & settings.keys()}
+    placement = Cluster(**{"stages": 3, "hosts": hosts or ThreadHosts()} | settings)
+    return LLM(folder, max_length=200, placement=placement, **engine)
+
+
+def resident(folder: Path, count: int = 17, **options: Any) -> list[Any]:
+    with LLM(folder, max_length=200, **options) as llm:
+        return all_facts(llm.generate(*mixed_requests(count)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow)
+        for name in MODELS
+        for dtype in ("float32", "bfloat16")
+    ],
+)
+def test_any_number_of_stages_gives_the_same_words(
+    name: str, dtype: str, saved: Callable[[str], Path]
+) -> None:
+    expected = resident(saved(name), dtype=dtype)
+    for stages in (1, 2, 3, 5):
+        with clustered(saved(name), stages=stages, dtype=dtype) as llm:
+            assert all_facts(llm.generate(*mixed_requests())) == expected, stages
+            assert len(llm.info()["stages"]) == stages
+    for options in (dict(micro_batches=3), dict(max_batch_tokens=7, block_size=5)):
+        with clustered(saved(name), dtype=dtype, **options) as llm:
+            assert all_facts(llm.generate(*mixed_requests())) == expected, options
+
+
+def test_routing_is_recorded_and_replayed_across_stages(saved: Callable[[str], Path]) -> None:
+    prompts = [toys.random_ids(30, seed) for seed in range(3)]
+    record = SamplingParams(max_tokens=6, seed=4, record_routing=True)
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = llm.generate(prompts, record)
+        replay = [
+            SamplingParams(max_tokens=6, seed=4, replay_routing=r.outputs[0].routing.flip(2))
+            for r in expected
+        ]
+        replayed = all_facts(llm.generate(prompts, replay))
+    hosts = ThreadHosts()
+    with clustered(saved("qwen3_moe"), hosts) as llm:
+        assert all_facts(llm.generate(prompts, record)) == all_facts(expected)
+        assert all_facts(llm.generate(prompts, replay)) == replayed
+        at_batch(serving(llm)[1], 3, kill)
+        assert all_facts(llm.generate(prompts, replay)) == replayed
+        at_batch(serving(llm)[0], 3, kill)
+        assert all_facts(llm.generate(prompts, record)) == all_facts(expected)
+    with clustered(saved("gpt2")) as llm, pytest.raises(NotSupported, match="no layer of it"):
+        llm.generate([1, 2], record)
+
+
+# Faults.
+
+
+def kill(host: ThreadHost, batch: Any) -> None:
+    host.kill()
+
+
+def at_batch(host: ThreadHost, number: int, do: Callable[[ThreadHost, Any], object]) -> None:
+    """Let something happen to a stage before it computes its `number`th batch from here, from 0."""
+    seen = 0
+
+    def before(batch: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number + 1:
+            do(host, batch)
+
+    host.before = before
+
+
+MOMENTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "begin": (0, dict()),
+    "prefill": (2, dict(max_batch_tokens=40)),  # in the middle of a chunk
+    "decode": (6, dict()),
+    "from-the-ids": (9, dict(keep=0)),
+    "partly-kept": (9, dict(keep="30KB", block_size=4)),  # enough for some of the blocks
+}
+FAST_KILLS = {(0, "begin"), (2, "prefill"), (1, "decode"), (1, "partly-kept")}
+
+
+@pytest.mark.parametrize(
+    ("place", "moment"),
+    [
+        pytest.param(place, moment, marks=() if (place, moment) in FAST_KILLS else pytest.mark.slow)
+        for place in range(3)
+        for moment in MOMENTS
+    ],
+)
+def test_a_killed_stage_changes_no_word(
+    place: int, moment: str, saved: Callable[[str], Path]
+) -> None:
+    """Mixed requests, beams among them."""
+    batch, options = MOMENTS[moment]
+    expected = resident(saved("qwen3_moe"))
+    hosts = ThreadHosts()
+    with clustered(saved("qwen3_moe"), hosts, **options) as llm:
+        before = serving(llm)
+        at_batch(before[place], batch, kill)
+        assert all_facts(llm.generate(*mixed_requests())) == expected
+        after, stats = serving(llm), llm.stats()["cluster"]
+        assert stats["restarts"] == 1 and before[place].killed
+        assert [a is b for a, b in zip(before, after, strict=True)].count(False) == 1
+        assert after[place] is not before[place]
+        assert llm.stats()["blocks_used"] == 0
+        llm.engine.scheduler.pool.check()
+
+
+def test_two_at_once_one_after_the_other_and_one_while_it_recovers(
+    saved: Callable[[str], Path],
+) -> None:
+    expected = resident(saved("gpt2"))
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts, max_batch_tokens=50) as llm:
+        first, second, third = serving(llm)
+        at_batch(third, 4, lambda host, batch: [host.kill() for host in (first, third)])
+        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2 and not second.killed
+
+        # The one that comes in its place is killed while it computes what was lost.
+        hosts.on_start = lambda host: (at_batch(host, 0, kill), setattr(hosts, "on_start", idle))
+        at_batch(second, 6, kill)
+        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert llm.stats()["cluster"]["restarts"] == 4
+        for host in serving(llm):
+            host.kill()
+        assert all_facts(llm.generate(*mixed_requests())) == expected, "all of them, while idle"
+
+
+def idle(host: ThreadHost) -> None:
+    pass
+
+
+def test_a_stage_that_hangs_is_replaced(saved: Callable[[str], Path]) -> None:
+    expected = resident(saved("gpt2"), 5)
+    release = threading.Event()
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts, step_timeout_s=0.4, patience_s=20.0) as llm:
+        before = serving(llm)
+        at_batch(before[1], 3, lambda host, batch: release.wait(30))
+        begin = time.monotonic()
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert time.monotonic() - begin < 20
+        release.set()
+        assert [a is b for a, b in zip(before, serving(llm), strict=True)] == [True, False, True]
+
+
+def test_a_stage_that_falls_silent_is_replaced(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stopped process, or a machine behind a cable that was cut."""
+    expected = resident(saved("gpt2"), 5)
+    release = threading.Event()
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts, patience_s=0.7) as llm:
+        before = serving(llm)
+        silent = before[2].stage
+
+        def hang(host: ThreadHost, batch: Any) -> None:
+            monkeypatch.setattr(silent, "_ping", lambda message: release.wait(30))
+            release.wait(30)
+
+        at_batch(before[2], 3, hang)
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        release.set()
+        assert [a is b for a, b in zip(before, serving(llm), strict=True)] == [True, True, False]
+
+
+def test_without_a_replacement_the_request_fails_and_the_others_go_on_later(
+    saved: Callable[[str], Path],
+) -> None:
+    prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3)
+    with LLM(saved("gpt2")) as llm:
+        (expected,) = all_facts(llm.generate([prompt], params))
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts) as llm, llm.session(max_length=100, seed=3) as session:
+        assert facts(session.generate(prompt, params.replace(max_tokens=5)))
+        said = list(session.token_ids)
+        hosts.room = 0
+        at_batch(serving(llm)[1], 2, kill)
+        begin = time.monotonic()
+        with pytest.raises(StageFailed, match=r"stage 1 \(layers 2 to 4 on one\).*no machine left"):
+            llm.generate([prompt], params)
+        with pytest.raises(StageFailed, match="stage 1"):
+            llm.generate([prompt], params)
+        assert time.monotonic() - begin < 10
+        assert session.token_ids == said
+        hosts.room = None
+        assert all_facts(llm.generate([prompt], params)) == [expected]
+        session.generate(None, SamplingParams(max_tokens=3))
+        assert session.token_ids[20:] == expected[4][0][2]
+        assert llm.stats()["blocks_used"] <= 2
+
+
+def test_bounded_restarts(saved: Callable[[str], Path]) -> None:
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts, max_restarts=2) as llm:
+        hosts.on_start = lambda host: at_batch(host, 0, kill)
+        at_batch(serving(llm)[0], 2, kill)
+        with pytest.raises(StageFailed, match="stage 0"):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+        hosts.on_start = idle
+        assert (
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+            .outputs[0]
+            .token_ids
+        )
+    with clustered(saved("gpt2"), max_restarts=0) as llm:
+        at_batch(serving(llm)[0], 2, kill)
+        with pytest.raises(StageFailed, match="max_restarts=0"):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+
+
+def test_ctrl_c_in_the_middle_of_a_recovery(saved: Callable[[str], Path]) -> None:
+    import signal
+
+    expected = resident(saved("gpt2"), 5)
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts) as llm:
+        prompts, params = mixed_requests(5)
+        for moment in (0, 1):
+            hit: list[bool] = []
+
+            def press(host: ThreadHost, batch: Any, hit: list[bool] = hit) -> None:
+                if not hit:
+                    hit.append(True)
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    time.sleep(0.2)
+
+            def strike(host: ThreadHost, moment: int = moment) -> None:
+                at_batch(host, moment, press)
+
+            hosts.on_start = strike
+            at_batch(serving(llm)[1], 4, kill)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, params)
+            assert hit
+            hosts.on_start = idle
+            assert all_facts(llm.generate(prompts, params)) == expected
+
+
+def test_only_lost_layers_compute_again_where_hidden_states_were_kept(
+    saved: Callable[[str], Path],
+) -> None:
+    prompt, params = toys.random_ids(60, 1), SamplingParams(max_tokens=9, seed=3)
+    for keep, replays in (("1MB", False), (0, True)):
+        hosts, rows = ThreadHosts(), 0
+        with clustered(saved("gpt2"), hosts, keep=keep) as llm:
+            first, _, last = serving(llm)
+            at_batch(last, 5, kill)
+            computed = 0
+            part = first.stage._layers.part
+            assert part is not None
+            plain = part.run
+
+            def counted(batch: Any, *args: Any, plain: Any = plain) -> Any:
+                nonlocal computed
+                computed += batch.num_tokens
+                return plain(batch, *args)
+
+            part.run = counted  # type: ignore[method-assign]
+            llm.generate([prompt], params)
+            rows = llm.stats()["cluster"]["replayed_tokens"]
+            assert rows == 60 + 4
+            # The step that was broken off is made twice.
+            assert computed == 60 + 8 + 1 + (rows if replays else 0)
+
+
+# Losses at the worst moment.
+
+
+def test_a_copy_of_a_block_that_was_not_kept(saved: Callable[[str], Path]) -> None:
+    """Its beginning can't be had from what is kept, though it lies where everything is."""
+    prompts = [toys.random_ids(4, 1), toys.random_ids(3, 2)]
+    params = [
+        SamplingParams(max_tokens=2, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=9, seed=2, n=2, ignore_eos=True),
+    ]
+    options = dict(block_size=4, max_batch_tokens=4, prefix_cache=False)
+    with LLM(saved("gpt2")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with clustered(saved("gpt2"), keep=3200, **options) as llm:
+        assert llm.engine.runner.crew.members[1].kept_blocks == 3  # 0, 1 and 2
+        at_batch(serving(llm)[2], 4, kill)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["cluster"]["restarts"] == 1
+
+
+def test_two_losses_in_the_step_that_copies_a_block(saved: Callable[[str], Path]) -> None:
+    """After the first, what is copied from is nobody's any more, and was not computed again."""
+    prompt, params = toys.random_ids(3, 2), SamplingParams(max_tokens=6, seed=2, n=2)
+    with LLM(saved("gpt2")) as llm:
+        expected = all_facts(llm.generate([prompt], params))
+    with clustered(saved("gpt2"), block_size=4, prefix_cache=False) as llm:
+        llm.engine.scheduler.max_sequences = 1  # the other sample holds the block, and waits
+        at_batch(serving(llm)[1], 1, kill)
+        at_batch(serving(llm)[2], 1, kill)
+        assert all_facts(llm.generate([prompt], params)) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2
+
+
+def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Path]) -> None:
+    prompt = toys.random_ids(6, 2)
+    params = SamplingParams(max_tokens=1, seed=2, n=3, record_routing=True)
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = all_facts(llm.generate([prompt], params))
+    with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
+        llm.engine.scheduler.max_sequences = 1
+        runner, plain, calls = llm.engine.runner, llm.engine.runner.routing, []
+
+        def routing(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                serving(llm)[1].kill()
+            return plain(*args)
+
+        runner.routing = routing
+        assert all_facts(llm.generate([prompt], params)) == expected
+        assert len(calls) == 3
+
+
+def test_a_stage_lost_as_all_fall_asleep(saved: Callable[[str], Path]) -> None:
+    prompt, params = toys.random_ids(20, 1), SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
+    with LLM(saved("gpt2")) as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    for weights in (False, True):
+        with clustered(saved("gpt2")) as llm:
+            found = []
+            for i, delta in enumerate(llm.stream(prompt, params)):
+                found += delta.token_ids
+                if i == 2:
+                    dying = serving(llm)[1]
+                    layers = dying.stage._layers
+                    layers.sleep = lambda message, host=dying: host.kill()  # type: ignore[misc]
+                    llm.sleep(weights=weights)
+                    llm.wake()
+            assert found == expected
+
+
+def test_a_connection_between_stages_that_is_lost_with_what_was_sent(
+    saved: Callable[[str], Path],
+) -> None:
+    expected = resident(saved("gpt2"), 5)
+    with clustered(saved("gpt2")) as llm:
+        before = serving(llm)
+
+        def lose(host: ThreadHost, batch: Any) -> None:
+            link: Any = host.stage._neighbours._next
+            link.send = lambda message: link.close()
+
+        at_batch(before[0], 3, lose)
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert [a is b for a, b in zip(before, serving(llm), strict=True)] == [True, False, True]
+
+
+def test_a_stage_that_is_gone_before_the_one_in_front_connects(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = resident(saved("gpt2"), 5)
+    reach, tried = neighbours.reach, []
+
+    def refused(address: Any, *args: Any) -> Any:
+        tried.append(address)
+        if len(tried) == 1:
+            raise LinkLost("nobody there")
+        return reach(address, *args)
+
+    with clustered(saved("gpt2")) as llm:
+        at_batch(serving(llm)[0], 3, kill)
+        monkeypatch.setattr(neighbours, "reach", refused)
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2
+
+
+def test_a_micro_batch_that_fails_while_the_next_one_arrives(saved: Callable[[str], Path]) -> None:
+    """The report of it comes last."""
+
+    def fail(host: ThreadHost, batch: Any) -> None:
+        raise ZeroDivisionError("in a stage")
+
+    with clustered(saved("gpt2"), micro_batches=3) as llm:
+        stage = serving(llm)[0].stage
+        tell = stage._neighbours.tell
+        stage._neighbours.tell = lambda m: threading.Timer(0.3, tell, [m]).start()  # type: ignore[method-assign]
+        at_batch(serving(llm)[0], 1, fail)
+        with pytest.raises(Exception, match=r"in a stage \(stage 0 "):
+            llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
+        stage._neighbours.tell = tell  # type: ignore[method-assign]
+        assert llm.generate([[5], [6], [7]], SamplingParams(max_tokens=2, ignore_eos=True))
+
+
+def test_weights_that_change_are_not_taken_for_the_same(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved("gpt2"), tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    before = file.read_bytes()
+    header = 8 + int.from_bytes(before[:8], "little")
+    others = before[:header] + bytes(len(before) - header)  # of the same size
+    expected = resident(folder, 5)
+    with clustered(folder, max_restarts=1) as llm:
+        llm.sleep(weights=True)
+        file.write_bytes(others)
+        with pytest.raises(ModelChanged, match="is not what it was"):
+            llm.wake()
+        file.write_bytes(before)
+        llm.wake()
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        file.write_bytes(others)
+        serving(llm)[0].kill()
+        with pytest.raises(StageFailed, match=r"stage 0 .*another model"):
+            llm.generate([5, 6])
+
+
+def test_a_message_that_is_not_what_it_should_be(saved: Callable[[str], Path]) -> None:
+    """From somebody who knows the key: an error is the answer, and the stage goes on."""
+    stage = stage_module.Stage(b"key", "127.0.0.1")
+    link = connect_to(stage.address, b"key", {"role": "head"})
+    assert "welcome" in link.receive()
+    for bad in ({"do": "draw"}, {"do": ["run"]}, {"do": "run"}, {"do": "epoch"}, {}):
+        link.send({**bad, "call": 1})
+        assert "error" in link.receive(), bad
+    link.send({"do": "facts", "call": 2})
+    assert link.receive()["result"]["torch"]
+    link.close()
+    stage.join(5.0)
+
+
+def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str], Path]) -> None:
+    """In the same step: twins that filled equal blocks keep one of them, and have written on, by a draft."""
+    prompts = [toys.random_ids(6, 3) * 3, toys.random_ids(6, 3) * 3, toys.random_ids(5, 53)]
+    greedy = SamplingParams(max_tokens=30, temperature=0, seed=3, ignore_eos=True)
+    ends = SamplingParams(max_tokens=10, seed=3, ignore_eos=True, record_routing=True)
+    params = [greedy, greedy, ends]
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
+    with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
+        runner, plain = llm.engine.runner, llm.engine.runner.routing
+
+        def routing(*args: Any) -> Any:
+            serving(llm)[1].kill()
+            return plain(*args)
+
+        runner.routing = routing
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+# Moving.
+
+
+def test_layers_move_while_somebody_talks(saved: Callable[[str], Path]) -> None:
+    prompt, params = toys.random_ids(30, 1), SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+    with clustered(saved("qwen3_moe")) as llm:
+        runner, found = llm.engine.runner, []
+        for i, delta in enumerate(llm.stream(prompt, params)):
+            found += delta.token_ids
+            if i in (2, 5):
+                pids = serving(llm)
+                ranges = [(0, 1), (1, 5), (5, 6)] if i == 2 else [(0, 4), (4, 5), (5, 6)]
+                runner.supervisor.move(ranges)
+                assert [tuple(s["layers"]) for s in llm.info()["stages"]] == ranges
+                assert serving(llm) == pids
+        assert found == expected
+        llm.rebalance()
+        assert sum(b - a for a, b in (s["layers"] for s in llm.info()["stages"])) == 6
+        assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
+    with LLM(saved("gpt2")) as llm, pytest.raises(NotSupported, match="placement=Cluster"):
+        llm.rebalance()
+
+
+def test_a_machine_that_joins_is_taken_in_when_nobody_talks(saved: Callable[[str], Path]) -> None:
+    expected = resident(saved("gpt2"), 5)
+    hosts = ThreadHosts("one")
+    with clustered(saved("gpt2"), hosts) as llm:
+        supervisor = llm.engine.runner.supervisor
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        hosts.names.append("two")
+        supervisor._next_look = 0.0
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        assert {host.machine for host in serving(llm)} == {"one", "two"}
+        assert llm.stats()["cluster"]["restarts"] == 0
+
+
+def test_a_stage_that_fits_on_no_machine_is_split_over_two(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = resident(saved("qwen3_moe"))
+    hosts = ThreadHosts()
+    with clustered(saved("qwen3_moe"), hosts, stages=2) as llm:
+        needed = max(stage["weight_bytes"] for stage in llm.info()["stages"])
+        monkeypatch.setattr(stage_layers, "available_memory", lambda: needed * 3 // 4)
+        at_batch(serving(llm)[1], 5, kill)
+        assert all_facts(llm.generate(*mixed_requests())) == expected
+        assert [stage["layers"] for stage in llm.info()["stages"]] in (
+            [[0, 3], [3, 4], [4, 6]],
+            [[0, 3], [3, 5], [5, 6]],
+        )
+        monkeypatch.setattr(stage_layers, "available_memory", lambda: needed // 9)
+        at_batch(serving(llm)[0], 5, kill)
+        with pytest.raises(StageFailed, match=r"stage 0 .*can't be divided"):
+            llm.generate(*mixed_requests())
+
+
+def test_divide() -> None:
+    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [9, 9], [1, 1]) == [(0, 2), (2, 4)]
+    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [9, 9], [3, 1]) == [(0, 3), (3, 4)]
+    assert divide([1, 1, 1, 1], (0, 3), [1, 2, 3], [9, 9], [1, 1]) == [(0, 3), (3, 4)]
+    assert divide([1, 1, 1, 1], (0, 0), [1], [9, 9], [1, 1]) == [(0, 1), (1, 4)]
+    assert divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 9], [1, 1]) == [(0, 1), (1, 4)]
+    with pytest.raises(MemoryError, match="can't be divided over 2 stages"):
+        divide([1, 1, 1, 1], (0, 0), [1, 2, 3], [1, 2], [1, 1])
+    layout = Layout((1, 2, 3, 4), (10, 20), 5, (1, 2, 3))
+    assert [layout.bytes_of(0, 4), layout.bytes_of(1, 2), layout.bytes_of(0, 1)] == [45, 7, 16]
+    assert layout.divide([30, 30], [1, 1], (1, 3)) == [(1, 2), (2, 3)]
+
+
+# Opening and closing.
+
+
+def test_machines_that_would_give_other_bits_are_refused(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = iter(["cpu/a", "cpu/b", "cpu/a"])
+    monkeypatch.setattr(stage_layers, "numerics_key", lambda *args: next(keys))
+    with pytest.raises(NotSupported, match=r"numerics key cpu/[ab] and .* by cpu/[ab]"):
+        clustered(saved("gpt2"))
+    monkeypatch.undo()
+    facts_of = stage_layers.Layers.facts
+    monkeypatch.setattr(
+        stage_layers.Layers, "facts", lambda *args: {**facts_of(*args), "verbatim": "0.0.0"}
+    )
+    with pytest.raises(NotSupported, match=r"one has verbatim 0\.0\.0, and this machine has"):
+        clustered(saved("gpt2"))
+    monkeypatch.undo()
+    monkeypatch.setattr(cluster_opening, "fingerprint", lambda loaded: "another")
+    with pytest.raises(NotSupported, match="one has another model at"):
+        clustered(saved("gpt2"))
+
+
+def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path]) -> None:
+    folder = saved("gpt2")
+    with pytest.raises(InvalidRequest, match=r"stages=7: the model can be cut into 6"):
+        clustered(folder, stages=7)
+    with pytest.raises(InvalidRequest, match=r"layers=\(2, 2\) are 4; the model has 6"):
+        clustered(folder, stages=None, layers=(2, 2))
+    with pytest.raises(NotSupported, match="a live module is in memory"):
+        LLM(toys.make_toy("gpt2"), placement=Cluster(stages=2, hosts=ThreadHosts()))
+    with pytest.raises(NotSupported, match=r"draft=.*not supported with placement=Cluster"):
+        LLM(folder, draft="early-exit", placement=Cluster(stages=2, hosts=ThreadHosts()))
+    bad: list[tuple[dict[str, Any], str]] = [
+        (dict(stages=0), "stages=0"),
+        (dict(stages=True), "stages=True"),
+        (dict(stages=100_000), "at most 512"),
+        (dict(layers=()), "layers=\\(\\)"),
+        (dict(layers="22"), "layers='22'"),
+        (dict(layers=(1, 0)), "layers=0"),
+        (dict(stages=3, layers=(3, 3)), "are 2 stages"),
+        (dict(keep="many"), "keep='many'"),
+        (dict(keep=-1), "keep=-1"),
+        (dict(spares=-1), "spares=-1"),
+        (dict(max_restarts=1.5), "max_restarts=1.5"),
+        (dict(patience_s=0), "patience_s=0"),
+        (dict(step_timeout_s=float("nan")), "step_timeout_s=nan"),
+        (dict(micro_batches=0), "micro_batches=0"),
+        (dict(address=7), "address=7"),
+    ]
+    for settings, message in bad:
+        with pytest.raises(InvalidRequest, match=message):
+            Cluster(**settings)
+    hosts = ThreadHosts()
+    hosts.room = 2
+    with pytest.raises(Exception, match="no machine left"):
+        clustered(folder, hosts)
+    assert all(host.killed for host in hosts.hosts)
+
+
+def test_layers_as_told_and_weights_that_cannot_be_updated(saved: Callable[[str], Path]) -> None:
+    expected = resident(saved("llama"), 5)
+    with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:
+        assert [stage["layers"] for stage in llm.info()["stages"]] == [[0, 1], [1, 5], [5, 6]]
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        with pytest.raises(NotSupported, match="placement=Cluster"):
+            llm.update_weights({})
+        for weights in (False, True):
+            llm.sleep(weights=weights)
+            llm.wake()
+            assert all_facts(llm.generate(*mixed_requests(5))) == expected
+        llm.sleep(weights=True)
+        serving(llm)[1].kill()
+        llm.wake()
+        assert all_facts(llm.generate(*mixed_requests(5))) == expected
+    whole = LLM(saved("llama"))
+    parts = clustered(saved("llama"), stages=4)
+    with whole, parts:
+        one, other = whole.info(), parts.info()
+        same = (
+            "architecture",
+            "dtype",
+            "layers",
+            "kv_bytes_per_token",
+            "numerics_key",
+            "vocab_size",
+        )
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        assert one["weight_bytes"] == other["weight_bytes"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_kv_in_few_bits(kv_dtype: str, saved: Callable[[str], Path]) -> None:
+    expected = resident(saved("llama"), 9, kv_dtype=kv_dtype)
+    with clustered(saved("llama"), kv_dtype=kv_dtype) as llm:
+        at_batch(serving(llm)[1], 4, kill)
+        assert all_facts(llm.generate(*mixed_requests(9))) == expected
+
+
+def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], Path]) -> None:
+    expected = resident(saved("gpt2"))
+    with LLM(saved("gpt2")) as llm:
+        per_token = llm.info()["kv_bytes_per_token"]
+    for prefix_cache in (True, False):
+        options = dict(kv_memory=per_token * 104, block_size=8, prefix_cache=prefix_cache)
+        with clustered(saved("gpt2"), **options) as llm:
+            for place in (2, 0, 1):
+                at_batch(serving(llm)[place], 11, kill)
+                assert all_facts(llm.generate(*mixed_requests())) == expected
+            stats = llm.stats()
+            assert stats["preemptions"] and stats["cluster"]["restarts"] == 3
+
+
+def test_drafts_and_scores(saved: Callable[[str], Path]) -> None:
+    prompt = toys.random_ids(9, 3) * 3
+    params = SamplingParams(max_tokens=20, temperature=0, seed=1)
+    with LLM(saved("llama")) as llm:
+        expected, scores = facts(llm.generate([prompt], params)[0]), llm.score([prompt])
+    placement = Cluster(stages=2, hosts=ThreadHosts())
+    with LLM(saved("llama"), placement=placement, draft="ngram") as llm:
+        at_batch(serving(llm)[1], 5, kill)
+        assert facts(llm.generate([prompt], params)[0]) == expected
+        assert llm.score([prompt]) == scores
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        pytest.param(1, "dcp", id="last-dcp"),
+        pytest.param(0, "dcp", id="first-dcp", marks=pytest.mark.slow),
+        pytest.param(1, "folder", id="last-folder", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_draft_survive_a_stage(place: int, source: str, tmp_path: Path) -> None:
+    """Drafts of what was said are those of a model in one process, before a stage is lost and after."""
+    pair = toy("qwen3", 2)
+    save_with_mtp(pair, tmp_path / "hf")
+    options: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3, max_length=200)
+    folder = tmp_path / "hf"
+    if source == "dcp":
+        weights = load_file(folder / "model.safetensors")
+        folder = tmp_path / "step_7"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({"model": weights}, checkpoint_id=str(folder))
+        options["config"] = pair.main.config
+    prompts = [toys.random_ids(9 + 7 * i, i) for i in range(6)]
+    params = [SamplingParams(seed=i, temperature=i / 4, max_tokens=14) for i in range(6)]
+
+    def drafts_of(llm: LLM) -> dict[Any, list[int]]:
+        """By what they are behind; filled in from now on."""
+        found: dict[Any, list[int]] = {}
+        proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
+        propose = proposer.propose
+
+        def noted(sequences: list[Any], lengths: list[int]) -> list[list[int]]:
+            answers: list[list[int]] = propose(sequences, lengths)
+            for s, length, answer in zip(sequences, lengths, answers, strict=True):
+                found[length, s.request.params.seed, *s.token_ids(0, s.num_tokens)] = answer
+            return answers
+
+        proposer.propose = noted
+        return found
+
+    with LLM(folder, **options) as llm:
+        right = drafts_of(llm)
+        expected = all_facts(llm.generate(prompts, params))
+        assert len(right) > 30 and all(right.values())
+    staged = Cluster(layers=(2, 1), hosts=ThreadHosts())
+    with LLM(folder, placement=staged, **options) as llm:
+        found = drafts_of(llm)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
+        found.clear()
+        at_batch(serving(llm)[place], 5, kill)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        stats = llm.stats()
+        assert stats["cluster"]["restarts"] == 1 and stats["draft"]["errors"] == 0
+        known = {behind: draft for behind, draft in found.items() if behind in right}
+        assert len(known) > 20 and all(right[behind] == draft for behind, draft in known.items())
+        llm.sleep(weights=True)
+        llm.wake()
+        found.clear()
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
+        llm.engine.runner.supervisor.move([(0, 1), (1, 3)])  # type: ignore[attr-defined]
+        found.clear()
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert found == right
+
+
+def test_nothing_is_left_behind(saved: Callable[[str], Path]) -> None:
+    before = num_threads()
+    hosts = ThreadHosts()
+    with clustered(saved("gpt2"), hosts) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert all(host.killed for host in hosts.hosts)
+    deadline = time.monotonic() + 10
+    while num_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert num_threads() <= before  # those of another test may have ended meanwhile
+
+
+def test_an_error_in_the_model_fails_the_requests_and_not_the_stage(
+    saved: Callable[[str], Path],
+) -> None:
+    def fail(host: ThreadHost, batch: Any) -> None:
+        raise ZeroDivisionError("in a stage")
+
+    with clustered(saved("gpt2")) as llm:
+        before = serving(llm)
+        for place in range(3):
+            at_batch(before[place], 1, fail)
+            with pytest.raises(Exception, match=rf"in a stage \(stage {place} "):
+                llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert serving(llm) == before and llm.stats()["cluster"]["restarts"] == 0
+        assert torch.get_num_threads() >= 1
+
+
+def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) -> None:
+    """Then the last rows count for some sequences, and for others not yet."""
+    prompts = [toys.random_ids(20 + i, i) for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=5 + 3 * (i > 1), seed=i, record_routing=True) for i in range(4)
+    ]
+    with LLM(saved("qwen3_moe")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    for place in range(3):
+        with clustered(saved("qwen3_moe"), block_size=4) as llm:
+            runner, plain, killed = llm.engine.runner, llm.engine.runner.routing, 0
+
+            def routing(*args: Any, plain: Any = plain, place: int = place, llm: Any = llm) -> Any:
+                nonlocal killed
+                killed += 1
+                if killed == 1:  # the first of two that end in this step
+                    serving(llm)[place].kill()
+                return plain(*args)
+
+            runner.routing = routing
+            assert all_facts(llm.generate(prompts, params)) == expected
+            assert llm.stats()["cluster"]["restarts"] == 1

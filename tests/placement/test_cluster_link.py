@@ -1,0 +1,516 @@
+"""What stages say to each other, and to strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.stages import ThreadHosts, serving
+from verbatim import LLM, Cluster, SamplingParams, VerbatimError
+from verbatim.batch import Batch, Candidate, Candidates, Draws, SamplePlan, SampleRow, dummy_batch
+from verbatim.placement.cluster import link as link_module
+from verbatim.placement.cluster.connection import Connection
+from verbatim.placement.cluster.crew import Crew
+from verbatim.placement.cluster.frame import Expected
+from verbatim.placement.cluster.link import Door, Link, LinkLost, Refused, connect
+from verbatim.placement.cluster.messages import (
+    Mark,
+    pack_batch,
+    pack_draws,
+    pack_plan,
+    unpack_batch,
+    unpack_draws,
+    unpack_plan,
+)
+from verbatim.placement.cluster.stage import Stage
+from verbatim.placement.cluster.wire import PREFIX, Garbage, decode, encode, sizes
+
+KEY = b"k" * 32
+
+
+def over_the_wire(message: Any) -> Any:
+    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    header, arrays = sizes(raw[: PREFIX.size])
+    assert len(raw) == PREFIX.size + header + arrays
+    return decode(raw[PREFIX.size :][:header], bytearray(raw[PREFIX.size + header :]))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def test_plain_data_and_arrays_arrive_as_they_were() -> None:
+    message = {
+        "numbers": [1, -(2**63), 0.1, 1e-300, math.inf, -math.inf, math.nan, True, None],
+        "text": "Grüße \0 \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+        "deep": {"a": [{"b": torch.arange(3, dtype=torch.int16)}]},
+        "bf16": torch.randn(3, 5).bfloat16(),
+        "strided": torch.arange(12).reshape(3, 4).t(),
+        "nothing": torch.empty(0, 7),
+        "scalar": torch.tensor(3.5),
+        "flags": torch.tensor([True, False]),
+    }
+    assert same(over_the_wire(message), message)
+    for bad in ({"a": {1, 2}}, {"a": object()}, {1: 2}, {"a": b"raw"}):
+        with pytest.raises(TypeError):
+            encode(bad)  # type: ignore[arg-type]
+
+
+def test_batches_plans_and_draws_arrive_as_they_were() -> None:
+    batch = Batch(
+        token_ids=torch.tensor([5, 6, 7]),
+        positions=torch.tensor([0, 1, 4]),
+        query_starts=torch.tensor([0, 2, 3], dtype=torch.int32),
+        context_lens=torch.tensor([2, 5], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+        logit_rows=torch.tensor([1, 2]),
+        block_copies=[(1, 2), (4, 3)],
+        wants_hidden=True,
+        forced_experts=torch.full((3, 2, 2), -1, dtype=torch.int16),
+    )
+    found = unpack_batch(over_the_wire(pack_batch(batch)))
+    assert all(same(getattr(found, f), getattr(batch, f)) for f in Batch.__slots__)
+    assert found.block_copies == batch.block_copies
+    params = SamplingParams(
+        temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, typical_p=0.8, logit_bias={3: 1.5, 9: -2.0},
+        repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=-1,
+    )  # fmt: skip
+    rows = [
+        SampleRow(params, 2**64 - 1, 3, 17, [1, 2], [3], [4, 5], num_logprobs=2),
+        SampleRow(params, 0, 0, 0, target=7, mask=torch.tensor([-1, 3], dtype=torch.int32)),
+        SampleRow(SamplingParams(), 5, 1, 2, num_candidates=6),
+    ]
+    plan = unpack_plan(over_the_wire(pack_plan(SamplePlan(rows, [0, 0, 1]))))
+    assert plan.logits_rows == [0, 0, 1] and plan.rows[0].params is plan.rows[1].params
+    for was, now in zip(rows, plan.rows, strict=True):
+        for field in set(SampleRow.__slots__) - {"params"}:
+            a, b = getattr(was, field), getattr(now, field)
+            assert same(list(a) if isinstance(a, tuple | list) else a, b), field
+    assert plan.rows[0].params == params
+    draws = Draws(
+        [1, 2], [-0.5, -math.inf], [0.0, -1.0], [[1], []], [[-0.5], []],
+        {1: Candidates([3, 4], [-0.1, -3.0], [-0.2, -3.0])},
+    )  # fmt: skip
+    again = unpack_draws(over_the_wire(pack_draws(draws)))
+    assert again == draws and next(iter(again.candidates[1])) == Candidate(3, -0.1, -0.2)
+    assert Mark(2, 1, 0) > Mark(1, 9, 9) and Mark(1, 2, 1) > Mark(1, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_hidden_states_arrive_as_they_were(rows: int, dtype: torch.dtype) -> None:
+    message = {
+        "do": "rows",
+        **Mark(3, 2**40, 5)._asdict(),
+        "hidden": torch.randn(rows, 48).to(dtype),
+        "busy": [0.1, 1e-9],
+        "hops": [0.3],
+        "sent": ["a clock", 12345.678],
+    }
+    assert same(over_the_wire(message), message)
+    message["hidden"] = torch.randn(48, 7).t()
+    assert same(over_the_wire(message), message)
+    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    header, _ = sizes(raw[: PREFIX.size])
+    start = PREFIX.size
+    for cut in range(header):
+        with pytest.raises(Garbage):
+            decode(raw[start : start + cut], bytearray(raw[start + header :]))
+    with pytest.raises(Garbage):
+        decode(raw[start : start + header], bytearray(12))
+
+
+@settings(max_examples=200)
+@given(raw=st.binary(max_size=200), arrays=st.binary(max_size=64))
+def test_garbage_is_called_garbage(raw: bytes, arrays: bytes) -> None:
+    for header in (
+        raw,
+        b'{"\\u0000array":' + raw + b"}",
+        b'{"a":{"\\u0000array":["float32",[' + raw,
+    ):
+        try:
+            decode(header, bytearray(arrays))
+        except Garbage:
+            pass
+    try:
+        sizes(raw[: PREFIX.size].ljust(PREFIX.size, b"x"))
+    except Garbage:
+        pass
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'["a"]',
+        b"[" * 100_000,
+        b'{"a":{"\\u0000array":["float32",[9]]}}',
+        b'{"a":{"\\u0000array":["float32",[-1]]}}',
+        b'{"a":{"\\u0000array":["object",[1]]}}',
+        b'{"a":{"\\u0000array":["float32",[1,1000000000000000000000]]}}',
+        b'{"a":{"\\u0000array":["float32",[0,1000000000000000000000]]}}',
+        b'{"a":{"\\u0000array":7}}',
+        b"\xff\xfe",
+    ],
+    ids=["a-list", "deep", "beyond", "negative", "object", "huge", "empty-huge", "number", "bytes"],
+)
+def test_hostile_headers(header: bytes) -> None:
+    with pytest.raises(Garbage):
+        decode(header, bytearray(8))
+
+
+# Doors.
+
+
+class Guests:
+    """A door that lets everybody in who asks nicely."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.met: list[dict[str, Any]] = []
+        self.door = Door(KEY, "127.0.0.1", self._let_in)
+        self.address = ("127.0.0.1", self.door.port)
+
+    def _let_in(self, who: dict[str, Any], link: Link) -> None:
+        if who.get("name") == "nobody":
+            raise VerbatimError("we want nobody here")
+        self.met.append(who)
+        self.links.append(link)
+        link.send({"welcome": 1})
+
+    def close(self) -> None:
+        self.door.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def guests() -> Iterator[Guests]:
+    made = Guests()
+    yield made
+    made.close()
+
+
+def test_who_knows_the_key_is_let_in_and_heard(guests: Guests) -> None:
+    link = connect(guests.address, KEY, {"name": "me"})
+    assert link.receive() == {"welcome": 1} and guests.met == [{"name": "me"}]
+    big = {"rows": torch.randn(300, 1000), "many": [torch.tensor([i]) for i in range(200)]}
+    threading.Thread(target=link.send, args=(big,)).start()
+    assert same(guests.links[0].receive(), big)
+    guests.links[0].close()
+    with pytest.raises(LinkLost):
+        link.receive()
+    with pytest.raises(LinkLost):
+        send_often(link, big)
+    link.close()
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["one-machine", "tcp"])
+def test_a_connection_carries_hidden_states_whether_they_are_expected_or_not(
+    near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_HAS_NAMES", near and sys.platform == "linux")
+    guests = Guests()
+    link = connect(guests.address, KEY, {"name": "me"})
+    link.receive()
+    there = guests.links[0]
+    assert isinstance(link, Connection) and isinstance(there, Connection)
+    if sys.platform == "linux":
+        assert (link._connection.family == socket.AF_UNIX) == near
+    met = []
+    for step, (rows, dtype, hops, expected) in enumerate(
+        [
+            (2, torch.bfloat16, 1, (2, 48)),
+            (2, torch.bfloat16, 1, (2, 48)),
+            (2, torch.bfloat16, 1, None),
+            (2, torch.bfloat16, 1, (3, 48)),  # another shape than comes
+            (2, torch.float32, 1, (2, 48)),  # another dtype
+            (2, torch.float32, 0, (2, 48)),  # a stage before on another machine
+            (2, torch.float32, 1, (2, 48)),
+            (0, torch.float32, 1, (0, 48)),
+            (0, torch.float32, 1, (0, 48)),
+            (1000, torch.float32, 1, (1000, 48)),  # more than is read ahead
+            (1, torch.float32, 1, (1, 48)),
+        ]
+    ):
+        message = a_message(step, rows, dtype, hops)
+        mark = Mark(3, step, 5)
+        if expected is not None:
+            there.expected = Expected(mark, expected, torch.bfloat16, 2, "a clock")
+        ready = None if there.expected is None else there.expected._message["hidden"]
+        sending = threading.Thread(target=link.send, args=(message,))
+        sending.start()
+        found = there.receive()
+        sending.join()
+        assert same(found, message), step
+        met.append(found["hidden"] is ready)
+    assert met == [True, True] + [False] * 9
+    # What is expected may come with something behind it, in pieces, or not at all.
+    message = a_message(20, 2, torch.bfloat16, 1)
+    raw = b"".join(bytes(buffer) for buffer in encode(message))
+    for pieces in ([raw + raw], [raw[:9], raw[9:], raw], [raw[:-3], raw[-3:] + raw[:50], raw[50:]]):
+        there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
+        sending = threading.Thread(target=send_slowly, args=(link, pieces))
+        sending.start()
+        assert same(there.receive(), message) and same(there.receive(), message)
+        sending.join()
+    there.expected = Expected(Mark(3, 20, 5), (2, 48), torch.bfloat16, 2, "a clock")
+    link._connection.sendall(raw[:22] + bytes(len(raw) - 22))
+    with pytest.raises(Garbage):
+        there.receive()
+    link.close()
+    guests.close()
+
+
+def a_message(step: int, rows: int, dtype: torch.dtype, hops: int) -> dict[str, Any]:
+    return {
+        "do": "rows",
+        **Mark(3, step, 5)._asdict(),
+        "hidden": torch.randn(rows, 48).to(dtype),
+        "busy": [0.1, 1e-9 * step],
+        "hops": [0.3] * hops,
+        "sent": ["a clock", 12345.678 + step],
+    }
+
+
+def send_slowly(link: Connection, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        link._connection.sendall(piece)
+        time.sleep(0.02)
+
+
+def test_what_is_sent_again_is_what_is_there_now(guests: Guests) -> None:
+    link = connect(guests.address, KEY, {"name": "me"})
+    link.receive()
+    message = a_message(0, 2, torch.float32, 1)
+    strided = {**message, "hidden": torch.randn(48, 2).t()}
+    for sent in (message, message, strided, {**message, "sent": ["another", 1.0]}, message):
+        link.send(sent)
+        assert same(guests.links[0].receive(), sent)
+        message["hidden"] += 1
+    link.close()
+
+
+def send_often(link: Link, message: dict[str, Any]) -> None:
+    """More than what the operating system would take for somebody who is gone."""
+    for _ in range(100):
+        link.send(message)
+
+
+def test_who_does_not_is_told_why(guests: Guests, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="the cluster's key is another one"):
+        connect(guests.address, b"x" * 32, {"name": "me"})
+    monkeypatch.setattr(link_module, "_GREETING", b"verbatim-cluster-7\n")
+    with pytest.raises(
+        Refused, match="it speaks verbatim-cluster-1, and this side verbatim-cluster-7"
+    ):
+        _connect_to_an_older_one()
+    monkeypatch.undo()
+    link = connect(guests.address, KEY, {"name": "nobody"})
+    assert link.receive() == {"refused": "we want nobody here"}
+    with pytest.raises(LinkLost):
+        link.receive()
+    link.close()
+    assert guests.met == []
+    with pytest.raises(LinkLost, match=r"no connection to 127\.0\.0\.1:1"):
+        connect(("127.0.0.1", 1), KEY, {})
+    again = connect(guests.address, KEY, {"name": "me"})
+    assert again.receive() == {"welcome": 1}
+    again.close()
+
+
+def _connect_to_an_older_one() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        peer, _ = server.accept()
+        peer.sendall(b"verbatim-cluster-1\n" + bytes(32))
+        with contextlib.suppress(ConnectionError):
+            peer.recv(1)
+        peer.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        connect(server.getsockname(), KEY, {})
+    finally:
+        thread.join()
+        server.close()
+
+
+def test_an_impostor_behind_the_address_is_found_out() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for answer in (b"+" + bytes(32), b"HTTP/1.1 400 Bad Request\r\n"):
+            peer, _ = server.accept()
+            if answer[:1] == b"+":
+                peer.sendall(link_module._GREETING + bytes(32))
+                peer.recv(1000)
+            peer.sendall(answer)
+            with contextlib.suppress(ConnectionError):
+                while peer.recv(1000):
+                    pass
+            peer.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(Refused, match="does not know the cluster's key"):
+        connect(server.getsockname(), KEY, {})
+    with pytest.raises(Refused, match="does not speak verbatim-cluster-1"):
+        connect(server.getsockname(), KEY, {})
+    thread.join()
+    server.close()
+
+
+def test_strangers_of_all_kinds_leave_a_door_open_for_friends(
+    guests: Guests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_SHAKE_S", 0.3)
+    strangers = [socket.create_connection(guests.address) for _ in range(20)]
+    for i, stranger in enumerate(strangers[:15]):
+        said = [b"GET / HTTP/1.1\r\n\r\n" * 10, b"\0" * 5000, link_module._GREETING + bytes(64)][
+            i % 3
+        ]
+        stranger.sendall(said)
+    link = connect(guests.address, KEY, {"name": "me"})
+    assert link.receive() == {"welcome": 1}
+    # One that was let in and then speaks garbage.
+    link._connection.sendall(struct.pack("<4sIQ", b"vbt1", 7, 0) + b"garbage")
+    with pytest.raises(Garbage):
+        guests.links[0].receive()
+    for stranger in strangers:
+        stranger.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+        stranger.close()
+    link.close()
+
+
+def test_a_stage_has_memory_ready_for_what_comes(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready: list[bool] = []
+    read = Expected.read
+
+    def noted(self: Expected, raw: bytearray, nbytes: int) -> Any:
+        message = read(self, raw, nbytes)
+        ready.append(message is not None)
+        return message
+
+    monkeypatch.setattr(Expected, "read", noted)
+    with LLM(folders("qwen3"), placement=Cluster(stages=2, hosts=ThreadHosts())) as llm:
+        serving(llm)[0].before = lambda batch: time.sleep(0.02)
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert sum(ready) > 6, "of twelve steps; a machine with much to do may be late for some"
+
+
+# A stage that hears what it should not.
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage(KEY, "127.0.0.1")
+    yield made
+    made.close()
+    made.join(5.0)
+
+
+def ask(link: Link, **message: Any) -> Any:
+    link.send({**message, "call": 1})
+    return link.receive()
+
+
+def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
+    stranger = connect(stage.address, KEY, {"role": "king"})
+    assert stranger.receive() == {"refused": "role 'king' is not known"}
+    head = connect(stage.address, KEY, {"role": "head"})
+    assert "welcome" in head.receive()
+    second = connect(stage.address, KEY, {"role": "head"})
+    assert "serves another head" in second.receive()["refused"]
+    early = connect(stage.address, KEY, {"role": "stage", "epoch": 3, "index": 0})
+    assert "stage 0 of epoch 3 called stage 0 of epoch 0" in early.receive()["refused"]
+    for link in (stranger, second, early):
+        link.close()
+    kind, text = ask(head, do="dance")["error"]
+    assert (kind, text) == ("VerbatimError", "'dance' is nothing that a stage can do")
+    assert ask(head, do="routing", block_table=[1], num_tokens=1)["result"] == {"routing": None}
+    assert ask(head, do="open")["error"][0] == "KeyError"
+    assert (
+        ask(head, do="allocate", num_blocks=3)["error"][1]
+        == "this stage holds no layers yet, or sleeps"
+    )
+    nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0, relay=None)
+    assert "no connection" in nobody["result"]["unreachable"]
+    assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"
+    assert "result" in ask(head, do="epoch", epoch=4, index=0, restarts=0)
+    batch = {**pack_batch(dummy_batch()), "token_ids": torch.tensor([3])}
+    rest = {"parts": 1, "first": 0, "stop": 0, "fresh": [], "kept": False, "replays": False}
+    work = {"do": "work", "epoch": 3, "step": 1, "part": 0, "batch": batch, **rest}
+    head.send(work)
+    answer = head.receive()
+    assert answer["failed"] == 1 and "is of the past" in answer["error"][1]
+    head.send({**work, "epoch": 4, "batch": {}})
+    assert head.receive()["error"][0] in ("KeyError", "TypeError")
+    head.send({**work, "epoch": 4})
+    assert head.receive()["error"][1] == "this stage holds no layers yet, or sleeps"
+    head.send({**work, "epoch": 4})
+    assert "is of the past" in head.receive()["error"][1], "it is not done twice"
+    head.send({"do": "work"})
+    assert head.receive()["error"][0] == "KeyError"
+    stale = ask(head, do="draw", epoch=2, step=0, parts=1, plan={})
+    assert "is of the past" in stale["error"][1]
+    pong = ask(head, do="ping")["result"]
+    assert pong["step"] == 1
+    assert ask(head, do="status")["result"]["layers"] is None
+    head.close()
+
+
+def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
+    stopped, left = threading.Event(), threading.Event()
+
+    def stop(who: Any, link: Link) -> None:
+        stopped.wait(60.0)
+        link.close()
+        left.set()
+
+    door = Door(KEY, "127.0.0.1", stop)
+    host: Any = SimpleNamespace(address=("127.0.0.1", door.port), relay=None, machine="one")
+    try:
+        with pytest.raises(LinkLost):
+            Crew(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
+    finally:
+        stopped.set()
+        door.close()
+        assert left.wait(10.0)
+
+
+def test_a_stage_whose_head_is_gone_ends() -> None:
+    ended = threading.Event()
+    stage = Stage(KEY, "127.0.0.1", ended.set)
+    head = connect(stage.address, KEY, {"role": "head"})
+    head.receive()
+    head.close()
+    assert ended.wait(5)
+    with pytest.raises(LinkLost):
+        connect(stage.address, KEY, {"role": "head"})

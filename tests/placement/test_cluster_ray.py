@@ -1,0 +1,165 @@
+"""A model in stages that are processes of Ray, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import toys
+from support.requests_mixed import all_facts, mixed_requests
+from verbatim import LLM, Cluster, SamplingParams
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="the extra verbatim[cluster] is not installed")
+
+PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    from verbatim.placement.cluster.hosts import begin_ray
+
+    begin_ray(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    toys.make_toy("qwen3_moe", num_hidden_layers=6).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    with LLM(folder, max_length=200) as llm:
+        return all_facts(llm.generate(*mixed_requests()))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    placement = Cluster(stages=3, spares=2)
+    with LLM(folder, max_length=200, max_batch_tokens=64, placement=placement) as opened:
+        yield opened
+
+
+def pids(llm: LLM) -> list[int]:
+    return [stage["pid"] for stage in llm.info()["stages"]]
+
+
+def strike(llm: LLM, forward: int, places: list[int], number: int) -> Callable[[], None]:
+    """Send a signal to some stages just after the `forward`th forward from here has set out."""
+    runner, plain, seen = llm.engine.runner, llm.engine.runner.forward, 0
+
+    def counted(batch: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        remote = plain(batch)
+        if seen == forward + 1:
+            for pid in [pids(llm)[place] for place in places]:
+                os.kill(pid, number)
+        return remote
+
+    runner.forward = counted  # type: ignore[method-assign]
+    return lambda: delattr(runner, "forward")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("forward", "places", "number"),
+    [
+        (0, [0], signal.SIGKILL),
+        (0, [2], signal.SIGKILL),
+        (3, [1], signal.SIGKILL),  # in the middle of a chunked prefill
+        (3, [2], signal.SIGKILL),
+        (10, [0], signal.SIGKILL),
+        (11, [1], signal.SIGKILL),
+        (12, [2], signal.SIGKILL),
+        (9, [0, 2], signal.SIGKILL),
+        (9, [1, 2], signal.SIGKILL),
+        (9, [1], signal.SIGSTOP),
+    ],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_a_killed_process_changes_no_word(
+    forward: int, places: list[int], number: int, llm: LLM, expected: list[Any]
+) -> None:
+    """Seventeen mixed requests, with chunked prefills, beams and samples."""
+    before, restarts = pids(llm), llm.stats()["cluster"]["restarts"]
+    undo = strike(llm, forward, places, number)
+    try:
+        assert all_facts(llm.generate(*mixed_requests())) == expected
+    finally:
+        undo()
+    after = pids(llm)
+    assert [a != b for a, b in zip(before, after, strict=True)] == [i in places for i in range(3)]
+    assert llm.stats()["cluster"]["restarts"] == restarts + len(places)
+    deadline = time.monotonic() + 20
+    while any(alive(before[place]) for place in places) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(before[place]) for place in places), "a stopped process is ended, too"
+    assert llm.stats()["blocks_used"] == 0
+
+
+def test_two_models_in_one_ray_and_nothing_left_behind(folder: Path, llm: LLM) -> None:
+    prompt = toys.random_ids(20, 1)
+    with LLM(folder) as whole:
+        (want,) = [r.outputs[0].token_ids for r in whole.generate([prompt], PARAMS)]
+    with LLM(folder, placement=Cluster(stages=2, spares=0)) as other:
+        others = pids(other)
+        assert other.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
+        os.kill(others[0], signal.SIGKILL)
+        assert llm.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
+        assert other.generate([prompt], PARAMS)[0].outputs[0].token_ids == want
+        others = pids(other)
+    deadline = time.monotonic() + 20
+    while any(map(alive, others)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, others))
+    assert ray.is_initialized(), "who did not start Ray does not end it"
+    assert all(map(alive, pids(llm)))
+
+
+def test_stages_end_with_a_head_that_is_killed(folder: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        import sys
+        from verbatim import LLM, Cluster
+        llm = LLM({str(folder)!r}, placement=Cluster(stages=2, spares=1))
+        print(*[stage["pid"] for stage in llm.info()["stages"]], flush=True)
+        sys.stdin.read()
+        """
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    head = subprocess.Popen(
+        [sys.executable, "-P", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert head.stdin is not None and head.stdout is not None
+    with head, head.stdin:
+        stages = [int(pid) for pid in head.stdout.readline().split()]
+        assert len(stages) == 2 and all(map(alive, stages))
+        head.kill()
+        deadline = time.monotonic() + 30
+        while any(map(alive, stages)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(alive, stages))

@@ -1,0 +1,1102 @@
+"""Checkpoints of torch.distributed.checkpoint: read whole, read without trust, or refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint import metadata as stored
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from typer.testing import CliRunner
+
+from support import kempner_reference, toy_tokenizers, toys
+from support.mtp_toys import Toy, random_mtp, save_with_mtp
+from support.programs import run_ranks
+from support.stages import ThreadHosts
+from verbatim import (
+    LLM,
+    Cluster,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    PipelineParallel,
+    SamplingParams,
+    TensorParallel,
+    TierFailed,
+)
+from verbatim.cli.commands import app
+from verbatim.draft import Mtp
+from verbatim.errors import ModelChanged
+from verbatim.model.dcp.filling import Piece, settled
+from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
+from verbatim.model.dcp.metadata import Metadata, Place
+from verbatim.model.dcp.payload import find_numbers, read_chunk
+from verbatim.model.kempner.config import ModelConfig
+from verbatim.model.kempner.layout import transformers_config
+from verbatim.weights.dcp import leave_there
+from verbatim.weights.files import read_whole
+from verbatim.weights.lazy import materialize
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+ROOT = Path(__file__).parents[2]
+IDS = [3, 7, 1, 44, 9, 9, 0]
+FEW = SamplingParams(max_tokens=6, temperature=0, logprobs=0)
+Change = Callable[[stored.Metadata], Any]
+
+
+def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
+    writer = dcp.FileSystemWriter(folder, sync_files=False, **options)
+    dcp.save(state, storage_writer=writer)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As KempnerForge saves after step 5, with an optimizer and `train_state.pt`."""
+    state = kempner_reference.make().state_dict()
+    moments = {name: {"exp_avg": tensor * 0, "step": 5} for name, tensor in state.items()}
+    path = tmp_path / "run" / "step_5"
+    save(path, {"model": state, "optimizer": {"state": moments, "lr": 0.1}})
+    (path / "train_state.pt").write_bytes(b"never opened")
+    return path
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    return kempner_reference.write_toml(tmp_path / "x.toml")
+
+
+def rewrite(folder: Path, change: Change) -> None:
+    """Edit the metadata as its owner could: `change` edits it in place, or returns other contents."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    changed = change(metadata)
+    path.write_bytes(pickle.dumps(metadata if changed is None else changed))
+
+
+def relocated(key: str, **fields: Any) -> Change:
+    """Another place for the first chunk of a tensor."""
+
+    def change(metadata: stored.Metadata) -> None:
+        index = next(i for i in metadata.storage_data if i.fqn == key)
+        metadata.storage_data[index] = replace(metadata.storage_data[index], **fields)
+
+    return change
+
+
+def words(llm: LLM) -> tuple[list[int], list[float]]:
+    (result,) = llm.generate(IDS, FEW)
+    return result.outputs[0].token_ids, result.outputs[0].logprobs
+
+
+def expected(**fields: Any) -> tuple[list[int], list[float]]:
+    """Greedy, from the plain reference."""
+    model, ids, found = kempner_reference.make(**fields), list(IDS), []
+    for _ in range(6):
+        logprobs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+        ids.append(int(logprobs.argmax()))
+        found.append(float(logprobs.max()))
+    return ids[len(IDS) :], found
+
+
+def check_words(llm: LLM, **fields: Any) -> None:
+    (ids, logprobs), (right, near) = words(llm), expected(**fields)
+    assert ids == right
+    assert logprobs == pytest.approx(near, abs=1e-4)
+
+
+def check_placements(folder: Path, config: Any, right: Any, **options: Any) -> None:
+    """Left in its files, or cut over stages, it says the same."""
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    for placement in (Offload(weights=(0, 0, 100)), Offload(weights=(100, 0, 0)), staged):
+        with LLM(folder, config=config, placement=placement, **options) as llm:
+            assert words(llm) == right, placement
+
+
+NAME = "model.layers.0.attention.q_proj.weight"
+
+
+# What is read.
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Saved by two processes, each tensor sharded over both by rows or columns, or replicated."""
+    place = tmp_path_factory.mktemp("ranks")
+    fields = json.dumps({"vocab_size": 51, "num_experts": 3, "moe_frequency": 2})
+    run_ranks(2, "save_dcp_rank.py", place / "store", place / "step_1", fields)
+    yield place / "step_1"
+    shutil.rmtree(place)
+
+
+def test_two_ranks_shards_are_put_together(two_ranks: Path, tmp_path: Path) -> None:
+    fields = dict(vocab_size=51, num_experts=3, moe_frequency=2)
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    assert len(list(two_ranks.glob("*.distcp"))) == 2
+    with LLM(two_ranks, config=toml) as llm:
+        check_words(llm, **fields)
+        right = words(llm)
+    check_placements(two_ranks, toml, right)
+
+
+def test_every_sharded_tensor_is_what_was_saved(two_ranks: Path) -> None:
+    state = kempner_reference.make(vocab_size=51, num_experts=3, moe_frequency=2).state_dict()
+    checkpoint = DcpCheckpoint(two_ranks)
+    for name, tensor in state.items():
+        key = f"model.{name}"
+        checkpoint.check([key])
+        into = torch.full(tensor.shape, torch.nan)
+        checkpoint.read(key, into)
+        assert torch.equal(into, tensor), name
+    sharded = {len(Metadata(two_ranks / ".metadata").tensor(f"model.{n}").chunks) for n in state}
+    assert sharded == {1, 2}
+
+
+def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path, toml: Path) -> None:
+    state = kempner_reference.make().state_dict()
+    last = ("layers.1", "norm", "output_head")
+    for stage in (0, 1):
+        part = {k: v for k, v in state.items() if k.startswith(last) == bool(stage)}
+        save(tmp_path / f"step_1/pp{stage}", {"model": part, "optimizer": {"lr": 0.1}})
+    with LLM(tmp_path / "step_1", config=toml) as llm:
+        check_words(llm)
+        right = words(llm)
+    check_placements(tmp_path / "step_1", toml, right)
+    shutil.copytree(tmp_path / "step_1/pp1", tmp_path / "step_1/pp2")
+    with pytest.raises(ModelError, match="both pp1 and pp2 hold model"):
+        LLM(tmp_path / "step_1", config=toml)
+    shutil.rmtree(tmp_path / "step_1/pp1")
+    with pytest.raises(ModelError, match="has a stage pp2 and no pp1"):
+        LLM(tmp_path / "step_1", config=toml)
+    (tmp_path / "step_1/pp1").mkdir()
+    with pytest.raises(ModelError, match=r"pp1 holds no \.metadata"):
+        LLM(tmp_path / "step_1", config=toml)
+
+
+def test_latest_leads_to_the_checkpoint(folder: Path, toml: Path) -> None:
+    (folder.parent / "latest").symlink_to("step_5")
+    for path in (folder.parent, folder.parent / "latest", str(folder)):
+        with LLM(path, config=toml) as llm:
+            assert llm.name == str(folder.resolve())
+    (folder.parent / "latest").unlink()
+    (folder.parent / "latest").symlink_to("step_6")
+    for path in (folder.parent, folder.parent / "latest"):
+        with pytest.raises(ModelError, match="latest leads to 'step_6', and that is not there"):
+            LLM(path, config=toml)
+    (folder.parent / "step_6").mkdir()
+    with pytest.raises(ModelError, match=r"step_6, which holds no \.metadata"):
+        LLM(folder.parent, config=toml)
+
+
+def test_nothing_is_read_but_the_models_tensors(folder: Path, toml: Path, tmp_path: Path) -> None:
+    state = {
+        "model": kempner_reference.make().state_dict(),
+        "optimizer": {"m": torch.ones(9), "lr": 0.1},
+    }
+    apart = save(tmp_path / "apart", state, single_file_per_rank=False)
+    written = pickle.loads((apart / ".metadata").read_bytes()).storage_data
+    for index, place in written.items():
+        if index.fqn.startswith("optimizer"):
+            (apart / place.relative_path).unlink()
+    with LLM(apart, config=toml) as llm:
+        check_words(llm)
+
+
+def test_sleeping_weights_are_read_again_bit_for_bit(
+    folder: Path, toml: Path, tmp_path: Path
+) -> None:
+    with LLM(folder, config=toml) as llm:
+        before = words(llm)
+        llm.sleep(weights=True)
+        llm.wake()
+        assert words(llm) == before
+        llm.sleep(weights=True)
+        other = save(tmp_path / "other", {"model": kempner_reference.make(seed=1).state_dict()})
+        shutil.copy(other / "__0_0.distcp", folder)
+        with pytest.raises(ModelChanged, match="changed since the model was opened"):
+            llm.wake()
+
+
+def test_the_tokenizer_and_its_end_come_from_the_toml(folder: Path, tmp_path: Path) -> None:
+    tokenizer = toy_tokenizers.byte_level().hf
+    tokenizer.save_pretrained(tmp_path / "tok")
+    size = len(tokenizer)
+    folder = save(tmp_path / "big", {"model": kempner_reference.make(vocab_size=size).state_dict()})
+    extra = f"[data]\ntokenizer_path = '{tmp_path / 'tok'}'"
+    toml = kempner_reference.write_toml(tmp_path / "big.toml", extra, vocab_size=size)
+    with LLM(folder, config=toml) as llm:
+        assert llm.info()["eos_ids"] == [tokenizer.eos_token_id]
+        (result,) = llm.generate("the quick", SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+        assert len(result.outputs[0].token_ids) == 2
+    with LLM(
+        folder, config=kempner_reference.write_toml(tmp_path / "n.toml", vocab_size=size)
+    ) as llm:
+        assert llm.info()["eos_ids"] == []
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            llm.generate("the quick")
+
+
+def test_info_tells_the_bytes_of_keys_and_values(folder: Path, toml: Path) -> None:
+    options = ["--model", str(folder), "--config", str(toml), "--dtype", "bfloat16", "--json"]
+    done = CliRunner().invoke(app, ["info", *options])
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2  # layers, K and V, heads, size, bytes
+    assert facts["architecture"] == "LlamaForCausalLM"
+
+
+def test_generate_takes_a_checkpoint_and_its_toml(folder: Path, toml: Path, tmp_path: Path) -> None:
+    def run(*options: str) -> Any:
+        ids = ["--ids", " ".join(map(str, IDS)), "--max-tokens", "6", "--temperature", "0"]
+        return CliRunner().invoke(app, ["generate", "--model", str(folder), *ids, *options])
+
+    done = run("--config", str(toml), "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["outputs"][0]["token_ids"] == expected()[0]
+    (tmp_path / "bad.toml").write_text("[model")
+    for options, named in (
+        ([], "holds no config"),
+        (["--config", str(tmp_path / "bad.toml")], "is not TOML"),
+        (["--config", str(tmp_path / "none.toml")], "can't read"),
+        (["--config", "a/b/c"], "no hub id"),
+    ):
+        done = run(*options)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert named in done.stderr.splitlines()[-1]
+
+
+# transformers configs.
+
+
+@pytest.mark.parametrize("wrap", ["", "model.", "app.model."])
+@pytest.mark.parametrize("inside", ["", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_names_are_found_under_the_usual_wrappers(
+    tmp_path: Path, wrap: str, inside: str, name: str
+) -> None:
+    module = toys.make_toy(name)
+    state = {f"{wrap}{inside}{key}": value for key, value in module.state_dict().items()}
+    folder = save(tmp_path / "step", {**state, "optimizer.m": torch.ones(3), "step": 7})
+    with LLM(folder, config=module.config) as llm, LLM(module) as live:
+        assert words(llm) == words(live)
+
+
+def test_a_config_is_an_object_a_folder_or_a_file(tmp_path: Path) -> None:
+    module = toys.make_toy("qwen3", dtype=torch.bfloat16)
+    module.generation_config.eos_token_id = [5, 6]
+    module.save_pretrained(tmp_path / "hf")
+    with LLM(tmp_path / "hf") as llm:
+        right = words(llm)
+    folder = save(tmp_path / "step", {"model": module.state_dict()})
+    for config in (tmp_path / "hf", str(tmp_path / "hf/config.json")):
+        with LLM(folder, config=config) as llm:
+            assert llm.info()["dtype"] == "bfloat16"
+            assert llm.info()["eos_ids"] == [5, 6]
+            assert words(llm) == right  # the same bits as from the folder
+
+
+def test_a_tied_head_may_be_left_out_and_must_be_equal(tmp_path: Path) -> None:
+    module = toys.make_toy("llama", tie_word_embeddings=True)
+    state = module.state_dict()
+    with LLM(module) as live:
+        right = words(live)
+    for number, left_out in enumerate((None, "lm_head.weight", "model.embed_tokens.weight")):
+        kept = {k: v for k, v in state.items() if k != left_out}
+        with LLM(save(tmp_path / str(number), {"model": kept}), config=module.config) as llm:
+            assert words(llm) == right
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    folder = save(tmp_path / "unequal", {"model": state})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
+        LLM(folder, config=module.config)
+
+
+def test_kempner_embeddings_that_are_not_tied_though_the_toml_says_so(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", tie_embeddings=True)
+    with pytest.raises(ModelError, match=r"output_head\.proj\.weight is shared .* not equal"):
+        LLM(folder, config=toml)
+
+
+# Placements.
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": dict(qk_norm=True),
+    "ernie": dict(num_experts=3, moe_frequency=2),
+    "packed": dict(num_experts=3, moe_packed_experts=True, moe_router="sigmoid_topk"),
+    "starcoder": dict(norm_type="layernorm", activation="gelu"),
+}
+FAST = {("ernie", "bfloat16"), ("packed", "auto")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=() if (kind, dtype) in FAST else pytest.mark.slow)
+        for kind in KINDS
+        for dtype in ("auto", "bfloat16")
+    ],
+)
+def test_the_same_words_wherever_it_lies(kind: str, dtype: str, tmp_path: Path) -> None:
+    fields = KINDS[kind]
+    folder = save(tmp_path / "step", {"model": kempner_reference.make(**fields).state_dict()})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    with LLM(folder, config=toml, dtype=dtype) as llm:
+        right = words(llm)
+    check_placements(folder, toml, right, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_ranks_read_their_share_of_it(two_ranks: Path, tmp_path: Path) -> None:
+    fields = dict(vocab_size=51, num_experts=3, moe_frequency=2)
+    toml = kempner_reference.write_toml(tmp_path / "x.toml", **fields)
+    with LLM(two_ranks, config=toml) as llm:
+        right = words(llm)
+    for placement in (PipelineParallel(2), TensorParallel(2)):
+        with LLM(two_ranks, config=toml, placement=placement) as llm:
+            assert words(llm) == right
+
+
+def test_a_transformers_config_goes_to_the_stages(tmp_path: Path) -> None:
+    """And a shared tensor that is stored twice; and one whose numbers lie in another order."""
+    module = toys.make_toy("llama", tie_word_embeddings=True)
+    state = module.state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    state[name] = state[name].t().contiguous().t()
+    folder = save(tmp_path / "step", {"model": state})
+    (tmp_path / "latest").symlink_to("step")
+    with LLM(module) as live:
+        right = words(live)
+    check_placements(tmp_path, module.config, right)
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    folder = save(tmp_path / "unequal", {"model": state})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is shared .* not equal"):
+        LLM(folder, config=module.config, placement=Offload(weights=(0, 0, 100)))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_offloaded_in_few_bits(tmp_path: Path, quantization: str) -> None:
+    module = toys.make_toy("llama", hidden_size=64, intermediate_size=128)
+    folder = save(tmp_path / "step", {"model": module.state_dict()})
+    found = []
+    for placement in (None, Offload(weights=(0, 0, 100))):
+        settings = dict(config=module.config, quantization=quantization, placement=placement)
+        with LLM(folder, **settings) as llm:
+            found.append(words(llm))
+            if placement is None:
+                llm.sleep(weights=True)
+                llm.wake()
+                assert words(llm) == found[0]
+                llm.sleep(weights=True)
+                os.utime(folder / "__0_0.distcp", (1, 1))
+                with pytest.raises(ModelChanged, match="changed since the model was opened"):
+                    llm.wake()
+    assert found[0] == found[1]
+
+
+def test_a_layer_that_drafts_for_a_kempner_checkpoint_lies_beside_it(tmp_path: Path) -> None:
+    """KempnerForge trains none so far; one that somebody made for its model drafts wherever that lies."""
+    fields = dict(kempner_reference.FIELDS)
+    folder = save(tmp_path / "step", {"model": kempner_reference.make().state_dict()})
+    toml = kempner_reference.write_toml(tmp_path / "x.toml")
+    config = transformers_config(ModelConfig(**fields))
+    config.num_mtp_layers = 1
+    main = transformers.AutoModelForCausalLM.from_config(config)
+    beside = tmp_path / "beside"
+    save_with_mtp(Toy(main, random_mtp(main, 1)), beside)
+    with LLM(folder, config=toml) as llm:
+        right = words(llm)
+    drafted = []
+    for placement in (None, Cluster(stages=2, hosts=ThreadHosts())):
+        draft: dict[str, Any] = dict(draft=Mtp(beside), num_draft_tokens=2)
+        with LLM(folder, config=toml, placement=placement, **draft) as llm:
+            assert words(llm) == right
+            stats = llm.stats()["draft"]
+            drafted.append((stats["drafted"], stats["accepted"], stats["errors"]))
+            assert llm.info()["mtp_layers"] == 1
+    assert drafted[0] == drafted[1] and drafted[0][0] > 0 and drafted[0][2] == 0
+    for placement in (None, Cluster(stages=2, hosts=ThreadHosts())):
+        with pytest.raises(NotSupported, match=r"num_mtp_layers is None in the config of .*/step"):
+            LLM(folder, config=toml, draft="mtp", placement=placement)
+    other = kempner_reference.write_toml(tmp_path / "y.toml", vocab_size=49)
+    smaller = save(tmp_path / "o", {"model": kempner_reference.make(vocab_size=49).state_dict()})
+    with pytest.raises(InvalidRequest, match="its vocab_size is 50, and the model's 49"):
+        LLM(smaller, config=other, draft=Mtp(beside))
+    with pytest.raises(InvalidRequest, match=r"nowhere'.: must be a folder"):
+        Mtp(tmp_path / "nowhere")
+    with pytest.raises(InvalidRequest, match="holds no config"):
+        LLM(folder, config=toml, draft=Mtp(tmp_path))
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    with pytest.raises(NotSupported, match="name their folder"):
+        LLM(folder, config=toml, draft=Mtp(random_mtp(main, 1)), placement=staged)
+
+
+def test_files_that_change_or_are_damaged_are_named(folder: Path, toml: Path) -> None:
+    data, away = folder / "__0_0.distcp", Offload(weights=(0, 0, 100))
+    whole = data.read_bytes()
+    with LLM(folder, config=toml, placement=away) as llm:
+        words(llm)
+        os.utime(data, (1, 1))
+        with pytest.raises(TierFailed, match=r"__0_0\.distcp changed since"):
+            words(llm)
+    staged = Cluster(stages=2, hosts=ThreadHosts())
+    for placement in (away, staged):
+        data.write_bytes(whole[: len(whole) // 8])
+        with pytest.raises(ModelError, match=r"__0_0\.distcp is cut short"):
+            LLM(folder, config=toml, placement=placement)
+        data.write_bytes(bytes(len(whole)))
+        with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is no tensor"):
+            LLM(folder, config=toml, placement=placement)
+
+
+def test_what_a_chunk_says_of_itself_is_checked(tmp_path: Path) -> None:
+    """Nothing of it is read when a model is opened, so its description has to be right."""
+    right = torch.arange(12.0).view(3, 4)
+
+    def look(written: Any, dtype: torch.dtype = torch.float32, sizes: Any = (3, 4)) -> Any:
+        path = tmp_path / "chunk"
+        if not isinstance(written, bytes):
+            buffer = io.BytesIO()
+            torch.save(written, buffer)
+            written = buffer.getvalue()
+        path.write_bytes(b"xyz" + written)
+        return find_numbers(path, Place("chunk", 3, len(written)), dtype, sizes)
+
+    for tensor in (right, right.t().contiguous().t(), right.bfloat16(), torch.nn.Parameter(right)):
+        found = look(tensor, tensor.dtype)
+        raw = (tmp_path / "chunk").read_bytes()[found.offset :]
+        numbers = torch.frombuffer(bytearray(raw), dtype=tensor.dtype, count=found.count)
+        assert torch.equal(numbers.as_strided((3, 4), found.strides), tensor)
+    for written, said in (
+        (right.double(), r"torch\.float64 \[3, 4\], and by \.metadata torch\.float32"),
+        (right.t(), r"\[4, 3\], and by"),
+        ([right], "something else"),
+        ({"a": 1}, "something else"),
+        (torch._neg_view(right), "not as they lie there"),
+        (b"no archive", "something else"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            look(written)
+    buffer = io.BytesIO()
+    torch.save(right, buffer)
+    for old, new, said in (
+        (b"little", b"bigger", "order of bytes"),
+        (b"K\x00K\x03K\x04", b"K\x01K\x03K\x04", "not all there"),
+    ):
+        assert buffer.getvalue().count(old) == 1
+        with pytest.raises(ModelError, match=said):
+            look(buffer.getvalue().replace(old, new))
+
+
+class Odd(torch.nn.Module):
+    """Parameters that don't lie in memory as theirs usually do."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.columns = torch.nn.Parameter(torch.rand(4, 3).t())
+        self.behind = torch.nn.Parameter(torch.rand(10, 2)[4:])
+        self.turned = torch.nn.Parameter(torch.rand(5, 2, 2).permute(2, 0, 1))
+        if shared:
+            self.twin = torch.nn.Parameter(self.behind.data[:2])
+
+
+def test_parameters_that_lie_otherwise_are_made_as_they_lie(tmp_path: Path) -> None:
+    right, module = Odd(), Odd()
+    checkpoint = DcpCheckpoint(save(tmp_path / "x", dict(right.state_dict())))
+    pieces = [Piece(name, into) for name, into in module.state_dict().items()]
+    lazy_weights = leave_there(checkpoint, module, settled(checkpoint, pieces))
+    for (name, parameter), expected in zip(
+        module.named_parameters(), right.parameters(), strict=True
+    ):
+        made = materialize(lazy_weights[parameter], read_whole)
+        assert torch.equal(made, expected) and made.stride() == expected.stride(), name
+    with pytest.raises(NotSupported, match="twin shares its memory"):
+        leave_there(checkpoint, Odd(shared=True), [])
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("placement", [None, Offload(weights=(0, 0, 100))])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64])
+def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype, placement: Any) -> None:
+    module = toys.make_toy("llama")
+    state = {**module.state_dict(), "model.norm.weight": torch.ones(64).to(dtype)}
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight is .*must be floating-point numbers"
+    ):
+        LLM(save(tmp_path / "step", state), config=module.config, placement=placement)
+
+
+def test_a_config_far_larger_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    module = toys.make_toy("llama")
+    folder = save(tmp_path / "step", module.state_dict())
+    module.config.vocab_size = 10**9
+    with pytest.raises(
+        ModelError, match=r"describes [\d,]+ weights, and the checkpoint has [\d,]+ bytes"
+    ):
+        LLM(folder, config=module.config)
+
+
+def test_config_is_needed_and_only_there(folder: Path, toml: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"holds no config: config= must be .*\.toml"):
+        LLM(folder)
+    with pytest.raises(ModelError, match="no model can be built by the config"):
+        LLM(folder, config=transformers.T5Config())
+    with pytest.raises(InvalidRequest, match="config=5: must be"):
+        LLM(folder, config=5)
+    for nothing in (tmp_path / "x.yaml", "", "a/b/c", "x\0"):
+        with pytest.raises(InvalidRequest, match="it is not there, and no hub id; it must be"):
+            LLM(folder, config=nothing)
+    module = toys.make_toy("llama")
+    module.save_pretrained(tmp_path / "hf")
+    for model in (None, tmp_path / "hf", module):
+        with pytest.raises(InvalidRequest, match=r"only for a torch\.distributed\.checkpoint"):
+            LLM(model, config=toml)
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        LLM(folder.parent)
+    module.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(NotSupported, match="quantization_config"):
+        LLM(folder, config=module.config)
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, tmp_path: Path) -> None:
+    def refusal(**fields: Any) -> str:
+        with pytest.raises(ModelError) as refused:
+            LLM(folder, config=kempner_reference.write_toml(tmp_path / "y.toml", **fields))
+        return str(refused.value)
+
+    assert "lacks 9 of 30 tensors, such as layers.2.attention.k_proj" in refusal(n_layers=3)
+    assert "has 9 tensors that the model by the config has not" in refusal(n_layers=1)
+    assert "model.layers.1.attention.k_proj.weight" in refusal(n_layers=1)
+    assert "[48, 32], and by the config it is [64, 32]" in refusal(ffn_hidden_dim=64)
+    assert "lacks 4 of 25 tensors" in refusal(qk_norm=True)
+    with pytest.raises(ModelError, match="holds none of the model's tensors"):
+        LLM(folder, config=toys.make_toy("gpt2").config)
+
+
+def test_damaged_files_are_named(folder: Path, toml: Path) -> None:
+    data = folder / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 8])
+    with pytest.raises(
+        ModelError, match=r"__0_0\.distcp is cut short: it has \d+ bytes, and model"
+    ):
+        LLM(folder, config=toml)
+    data.write_bytes(bytes(len(whole)))
+    with pytest.raises(ModelError, match=r"__0_0\.distcp: model\..* is no tensor"):
+        LLM(folder, config=toml)
+    data.unlink()
+    with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
+        LLM(folder, config=toml)
+    for damage in (
+        b"",
+        b"\x80\x04",
+        b"garbage",
+        pickle.dumps([1]),
+        pickle.dumps(5),
+        b"\x80\x04\x85.",
+    ):
+        (folder / ".metadata").write_bytes(damage)
+        with pytest.raises(ModelError, match=r"\.metadata"):
+            LLM(folder, config=toml)
+
+
+def test_the_other_format_of_dcp_is_refused(tmp_path: Path, toml: Path) -> None:
+    state = {"model": kempner_reference.make().state_dict()}
+    folder = save(tmp_path / "s", state, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ModelError, match="is no tensor as"):
+        LLM(folder, config=toml)
+
+
+def test_chunks_must_cover_a_tensor_once(folder: Path, toml: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+
+    def chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Change:
+        def change(metadata: stored.Metadata) -> None:
+            place = next(p for i, p in metadata.storage_data.items() if i.fqn == NAME)
+            entry = metadata.state_dict_metadata[NAME]
+            entry.chunks = []
+            for offsets, sizes in boxes:
+                entry.chunks.append(
+                    stored.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                )
+                metadata.storage_data[stored.MetadataIndex(NAME, offsets)] = place
+
+        return change
+
+    def refusal(change: Change) -> str:
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, change)
+        with pytest.raises(ModelError) as refused:
+            LLM(folder, config=toml)
+        return str(refused.value)
+
+    assert f"chunks of {NAME} overlap" in refusal(chunks(((0, 0), (20, 32)), ((16, 0), (16, 32))))
+    assert f"chunks of {NAME} overlap" in refusal(chunks(((0, 0), (32, 32)), ((0, 0), (32, 32))))
+    assert f"chunks of {NAME} are missing" in refusal(chunks(((0, 0), (16, 32))))
+    assert f"chunks of {NAME} are missing" in refusal(
+        chunks(((0, 0), (16, 32)), ((20, 0), (12, 32)))
+    )
+    assert f"chunks of {NAME} are missing" in refusal(chunks())
+    assert "a chunk of [32, 32] begins at [1, 0]" in refusal(chunks(((1, 0), (32, 32))))
+    assert "a chunk of [32] begins at [0]" in refusal(chunks(((0,), (32,))))
+
+
+def test_empty_shards_are_let_be(folder: Path, toml: Path) -> None:
+    def add_empty(metadata: stored.Metadata) -> None:
+        empty = stored.ChunkStorageMetadata(torch.Size((32, 0)), torch.Size((0, 32)))
+        metadata.state_dict_metadata[NAME].chunks += [empty, empty]
+
+    rewrite(folder, add_empty)
+    with LLM(folder, config=toml) as llm:
+        check_words(llm)
+
+
+def test_places_outside_the_folder_are_refused(folder: Path, toml: Path, tmp_path: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    shutil.copy(folder / "__0_0.distcp", tmp_path / "outside.distcp")
+    for path in (
+        "../../outside.distcp",
+        str(tmp_path / "outside.distcp"),
+        "../step_5/__0_0.distcp",
+        "sub/../__0_0.distcp",
+    ):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, relocated(NAME, relative_path=path))
+        with pytest.raises(ModelError, match="out of its folder"):
+            LLM(folder, config=toml)
+    for path in ("sub/none", "a\0b", ".", "x" * 5000):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, relocated(NAME, relative_path=path))
+        with pytest.raises(ModelError):
+            LLM(folder, config=toml)
+
+
+def test_files_may_be_links_as_in_the_hubs_cache(folder: Path, toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate((".metadata", "__0_0.distcp")):
+        (folder / name).rename(tmp_path / f"blobs/{number}")
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    with LLM(snapshot, config=toml) as llm:
+        check_words(llm)
+    (snapshot / "__0_0.distcp").unlink()
+    for elsewhere in ("/dev/zero", ".", "nowhere"):
+        (snapshot / "__0_0.distcp").symlink_to(elsewhere)
+        with pytest.raises(ModelError, match=r"__0_0\.distcp is missing"):
+            LLM(snapshot, config=toml)
+        (snapshot / "__0_0.distcp").unlink()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (dict(length=2**30), "chunk of [32, 32]: at most"),
+        (dict(offset=-1), "-1"),
+        (dict(length=2**63), str(2**63)),
+        (dict(offset=10**12), "is cut short"),
+        (dict(relative_path=5), "lies at 5"),
+        (dict(transform_descriptors=["zstd"]), "zstd"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(
+    folder: Path, toml: Path, fields: dict[str, Any], named: str
+) -> None:
+    rewrite(folder, relocated(NAME, **fields))
+    with pytest.raises(ModelError) as refused:
+        LLM(folder, config=toml)
+    assert named in str(refused.value)
+
+
+def test_metadata_that_is_not_what_it_should_be_is_refused(folder: Path, toml: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+
+    def set_(name: str, value: Any) -> Change:
+        return lambda metadata: setattr(metadata.state_dict_metadata[NAME], name, value)
+
+    changes: list[Change] = [
+        set_("size", (32, -32)),
+        set_("size", "32"),
+        set_("size", (True, 32)),
+        set_("chunks", None),
+        set_("chunks", [5]),
+        set_("properties", 5),
+        lambda metadata: metadata.storage_data.clear(),
+        lambda metadata: setattr(metadata, "storage_data", None),
+        lambda metadata: setattr(metadata, "state_dict_metadata", [1]),
+        lambda metadata: metadata.state_dict_metadata.update({3: stored.BytesStorageMetadata()}),
+        lambda metadata: metadata.state_dict_metadata.update({NAME: 3}),
+        lambda metadata: metadata.storage_data.update({"x": 3}),
+        lambda metadata: metadata.state_dict_metadata.update({"x" * 20_000: None}),
+        set_("size", (1,) * 70),
+        set_("size", 2**2000),
+        lambda metadata: metadata.state_dict_metadata,
+    ]
+    for change in changes:
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, change)
+        with pytest.raises(ModelError, match=r"\.metadata|lacks"):
+            LLM(folder, config=toml)
+
+
+def test_names_and_places_of_any_depth_are_refused_in_a_short_line(
+    folder: Path, toml: Path
+) -> None:
+    whole, deep = (folder / ".metadata").read_bytes(), [()]
+    for _ in range(300):  # as deep as pickle can write
+        deep = [(deep[0],)]
+    for name in ("relative_path", "transform_descriptors", "offset", "length"):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, relocated(NAME, **{name: deep[0]}))
+        with pytest.raises(ModelError, match=r"\(\(\(") as refused:
+            LLM(folder, config=toml)
+        assert len(str(refused.value)) < 500
+
+    def unhashable(metadata: stored.Metadata) -> None:
+        next(i for i in metadata.storage_data if i.fqn == NAME).__dict__["fqn"] = ["a"]
+
+    for change in (unhashable, relocated(NAME, offset=2**2000)):
+        (folder / ".metadata").write_bytes(whole)
+        rewrite(folder, change)
+        with pytest.raises(ModelError, match=r"has no place for its chunk|lies at"):
+            LLM(folder, config=toml)
+
+
+_PEAK = """
+import resource, sys
+from pathlib import Path
+from verbatim.errors import ModelError
+from verbatim.model.dcp.metadata import Metadata
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in map(Path, sys.argv[1:]):
+    try:
+        Metadata(path)
+    except ModelError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+_SIZE = b"ctorch\nSize\n"
+_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+
+
+@pytest.mark.slow
+def test_a_small_metadata_neither_crashes_nor_eats_memory(tmp_path: Path) -> None:
+    def number(value: int, width: int) -> bytes:
+        return value.to_bytes(width, "little")
+
+    numbers = b"(" + b"K\x01" * 200_000
+    files = [
+        b"})" + b"\x85" * 2_000_000 + b"Ns.",  # a key of that depth: hashed by recursion in C
+        b"})" + b"\x85" * 2_000_000 + b".",
+        b"Nr" + number(100_000_000, 4) + b".",  # a place in the memo
+        b"\x96" + number(2**30, 8) + b".",  # a bytearray, all zeros
+        b"\x8e" + number(2**62, 8) + b".",
+        b"\x95" + number(2**40, 8) + b".",
+        b"]" + numbers + b"eq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",  # a copy each
+        numbers + b"tq\x00" + (_CLASS + b"h\x00\x81") * 2_000 + b".",
+        numbers + b"tq\x00" + (_SIZE + b"h\x00\x85R") * 2_000 + b".",
+        b"I" + b"9" * 1_000_000 + b"\n.",
+    ]
+    for i, data in enumerate(files):
+        (tmp_path / str(i)).write_bytes(b"\x80\x05" + data)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, *sorted(tmp_path.glob("[0-9]"))],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *refusals, peak_kb = done.stdout.splitlines()
+    assert len(refusals) == len(files), done.stdout
+    assert int(peak_kb) < 400_000
+
+
+# What must not run.
+
+
+class _Runs:
+    """Unpickled as a call."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.call = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class _Wakes(stored.TensorProperties):
+    """A subclass of an innocent class, whose state is set by code of its own."""
+
+    def __setstate__(self, state: Any) -> None:
+        Path(state["marker"]).touch()
+
+    def __getstate__(self) -> Any:
+        return {"marker": self.marker}
+
+
+def attacks(marker: Path) -> dict[str, Change]:
+    touch = _Runs(os.system, f"touch {marker}")
+    wakes = _Wakes()
+    wakes.marker = str(marker)
+
+    def hidden_in(name: str, value: Any) -> Change:
+        return lambda metadata: setattr(metadata, name, value)
+
+    def properties(metadata: stored.Metadata) -> None:
+        metadata.state_dict_metadata[NAME].properties = wakes
+
+    return {
+        "alone": lambda metadata: touch,
+        "in what the planner noted": hidden_in("planner_data", {"a": (touch,)}),
+        "in the name of the folder": hidden_in("storage_meta", stored.StorageMeta(touch)),
+        "eval": hidden_in("version", _Runs(eval, f"open({str(marker)!r}, 'w')")),
+        "getattr": hidden_in("version", _Runs(getattr, "a", "b")),
+        "getattr of a class": hidden_in(
+            "version", _Runs(getattr, stored.TensorProperties, "__init__")
+        ),
+        "a class of torch": hidden_in("version", _Runs(torch.load, str(marker))),
+        "a subclass": properties,
+    }
+
+
+@pytest.mark.parametrize("name", attacks(Path()))
+def test_metadata_runs_nothing(folder: Path, toml: Path, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    rewrite(folder, attacks(marker)[name])
+    with pytest.raises(
+        ModelError, match=r"\.metadata is refused: it asks for \w+.*nothing was run"
+    ):
+        LLM(folder, config=toml)
+    assert not marker.exists()
+
+
+def test_an_enum_may_be_named_by_getattr(folder: Path, toml: Path) -> None:
+    with LLM(folder, config=toml) as llm:
+        expected = words(llm)
+    kind = stored.TensorProperties().__getstate__()[3].__class__  # as Python 3.11.2 does it
+    rewrite(
+        folder, lambda m: setattr(m, "version", _Runs(getattr, kind, "TORCH_CONTIGUOUS_FORMAT"))
+    )
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    with LLM(folder, config=toml) as llm:
+        assert words(llm) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "Metadata.__init__"),
+        ("torch.distributed.checkpoint.metadata", "dataclass"),
+        ("torch", "load"),
+        ("torch", "float32.__class__"),
+        ("pathlib", "os"),
+    ],
+)
+def test_only_the_very_classes_are_named(tmp_path: Path, module: str, name: str) -> None:
+    text = b"".join(b"\x8c" + bytes([len(s)]) + s.encode() for s in (module, name))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
+    with pytest.raises(ModelError, match="which DCP has no need of"):
+        Metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("state", ["}\x8c\x01xK\x01s", "N}\x8c\x01xK\x01s\x86"])
+@pytest.mark.parametrize(
+    "name",
+    ["torch.distributed.checkpoint.metadata\nMetadata", "torch\nSize", "torch\nfloat32"],
+)
+def test_no_class_can_be_written_to(tmp_path: Path, name: str, state: str) -> None:
+    # BUILD on what a name stands for itself, not on an instance: it would set attributes of a class.
+    data = b"\x80\x04c" + name.encode() + b"\n" + state.encode("latin-1") + b"b."
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(ModelError):
+        Metadata(tmp_path / ".metadata")
+    assert not hasattr(tuple, "x")
+    assert not hasattr(stored.Metadata, "x")
+
+
+def test_the_names_of_other_versions_of_python_and_torch_are_known(
+    folder: Path, toml: Path
+) -> None:
+    data = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
+    for old, new in (
+        (b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath"),
+        (
+            b"ctorch.distributed.checkpoint.metadata\nTensorProperties",
+            b"ctorch.distributed._shard.sharded_tensor.metadata\nTensorProperties",
+        ),
+        (
+            b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING",
+            b"ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING",
+        ),
+    ):
+        assert old in data
+        data = data.replace(old, new)
+    (folder / ".metadata").write_bytes(data)
+    with LLM(folder, config=toml) as llm:
+        check_words(llm)
+
+
+def test_bytes_in_a_tensors_place_run_nothing(folder: Path, toml: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    evil = _Runs(os.system, f"touch {marker}")
+    for write in (lambda f: torch.save(evil, f), lambda f: pickle.dump(evil, f, protocol=2)):
+        with open(folder / "__9_9.distcp", "wb") as file:
+            write(file)
+        size = (folder / "__9_9.distcp").stat().st_size
+        rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=size))
+        with pytest.raises(ModelError, match=r"__9_9\.distcp: .* (posix|something else)"):
+            LLM(folder, config=toml)
+    assert not marker.exists()
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def zipped(*entries: tuple[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in entries:
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def entries_of(archive: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+RIGHT = torch.arange(1024.0).view(32, 32)
+NAMED = entries_of(saved(RIGHT))
+_BYTEARRAY = b"\x80\x02c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R."
+
+
+def grown(name: bytes, size: bytes) -> bytes:
+    """`RIGHT`, described as larger than what is stored."""
+    described = NAMED["archive/data.pkl"]
+    assert described.count(name) == 1
+    return zipped(*(NAMED | {"archive/data.pkl": described.replace(name, size)}).items())
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (saved(RIGHT[:8].clone()), r"float32 \[8, 32\], and by \.metadata .*float32 \[32, 32\]"),
+        (saved(torch.zeros(40, 40)), r"float32 \[40, 40\], and by"),
+        (saved(RIGHT.bool()), "bool"),
+        (saved(RIGHT.long()), "int64"),
+        (saved(RIGHT.to(torch.complex64)), "complex64"),
+        (saved(RIGHT.bfloat16()), "bfloat16"),
+        (saved(RIGHT.to_sparse()), "_rebuild_sparse_tensor"),
+        (saved(RIGHT.to("meta")), "_rebuild_meta_tensor"),
+        (saved([RIGHT]), "something else"),
+        (saved(5), "something else"),
+        (grown(b"K K \x86", b"K\x40K \x86"), "resize"),
+        (zipped(*NAMED.items(), method=zipfile.ZIP_DEFLATED), "compressed"),
+        (zipped(("archive/data.pkl", _BYTEARRAY)), "bytearray"),
+        (zipped(*NAMED.items(), ("archive/DATA.pkl", _BYTEARRAY)), "something else"),
+        (zipped(*NAMED.items(), ("b/data.pkl", _BYTEARRAY)), "something else"),
+        (b"more" + saved(RIGHT), "something else"),
+        (b"", "something else"),
+    ],
+)
+def test_a_tensors_place_holds_that_tensor_and_nothing_else(
+    folder: Path, toml: Path, payload: bytes, why: str
+) -> None:
+    (folder / "__9_9.distcp").write_bytes(payload)
+    rewrite(folder, relocated(NAME, relative_path="__9_9.distcp", offset=0, length=len(payload)))
+    with pytest.raises(ModelError, match=rf"__9_9\.distcp: {NAME} is no tensor .*{why}"):
+        LLM(folder, config=toml)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        RIGHT,
+        RIGHT.t(),
+        torch.nn.Parameter(RIGHT),
+        RIGHT.bfloat16(),
+        RIGHT.half(),
+        RIGHT.double(),
+        torch.tensor(3.0),
+        torch.ones(4, 4).to(torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("checksums", [True, False])
+def test_every_tensor_that_torch_saves_is_read(
+    tmp_path: Path, tensor: torch.Tensor, checksums: bool
+) -> None:
+    try:
+        torch.serialization.set_crc32_options(checksums)
+        payload = saved(tensor)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    (tmp_path / "file").write_bytes(b"before" + payload + b"after")
+    place = Place("file", 6, len(payload))
+    found = read_chunk(tmp_path / "file", place, tensor.dtype, tuple(tensor.shape))
+    assert torch.equal(found.float(), tensor.detach().float())
+
+
+def test_the_training_state_is_never_opened(folder: Path, toml: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    torch.save(_Runs(os.system, f"touch {marker}"), folder / "train_state.pt")
+
+    def poison(metadata: stored.Metadata) -> None:  # nor bytes that were saved beside the tensors
+        index = next(i for i in metadata.storage_data if i.fqn == "optimizer.lr")
+        size = (folder / "train_state.pt").stat().st_size
+        place = replace(
+            metadata.storage_data[index], relative_path="train_state.pt", offset=0, length=size
+        )
+        metadata.storage_data[index] = place
+
+    rewrite(folder, poison)
+    with LLM(folder, config=toml) as llm:
+        check_words(llm)
+    assert not marker.exists()
+
+
+def test_names_that_are_too_long_are_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("a" * 300, "x" * 5000, "a\0b", str(tmp_path / ("a" * 300))):
+        assert find_dcp(name) is None
+        with pytest.raises(ModelError):
+            LLM(name)
+
+
+def test_a_folder_that_can_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ModelError, match="can't be read: Permission denied"):
+        LLM(tmp_path)
+
+
+def test_find_dcp_lets_other_folders_be(tmp_path: Path, folder: Path) -> None:
+    assert find_dcp(tmp_path) is None
+    assert find_dcp("org/name") is None
+    assert find_dcp(folder) == folder.resolve()
+    (tmp_path / "pp1").mkdir()
+    assert find_dcp(tmp_path) == tmp_path.resolve()

@@ -1,0 +1,384 @@
+"""A live module is used in place and given back as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import inspect
+import sys
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import verbatim
+from support.toys import make_toy, random_ids
+from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
+from verbatim.model import borrow
+from verbatim.tensors import _engines
+
+PROMPT = random_ids(12, seed=8)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+def greedy(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+
+def eager_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+def own_answer(model: Any) -> list[int]:
+    """Greedy tokens by the module's own forward, without a cache."""
+    ids = list(PROMPT)
+    with torch.no_grad():
+        for _ in range(10):
+            ids.append(int(eager_logits(model, ids)[-1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def train_step(model: Any) -> float:
+    model.train()
+    ids = torch.tensor([PROMPT])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+    return loss.item()
+
+
+def test_a_trainers_step_is_seen_by_the_next_generation_without_a_copy() -> None:
+    model = make_toy("qwen3")
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with LLM(model) as llm:
+        before = greedy(llm)
+        for _ in range(3):
+            train_step(model)
+        after = greedy(llm)
+        assert after != before
+        assert after == own_answer(model.eval())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_mode_config_and_forwards_come_back_after_success_and_after_an_exception() -> None:
+    model = make_toy("qwen3_moe").train()
+    model.model.layers[1].eval()  # a mixture of modes is kept as it was
+    modes = [m.training for m in model.modules()]
+    settings = copy.deepcopy(model.config.__dict__)
+    attributes = [set(m.__dict__) for m in model.modules()]
+
+    def as_it_was() -> bool:
+        return (
+            [m.training for m in model.modules()] == modes
+            and [set(m.__dict__) for m in model.modules()] == attributes
+            and {k: v for k, v in model.config.__dict__.items() if k.startswith("_attn")}
+            == {k: v for k, v in settings.items() if k.startswith("_attn")}
+        )
+
+    with LLM(model) as llm:
+        greedy(llm)
+        assert as_it_was()
+
+        def explode(*_: Any) -> None:
+            raise KeyError("from the user's hook")
+
+        hook = model.model.layers[2].register_forward_hook(explode)
+        with pytest.raises(KeyError, match="from the user's hook"):
+            greedy(llm)
+        hook.remove()
+        assert as_it_was()
+        assert llm.stats()["blocks_used"] == 0
+        assert len(greedy(llm)) == 10
+
+
+def test_opening_runs_none_of_the_users_hooks() -> None:
+    model = make_toy("llama")
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(2))
+    with LLM(model) as llm:
+        assert calls == []
+        greedy(llm)
+        assert calls.count(1) == 10 and calls.count(2) == 10
+    assert len(model._forward_hooks) == 1
+
+
+def test_a_forward_hook_changes_the_answer_as_it_changes_the_module() -> None:
+    model = make_toy("llama")
+    with LLM(model) as llm:
+        plain = greedy(llm)
+        hook = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, i, out: out * 3)
+        assert greedy(llm) == own_answer(model) != plain
+        hook.remove()
+        assert greedy(llm) == plain
+
+
+def test_a_parametrized_projection_answers_for_itself() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * -2
+
+    model = make_toy("llama")
+    with LLM(model) as llm:
+        plain = greedy(llm)
+        layer = model.model.layers[1].self_attn.o_proj
+        parametrize.register_parametrization(layer, "weight", Doubled())
+        assert greedy(llm) == own_answer(model) != plain
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        assert greedy(llm) == plain
+
+
+def test_a_lora_layer_answers_for_itself() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = make_toy("llama")
+    with LLM(model) as llm:
+        plain = greedy(llm)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        adapted = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        )
+    with LLM(adapted.eval()) as llm:
+        found = greedy(llm)
+        assert found == own_answer(adapted) != plain
+    merged = adapted.merge_and_unload()
+    with LLM(merged) as llm:
+        assert greedy(llm) == found
+
+
+def test_two_engines_and_a_trainer_interleave_without_a_changed_bit() -> None:
+    def run(interleaved: bool) -> tuple[Any, ...]:
+        first, second, trained = make_toy("llama"), make_toy("gemma2"), make_toy("llama", seed=1)
+        losses: list[float] = []
+        with LLM(first) as a, LLM(second) as b:
+            streams = [llm.stream(PROMPT, SamplingParams(seed=3, max_tokens=8)) for llm in (a, b)]
+            made: list[list[Any]] = [[], []]
+            if interleaved:
+                for deltas in zip(*streams, strict=False):
+                    losses.append(train_step(trained))
+                    for out, delta in zip(made, deltas, strict=True):
+                        out.append((delta.token_ids, delta.logprobs))
+            for out, stream in zip(made, streams, strict=True):
+                out.extend((delta.token_ids, delta.logprobs) for delta in stream)
+        while len(losses) < 8:
+            losses.append(train_step(trained))
+        return made, losses, [p.detach().clone() for p in trained.parameters()]
+
+    apart, mixed = run(False), run(True)
+    assert mixed[0] == apart[0] and mixed[1] == apart[1]
+    assert all(torch.equal(p, q) for p, q in zip(mixed[2], apart[2], strict=True))
+
+
+def test_a_hook_may_use_another_engine_unless_that_would_wait_for_others() -> None:
+    first, second = make_toy("llama"), make_toy("llama", seed=1)
+    with LLM(first) as a, LLM(second) as b:
+        expected, refused = greedy(b), []
+        found: list[Any] = []
+        stepping, go_on = threading.Event(), threading.Event()
+
+        def use_the_other(*_: Any) -> None:
+            calls = (
+                lambda: greedy(b),
+                b.stats,
+                lambda: asyncio.run(b.agenerate(PROMPT, GREEDY)),
+            )
+            for call in calls:
+                try:
+                    found.append(call())
+                except VerbatimError as error:
+                    refused.append(str(error))
+
+        hook = first.model.layers[0].register_forward_hook(use_the_other)
+        greedy(a)
+        assert found[0] == expected and len(found) == 20 and len(refused) == 10
+
+        def halt(request: Any, logits: torch.Tensor) -> torch.Tensor:
+            stepping.set()
+            go_on.wait(10)
+            return logits
+
+        found.clear()
+        refused.clear()
+        halting = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[halt])
+        caller = threading.Thread(target=lambda: b.generate(PROMPT, halting))
+        caller.start()
+        assert stepping.wait(10)
+        greedy(a)
+        go_on.set()
+        caller.join(10)
+        assert not caller.is_alive() and not found and len(refused) == 30
+        assert all("from inside another engine's forward" in message for message in refused)
+        hook.remove()
+        assert greedy(b) == expected
+
+
+def test_modules_that_use_each_other_are_generated_from_by_many_threads() -> None:
+    outer, inner, other = (make_toy("llama", seed=seed) for seed in range(3))
+    prompt = torch.tensor([PROMPT])
+
+    def call(model: Any, count: int) -> torch.Tensor:
+        return verbatim.generate(model, prompt, max_new_tokens=count, temperature=0.0)
+
+    finished: list[int] = []
+
+    def keep_calling(model: Any) -> None:
+        finished.extend(call(model, 2).shape[0] for _ in range(5))
+
+    def use_the_inner(*_: Any) -> None:
+        call(inner, 1)
+
+    hook = outer.model.layers[0].register_forward_pre_hook(use_the_inner)
+    threads = [threading.Thread(target=keep_calling, args=(m,)) for m in (outer, other, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    hook.remove()
+    assert len(finished) == 15
+    assert {m for m in (outer, inner, other) if m in _engines} == {outer, inner, other}
+
+
+def test_generate_takes_tensors_and_gives_an_ordinary_one() -> None:
+    model = make_toy("llama")
+    ids = torch.tensor([PROMPT, PROMPT[::-1]])
+    out = verbatim.generate(model, ids, max_new_tokens=5, temperature=0.0, ignore_eos=True)
+    assert out.shape == (2, 17) and torch.equal(out[:, :12], ids)
+    assert not out.is_inference()
+    model.train()
+    loss = model(input_ids=out, labels=out).loss
+    loss.backward()
+    assert model.training and model.lm_head.weight.grad is not None
+
+
+def test_generate_masks_padding_and_pads_after_the_end() -> None:
+    model = make_toy("gpt2")
+    alone = verbatim.generate(
+        model, torch.tensor([PROMPT]), max_new_tokens=6, temperature=0.0, ignore_eos=True
+    )
+    padded = torch.tensor([[0, 0, 0, *PROMPT], [*PROMPT[::-1], 0, 0, 0]])
+    mask = torch.tensor([[0] * 3 + [1] * 12, [1] * 12 + [0] * 3])
+    stop = int(alone[0, 12 + 2])
+    out = verbatim.generate(
+        model,
+        padded,
+        mask,
+        6,
+        temperature=0.0,
+        ignore_eos=True,
+        stop_token_ids=[stop],
+        pad_token_id=99,
+    )
+    end = alone[0, 12:].tolist().index(stop) + 1
+    assert out[0, 15 : 15 + end].tolist() == alone[0, 12 : 12 + end].tolist()
+    assert (out[0, 15 + end :] == 99).all()
+
+
+def test_a_loop_over_sample_draws_generates_tokens() -> None:
+    model = make_toy("llama")
+    ids = torch.tensor([PROMPT, PROMPT[::-1]])
+    settings: dict[str, Any] = dict(temperature=0.9, top_k=30, top_p=0.95)
+    expected = verbatim.generate(model, ids, max_new_tokens=8, seed=77, ignore_eos=True, **settings)
+    rows = ids
+    for _ in range(8):
+        logits = torch.stack([eager_logits(model, row)[-1] for row in rows.tolist()])
+        drawn = verbatim.sample(logits, **settings, seed=77, position=rows.shape[1])
+        rows = torch.cat([rows, drawn[:, None]], dim=1)
+    assert torch.equal(rows, expected)
+    assert rows[0, 12:].tolist() != rows[1, 12:].tolist()
+
+
+def test_generate_without_a_seed_follows_torchs_seed_and_rows_are_no_clones() -> None:
+    model = make_toy("llama")
+    ids = torch.tensor([PROMPT] * 4)
+    with torch.random.fork_rng():
+        torch.manual_seed(41)
+        first = verbatim.generate(model, ids, max_new_tokens=8, ignore_eos=True)
+        other = verbatim.generate(model, ids, max_new_tokens=8, ignore_eos=True)
+        torch.manual_seed(41)
+        assert torch.equal(verbatim.generate(model, ids, max_new_tokens=8, ignore_eos=True), first)
+    assert not torch.equal(first, other)
+    assert len({tuple(row) for row in first.tolist()}) == 4
+
+
+def test_the_engine_of_a_bare_module_goes_with_it() -> None:
+    model = make_toy("llama")
+    verbatim.generate(model, torch.tensor([PROMPT]), max_new_tokens=1)
+    gone = weakref.ref(model), weakref.ref(_engines[model])
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]  # other tests' models may still be there
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(input_ids=torch.tensor([1, 2])), "shape"),
+        (dict(input_ids=torch.zeros(1, 2)), "integer tensor"),
+        (dict(attention_mask=torch.ones(1, 3)), "attention_mask has shape"),
+        (dict(attention_mask=torch.zeros(1, 2)), "row 0"),
+        (dict(attention_mask=torch.tensor([[0.0, -1e9]])), "must hold only 0"),
+        (dict(attention_mask=[[1, 1]]), "must be a tensor"),
+        (
+            dict(input_ids=torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[1, 0, 1]])),
+            "middle",
+        ),
+        (dict(do_sample=True), "do_sample is unknown"),
+        (dict(logprobs=2), "logprobs is not accepted"),
+        (dict(pad_token_id=1.5), "pad_token_id=1.5"),
+        (dict(n=2), "n is not accepted"),
+        (dict(temperature=-1), "temperature=-1"),
+    ],
+)
+def test_bad_tensors_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = dict(input_ids=torch.tensor([[5, 6]]), max_new_tokens=2)
+    with pytest.raises(InvalidRequest, match=message):
+        verbatim.generate(make_toy("llama"), **{**arguments, **changes})
+
+
+@pytest.mark.parametrize("draft", [None, "early-exit"])
+def test_ctrl_c_while_it_is_given_back_leaves_nothing_undone(draft: str | None) -> None:
+    giving_back = borrow._give_back.__code__
+    _, first = inspect.getsourcelines(borrow._give_back)
+    lines = sorted({line for *_, line in giving_back.co_lines() if line and line > first + 5})
+    assert len(lines) >= 8
+    module = make_toy("llama").train()
+    module.model.layers[2].register_forward_hook(lambda *args: None)
+    asked = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+    def press_at(line: int) -> Any:
+        pressed = False
+
+        def at_line(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal pressed
+            if event == "line" and frame.f_lineno == line and not pressed:
+                pressed = True
+                raise KeyboardInterrupt
+            return at_line
+
+        return lambda frame, event, arg: at_line if frame.f_code is giving_back else None
+
+    with LLM(module, draft=draft, num_draft_tokens=draft and 2) as llm:
+        for line in lines:
+            sys.settrace(press_at(line))
+            try:
+                llm.generate([3, 4, 5], asked)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            assert all(layer.training for layer in module.modules()), line
+            assert module.config._attn_implementation == "sdpa", line
+            assert not any("forward" in layer.__dict__ for layer in module.modules()), line
+            assert len(module.model.layers[2]._forward_hooks) == 1, line

@@ -1,0 +1,814 @@
+"""A model over three tiers says the same words as one in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support import sweep, toys
+from support.requests_mixed import facts, mixed_requests
+from verbatim import (
+    LLM,
+    EngineClosed,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    SamplingParams,
+    TierFailed,
+    kernels,
+)
+from verbatim.batch import Batch
+from verbatim.placement.offload.cut import cut
+from verbatim.placement.offload.stream import Stream, lay_out
+from verbatim.placement.offload.trace import Trace
+from verbatim.weights import skeleton
+from verbatim.weights.files import (
+    PAGE,
+    File,
+    buffer_bytes,
+    bytes_of,
+    pages,
+    read_into,
+    read_whole,
+    up,
+)
+from verbatim.weights.lazy import Computed, Stored, materialize, rows_can_be_read, rows_of
+
+ARCHITECTURES = ("llama", "qwen3_moe", "gpt2", "mistral", "gemma2")
+WEIGHTS = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
+BUDGET = "300MB"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+
+
+def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
+    settings = {"weights": (0, 0, 100), "batch_size": 3, "micro_batches": 2} | settings
+    engine = {k: settings.pop(k) for k in ("max_batch_tokens", "draft") if k in settings}
+    return LLM(
+        folder, dtype=dtype, max_length=200, placement=Offload(gpu=BUDGET, **settings), **engine
+    )
+
+
+def resident_facts(folder: Path, dtype: str, count: int = 17) -> Any:
+    with LLM(folder, dtype=dtype, max_length=200) as llm:
+        return [facts(result) for result in llm.generate(*mixed_requests(count))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_on_any_tier_give_the_same_words(
+    name: str, dtype: str, folders: Callable[[str], Path]
+) -> None:
+    folder = folders(name)
+    expected = resident_facts(folder, dtype)
+    for weights in WEIGHTS:
+        for overlap in (True, False):
+            with offloaded(folder, dtype, weights=weights, overlap=overlap) as llm:
+                found = [facts(result) for result in llm.generate(*mixed_requests(17))]
+            assert found == expected, (weights, overlap)
+
+
+@pytest.mark.parametrize(("batch_size", "micro_batches"), [(4, 1), (2, 2), (1, 4), (2, 3)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+def test_micro_batches_of_any_size_give_the_same_words(
+    name: str, batch_size: int, micro_batches: int, folders: Callable[[str], Path]
+) -> None:
+    folder = folders(name)
+    expected = resident_facts(folder, "float32", 5)
+    for max_batch_tokens in (7, 2048):
+        with offloaded(
+            folder,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            max_batch_tokens=max_batch_tokens,
+        ) as llm:
+            assert [facts(r) for r in llm.generate(*mixed_requests(5))] == expected
+
+
+def test_streams_drafts_and_scores_are_the_same(folders: Callable[[str], Path]) -> None:
+    folder = folders("llama")
+    prompt = toys.random_ids(9, 3, high=toys.VOCAB) * 3
+    with LLM(folder, max_length=200) as llm:
+        (expected,) = llm.generate([prompt], GREEDY)
+        scores = llm.score([prompt])
+    with offloaded(folder, draft="ngram") as llm:
+        ids = [i for delta in llm.stream(prompt, GREEDY) for i in delta.token_ids]
+        assert ids == expected.outputs[0].token_ids
+        assert llm.score([prompt]) == scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_every_architecture_gives_the_same_words(case: str, tmp_path: Path) -> None:
+    sweep.build(case).save_pretrained(tmp_path)
+    placement = Offload(gpu=BUDGET, weights=(0, 0, 100), batch_size=3, micro_batches=1)
+    try:
+        resident = LLM(tmp_path, max_length=32)
+    except ModelError as error:  # saved under a type that transformers opens otherwise, for one
+        with pytest.raises(type(error)):
+            LLM(tmp_path, max_length=32, placement=placement)
+        return
+    prompts = [[1 + (i * j * 7 + j) % 90 for j in range(1, 4 + 4 * i)] for i in range(4)]
+    params = [SamplingParams(max_tokens=4, seed=i, prompt_logprobs=0) for i in range(4)]
+    with resident:
+        expected = [facts(result) for result in resident.generate(prompts, params)]
+    with LLM(tmp_path, max_length=32, placement=placement) as llm:
+        assert [facts(result) for result in llm.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["tied", "untied"])
+def test_a_tied_checkpoint_that_stores_both_tensors(same: bool, tmp_path: Path) -> None:
+    toys.make_toy("gpt2").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + (0 if same else 0.5)
+    save_file(tensors, path, metadata={"format": "pt"})
+    expected = resident_facts(tmp_path, "float32", 4)
+    with offloaded(tmp_path) as llm:
+        assert [facts(result) for result in llm.generate(*mixed_requests(4))] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_in_float16_is_converted_as_it_is_read(dtype: str, tmp_path: Path) -> None:
+    toys.make_toy("mixtral").half().save_pretrained(tmp_path)
+    expected = resident_facts(tmp_path, dtype, 4)
+    with offloaded(tmp_path, dtype) as llm:
+        assert [facts(result) for result in llm.generate(*mixed_requests(4))] == expected
+
+
+# ---- each layer is read once
+
+
+def reads_of(llm: LLM, prompts: list[list[int]]) -> tuple[int, int]:
+    """Weight bytes read for these prompts, and forwards made."""
+    runner: Any = llm.engine.runner
+    before = runner.weights.bytes_read, runner.num_forwards
+    llm.generate(prompts, GREEDY)
+    return runner.weights.bytes_read - before[0], runner.num_forwards - before[1]
+
+
+def test_weights_are_read_once_a_step_however_many_micro_batches(
+    folders: Callable[[str], Path],
+) -> None:
+    prompts = [toys.random_ids(6, i, high=toys.VOCAB) for i in range(8)]
+    for batch_size, micro_batches in ((8, 1), (2, 4), (1, 8)):
+        with offloaded(
+            folders("llama"), batch_size=batch_size, micro_batches=micro_batches, overlap=False
+        ) as llm:
+            read, forwards = reads_of(llm, prompts)
+            runner: Any = llm.engine.runner
+            assert forwards == 5
+            per_forward = runner.weights.bytes_per_forward
+            rows = read - forwards * per_forward  # of the embedding
+            assert 0 < rows < 0.5 * per_forward
+
+
+def test_units_are_read_ahead_in_the_order_in_which_they_are_used(
+    folders: Callable[[str], Path],
+) -> None:
+    """What was read ahead is never thrown away, so reads don't exceed one more forward and a ring."""
+    with offloaded(folders("llama")) as llm:
+        runner: Any = llm.engine.runner
+        stream = runner.weights.stream
+        before, forwards = stream.bytes_read, runner.num_forwards
+        llm.generate([[5, 6, 7]], GREEDY)
+        made = runner.num_forwards - forwards
+        assert stream.bytes_read - before <= (made + 1) * runner.weights.bytes_per_forward
+
+
+# ---- what is opened
+
+
+def test_an_open_model_holds_no_second_copy_of_its_weights(folders: Callable[[str], Path]) -> None:
+    with offloaded(folders("llama")) as llm:
+        runner: Any = llm.engine.runner
+        held = {slot.name for slot in runner.weights.units.held}
+        for name, parameter in runner.module.named_parameters():
+            assert name in held or parameter.untyped_storage().nbytes() <= 4
+        assert llm.info()["placement"] == "offload"
+        assert llm.info()["parameters"] == sum(p.numel() for p in runner.module.parameters())
+
+
+def test_what_cannot_be_offloaded_is_refused_by_name(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(NotSupported, match="a live module"):
+        LLM(toys.make_toy("llama"), placement=Offload(gpu=BUDGET))
+    with pytest.raises(NotSupported, match="must be None, an Offload"):
+        LLM(folders("llama"), placement="offload")
+    toys.make_toy("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(NotSupported, match=r"reads model\.safetensors"):
+        LLM(tmp_path, placement=Offload(gpu=BUDGET))
+    with offloaded(folders("llama")) as llm:
+        with pytest.raises(NotSupported, match="can't be updated"):
+            llm.update_weights({})
+        with pytest.raises(NotSupported, match=r"sleep\(weights=True\)"):
+            llm.sleep(weights=True)
+        llm.sleep()
+        llm.wake()
+        llm.generate([[5]], GREEDY)
+    for draft in ("mtp", "early-exit"):
+        with pytest.raises(NotSupported, match="not supported with placement=Offload"):
+            offloaded(folders("llama"), draft=draft)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_some_rows_of_several_tensors_are_cut_from_each(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As of an embedding that was sharded by rows."""
+    rows = torch.randn(9, 4)
+    (tmp_path / "numbers").write_bytes(b"xyz" + rows.numpy().tobytes())
+    shards = [
+        Stored(f"{first}", tmp_path / "numbers", 3 + 16 * first, 16 * count, rows.dtype, (count, 4))
+        for first, count in ((0, 5), (5, 1), (6, 3))
+    ]
+    lazy = Computed(torch.ops.aten.cat.default, (shards,), {}, None)
+    if dtype != rows.dtype:
+        lazy = Computed(torch.ops.aten._to_copy.default, (lazy,), {"dtype": dtype}, None)
+    assert rows_can_be_read(lazy)
+    for begin, end in itertools.combinations(range(10), 2):
+        found = materialize(rows_of(lazy, begin, end), read_whole)
+        assert torch.equal(found, rows[begin:end].to(dtype)), (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (dict(gpu="16 apples"), "gpu='16 apples'"),
+        (dict(gpu="40%"), "gpu='40%'"),
+        (dict(cpu=-1), "cpu=-1"),
+        (dict(gpu=True), "gpu=True"),
+        (dict(weights=(50, 60)), "weights=(50, 60)"),
+        (dict(weights=(50, 30, 30)), "weights=(50, 30, 30)"),
+        (dict(kv=(50,)), "kv=(50,)"),
+        (dict(kv="abc"), "kv='abc'"),
+        (dict(activations=(float("nan"), 0, 100)), "activations=(nan, 0, 100)"),
+        (dict(weights=(True, 0, 99)), "weights=(True, 0, 99)"),
+        (dict(batch_size=0), "batch_size=0"),
+        (dict(micro_batches=1.5), "micro_batches=1.5"),
+        (dict(attention_top_k=0), "attention_top_k=0"),
+        (dict(overlap=1), "overlap=1"),
+        (dict(cpu_cache_compute="yes"), "cpu_cache_compute='yes'"),
+        (dict(policy="best"), "policy='best'"),
+        (dict(workload=(512,)), "workload=(512,)"),
+        (dict(workload=(0, 5)), "workload[0]=0"),
+        (dict(disk=5), "disk=5"),
+        (dict(disk_limit="lots"), "disk_limit='lots'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Offload(**settings)
+    assert said in str(refused.value)
+
+
+def test_two_percents_leave_the_rest_to_the_disk() -> None:
+    assert Offload(weights=(20, 50)).weights == (20, 50, 30)
+    assert Offload(gpu="1GB", cpu=0).replace(cpu="2GB").cpu == 2 * 10**9
+
+
+# ---- what goes wrong
+
+
+def _our_threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("verbatim-")}
+
+
+def _no_threads_left(before: set[str]) -> bool:
+    return _our_threads() <= before
+
+
+@pytest.fixture
+def thread_names() -> set[str]:
+    return _our_threads()
+
+
+def _break_reads(
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException], after: int
+) -> None:
+    """Every read after the next `after` ones fails."""
+    plain, left = File.read, [after]
+
+    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error()
+        return plain(self, into, offset, needed)
+
+    monkeypatch.setattr(File, "read", read)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
+def test_a_read_error_closes_the_engine_and_hands_out_what_was_finished(
+    overlap: bool,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    thread_names: set[str],
+    tmp_path: Path,
+) -> None:
+    llm = offloaded(folders("llama"), overlap=overlap, disk=tmp_path)
+    plain, failing = os.preadv, threading.Event()
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if failing.is_set():
+            raise OSError(5, "Input/output error")
+        return plain(fd, buffers, offset)
+
+    monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
+    short = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    long = short.replace(max_tokens=50)
+
+    def fail_later(ids: Any, logits: Any) -> Any:
+        if len(ids) > 10:
+            failing.set()
+        return logits
+
+    params = [short, long.replace(logits_processors=[fail_later]), long]
+    with pytest.raises(
+        TierFailed, match=r"disk tier: reading .*model\.safetensors.*Input"
+    ) as failed:
+        llm.generate([[5, 6], [7, 8], [9]], params)
+    first, second, third = failed.value.results
+    assert first is not None and len(first.outputs[0].token_ids) == 2
+    assert second is None and third is None
+    assert _no_threads_left(thread_names)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(EngineClosed, match="closed when this happened: disk tier"):
+        llm.generate([[5]], GREEDY)
+    llm.close()
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, thread_names: set[str]) -> None:
+    toys.make_toy("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5000])
+    with pytest.raises(ModelError, match=r"model\.safetensors.*(damaged|cut short)"):
+        offloaded(tmp_path)
+    path.write_bytes(whole)
+    llm = offloaded(tmp_path, overlap=False)
+    os.truncate(path, len(whole) - 5000)
+    with pytest.raises(TierFailed, match=r"model\.safetensors changed since the model was opened"):
+        llm.generate([[5, 6]], GREEDY)
+    llm.close()
+    assert _no_threads_left(thread_names)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_ends_too_soon_is_an_error(direct: bool, tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"x" * 5000)
+    file = File(path)
+    file.direct = file.direct and direct
+    buffer = bytes_of(pages(3 * PAGE))
+    assert file.read(buffer, 0, 5000) >= 5000
+    with pytest.raises(TierFailed, match="short ends at byte 5000, and 1 bytes"):
+        file.read(buffer, 0, 5001)
+    file.close()
+
+
+def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(256)) * 40)
+    plain, refused = os.preadv, []
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(22, "Invalid argument")
+        return plain(fd, buffers, offset)
+
+    monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
+    file, out = File(path), torch.empty(9000, dtype=torch.uint8)
+    read_into(out.numpy(), _piece(path, 300, 9000), file, pages(buffer_bytes(9000)))
+    assert _is_what_lies_there(_piece(path, 300, 9000), out)
+    assert len(refused) == 1 and not file.direct
+    file.close()
+
+
+@pytest.mark.parametrize("how", ["overwritten", "replaced-before-opening"])
+def test_a_checkpoint_that_changes_is_found_out(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toys.make_toy("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x40
+    if how == "overwritten":
+        llm = offloaded(tmp_path)
+        path.write_bytes(data)
+        with pytest.raises(TierFailed, match="changed since the model was opened"):
+            llm.generate([[5, 6]], GREEDY)
+        llm.close()
+        return
+    plain = skeleton.tensors_of
+
+    def tensors_of(folder: Path, config: Any = None) -> Any:
+        found = plain(folder, config)
+        (tmp_path / "new").write_bytes(data)
+        (tmp_path / "new").replace(path)
+        return found
+
+    monkeypatch.setattr(skeleton, "tensors_of", tensors_of)
+    with pytest.raises(TierFailed, match="changed since the model was opened"):
+        offloaded(tmp_path)
+
+
+def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    """A model.safetensors goes before the index of a stale download; tensors nobody needs may be anything."""
+    toys.make_toy("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    whole = tmp_path / "whole"
+    torch.manual_seed(5)
+    toys.make_toy("llama", seed=9).save_pretrained(whole)
+    tensors = load_file(whole / "model.safetensors")
+    tensors["unused"] = torch.zeros(4, dtype=torch.complex64)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = resident_facts(tmp_path, "float32", 3)
+    with offloaded(tmp_path) as llm:
+        assert [facts(result) for result in llm.generate(*mixed_requests(3))] == expected
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"transformers_weights": "other.safetensors"})
+    )
+    with pytest.raises(NotSupported, match=r"other\.safetensors"):
+        offloaded(tmp_path)
+
+
+def test_whoever_forgets_to_close_leaves_nothing_behind(
+    folders: Callable[[str], Path], thread_names: set[str]
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    llm = offloaded(folders("llama"), kv=(0, 0, 100))
+    llm.generate([[5, 6]], GREEDY)
+    assert _our_threads() - thread_names
+    del llm
+    gc.collect()
+    assert _no_threads_left(thread_names)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_draft_that_cannot_be_opened_leaves_nothing_behind(
+    folders: Callable[[str], Path], thread_names: set[str]
+) -> None:
+    with pytest.raises(ModelError):
+        offloaded(folders("llama"), kv=(0, 0, 100), draft="/nonexistent")
+    assert _no_threads_left(thread_names)
+
+
+def test_a_forked_child_is_told_that_it_has_no_model(folders: Callable[[str], Path]) -> None:
+    with offloaded(folders("llama"), kv=(0, 0, 100)) as llm:
+        (expected,) = llm.generate([[5, 6]], GREEDY)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate([[5, 6]], GREEDY)
+                said = "an answer"
+            except EngineClosed as error:
+                said = str(error)
+            os.write(write, said.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert b"before this process was forked" in os.read(read, 1000)
+        (found,) = llm.generate([[5, 6]], GREEDY)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        os.close(read)
+        os.close(write)
+
+
+def test_sequences_beyond_max_sequences_are_refused(folders: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        InvalidRequest, match="make 600 sequences at once, and max_sequences is 256"
+    ):
+        offloaded(folders("llama"), batch_size=100, micro_batches=6)
+
+
+def test_a_prompt_longer_than_the_workload_is_served(folders: Callable[[str], Path]) -> None:
+    prompt = toys.random_ids(150, 1, high=toys.VOCAB)
+    with offloaded(folders("llama"), workload=(8, 4), weights=None) as llm:
+        assert len(llm.generate([prompt], GREEDY)[0].outputs[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("after", [0, 3, 9, 12])
+def test_a_read_error_while_opening_leaves_nothing_behind(
+    after: int,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    thread_names: set[str],
+    tmp_path: Path,
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    _break_reads(monkeypatch, lambda: TierFailed("disk tier: broken"), after)
+    with pytest.raises(TierFailed, match="disk tier: broken"):
+        offloaded(folders("llama"), disk=tmp_path, weights=(20, 20, 60))
+    assert _no_threads_left(thread_names)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    folders: Callable[[str], Path], tmp_path: Path, thread_names: set[str]
+) -> None:
+    with pytest.raises(TierFailed, match=r"can't write to the folder .*nowhere"):
+        offloaded(folders("llama"), disk=tmp_path / "nowhere", kv=(0, 0, 100))
+    assert _no_threads_left(thread_names)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
+@pytest.mark.parametrize("after", [0, 1, 4, 7, 20])
+def test_ctrl_c_in_the_middle_of_a_layer_leaves_the_engine_as_it_was(
+    after: int, overlap: bool, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("llama")
+    prompts, params = mixed_requests(6)
+    expected = resident_facts(folder, "float32", 6)
+    with offloaded(folder, overlap=overlap) as llm:
+        runner: Any = llm.engine.runner
+        plain, left = runner.weights.stream.take, [after]
+
+        def take(index: int) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise KeyboardInterrupt
+            return plain(index)
+
+        monkeypatch.setattr(runner.weights.stream, "take", take)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        assert [facts(result) for result in llm.generate(prompts, params)] == expected
+
+
+def test_an_exception_of_a_request_leaves_the_others_alone(folders: Callable[[str], Path]) -> None:
+    def broken(ids: Any, logits: Any) -> Any:
+        raise RuntimeError("mine")
+
+    with offloaded(folders("llama")) as llm:
+        (expected,) = llm.generate([[5, 6]], GREEDY)
+        with pytest.raises(RuntimeError, match="mine"):
+            llm.generate([[5, 6], [7]], [GREEDY, GREEDY.replace(logits_processors=[broken])])
+        (found,) = llm.generate([[5, 6]], GREEDY)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_closing_gives_everything_back(
+    folders: Callable[[str], Path], thread_names: set[str], tmp_path: Path
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    llm = offloaded(folders("llama"), disk=tmp_path, kv=(0, 0, 100), activations=(0, 0, 100))
+    runner: Any = llm.engine.runner
+    llm.generate([[5, 6, 7], [8]], GREEDY)
+    assert list(tmp_path.iterdir()) == []  # what is written has no name
+    llm.close()
+    llm.close()
+    assert _no_threads_left(thread_names)
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert all(
+        p.untyped_storage().nbytes() <= 4 for s in runner.weights.units.slots for p in [s.parameter]
+    )
+    assert runner.weights.stream._ring is None
+
+
+# ---- the trace
+
+
+def test_the_trace_shows_reads_under_computation(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    with offloaded(folders("llama"), trace=path) as llm:
+        llm.generate([[5, 6, 7], [8]], GREEDY)
+        assert not path.exists()
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["cat"] for e in spans} >= {"read", "compute"}
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
+    names = {e["name"] for e in spans if e["cat"] == "read"}
+    assert {"model.layers.0", "model.layers.2", "lm_head"} <= names
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} >= {"compute"}
+
+
+@pytest.mark.parametrize("path", ["nowhere/trace.json", "", "."])
+def test_a_trace_that_cannot_be_written_is_refused_at_once(
+    path: str, folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidRequest, match="trace="):
+        offloaded(folders("llama"), trace=path)
+
+
+def test_a_trace_follows_a_link_and_leaves_other_files_alone(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "to").mkdir()
+    (tmp_path / "trace.json").symlink_to(tmp_path / "to" / "there.json")
+    (tmp_path / "trace.json.new").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with offloaded(folders("llama"), trace="trace.json") as llm:
+        llm.generate([[5]], GREEDY)
+        monkeypatch.chdir("/")
+    assert (tmp_path / "trace.json").is_symlink()
+    assert json.loads((tmp_path / "to" / "there.json").read_text())["traceEvents"]
+    assert (tmp_path / "trace.json.new").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# ---- the rooms below
+
+
+@pytest.fixture
+def blob(tmp_path: Path) -> Path:
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(torch.arange(100_000).remainder(251).to(torch.uint8).tolist()))
+    return path
+
+
+def _piece(path: Path, offset: int, nbytes: int) -> Stored:
+    return Stored(f"{offset}", path, offset, nbytes, torch.uint8, (nbytes,))
+
+
+def _is_what_lies_there(stored: Stored, found: torch.Tensor) -> bool:
+    """Compared as bytes: a difference of thousands of numbers takes pytest minutes to print."""
+    with stored.path.open("rb") as file:
+        file.seek(stored.offset)
+        return file.read(stored.nbytes) == bytes(found.tolist())
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 1), (1, 4096), (4095, 2), (99_999, 1), (3, 99_997)]
+)
+def test_a_tensor_at_any_offset_is_read(blob: Path, offset: int, nbytes: int) -> None:
+    stored = _piece(blob, offset, nbytes)
+    assert _is_what_lies_there(stored, read_whole(stored))
+
+
+def test_neighbours_in_a_file_are_read_in_one_run(blob: Path) -> None:
+    layout = lay_out(
+        "x", [_piece(blob, 5000, 100), _piece(blob, 10, 4900), _piece(blob, 90_000, 7)]
+    )
+    assert len(layout.runs) == 2
+    assert layout.nbytes == up(5100) + PAGE
+    assert layout.needed == 5007
+
+
+def _take(stream: Stream, index: int) -> bool:
+    """Is what the stream hands out for a layout of one piece what lies in the file?"""
+    region = stream.take(index)
+    (place,) = stream.layouts[index].places.items()
+    stored, at = place
+    same = _is_what_lies_there(stored, region[at : at + stored.nbytes])
+    stream.give_back()
+    return same
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("capacity", [3, 4, 7, 20])
+def test_a_ring_of_any_size_hands_out_what_is_in_the_file(
+    threads: int, capacity: int, blob: Path
+) -> None:
+    pieces = [_piece(blob, 7_000 * i + 13, 1_000 * (i % 3) + 500) for i in range(12)]
+    layouts = [lay_out(stored.name, [stored]) for stored in pieces]
+    stream = Stream(layouts, capacity * PAGE, threads, Trace())
+    order = [*range(12), *range(12), 5, 4, 11, 11, 0, *range(12)]
+    try:
+        assert all(_take(stream, index) for index in order)
+        stream.follow([3, 1, 3, 2])
+        assert all(_take(stream, index) for index in [3, 1, 3, 2, 3, 1, 3, 2, 2, 7, 3])
+    finally:
+        stream.close()
+    assert stream.bytes_read >= len(order) * PAGE
+
+
+def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
+    blob: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that is slow goes on writing to the ring after its region was given up."""
+    layouts = [lay_out(str(i), [_piece(blob, 20_000 * i, 4096)]) for i in range(4)]
+    slow, plain = threading.Event(), File.read
+
+    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+        if offset < 4096:
+            slow.wait(0.2)
+        return plain(self, into, offset, needed)
+
+    monkeypatch.setattr(File, "read", read)
+    stream = Stream(layouts, 2 * PAGE, 2, Trace())
+    try:
+        assert all(_take(stream, index) for index in (2, 1, 3, 2))  # the readers began with 0
+    finally:
+        slow.set()
+        stream.close()
+
+
+def _batch(lens: list[int], rows: list[int], logit_rows: list[int]) -> Batch:
+    starts = [0, *torch.tensor(rows).cumsum(0).tolist()]
+    total = starts[-1]
+    return Batch(
+        token_ids=torch.arange(total),
+        positions=torch.cat([torch.arange(n - r, n) for n, r in zip(lens, rows, strict=True)]),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        block_tables=torch.arange(len(lens) * 2, dtype=torch.int32).view(-1, 2),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        wants_hidden=True,
+        forced_experts=torch.arange(total)[:, None, None],
+    )
+
+
+@pytest.mark.parametrize("max_sequences", [1, 2, 5])
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 100])
+def test_cut_batches_are_the_batch(max_sequences: int, max_rows: int) -> None:
+    whole = _batch([9, 4, 20, 1], [3, 1, 10, 1], [2, 3, 8, 13, 14])
+    parts = cut(whole, max_sequences, max_rows)
+    rows: list[int] = []
+    for part in parts:
+        assert part.num_sequences <= max_sequences and part.num_tokens <= max_rows
+        assert part.query_starts[-1] == part.num_tokens and part.wants_hidden
+        ends = part.query_starts[1:].long() - 1
+        assert torch.equal(part.positions[ends] + 1, part.context_lens.long())
+        tables = [tuple(table) for table in part.block_tables.tolist()]
+        assert len(set(tables)) == len(tables)  # no sequence twice
+        assert part.forced_experts is not None
+        assert torch.equal(part.forced_experts.flatten(), part.token_ids)
+        rows += part.token_ids[part.logit_rows].tolist()
+    assert torch.cat([part.token_ids for part in parts]).tolist() == list(range(15))
+    assert torch.equal(torch.cat([part.positions for part in parts]), whole.positions)
+    assert rows == [2, 3, 8, 13, 14]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
+    yield
+    assert _no_threads_left(thread_names)
+
+
+# ---- a head in pieces
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_a_head_in_pieces_gives_the_same_words(
+    name: str, dtype: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head of its own, and of two that are tied to the embedding."""
+    folder = folders(name)
+    expected = resident_facts(folder, dtype)
+    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
+    monkeypatch.setattr("verbatim.placement.offload.head._WHOLE", (torch.nn.Module,))
+    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
+    for weights in ((0, 0, 100), (40, 0, 60)):
+        with offloaded(folder, dtype, weights=weights) as llm:
+            runner: Any = llm.engine.runner
+            pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
+            if kernels.library() is not None:
+                assert len(pieces) > 1
+            assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected
+
+
+def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
+    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 1 << 12)
+    model = toys.make_toy("llama", tie_word_embeddings=False, vocab_size=4096)
+    model.save_pretrained(tmp_path, max_shard_size=model.lm_head.weight.nbytes)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    path = tmp_path / index["lm_head.weight"]
+    assert list(index.values()).count(path.name) == 1
+    with offloaded(tmp_path) as llm:
+        llm.generate([[5, 6]], GREEDY)
+        data = path.read_bytes()
+        path.write_bytes(data[:-8] + data[-4:] + data[-8:-4])
+        with pytest.raises(TierFailed, match="changed since the model was opened"):
+            llm.generate([[5, 6]], GREEDY)
+
+
+def test_rows_that_are_drawn_a_few_at_a_time_are_the_same(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folders("llama")
+    expected = resident_facts(folder, "float32")
+    with offloaded(folder) as llm:
+        runner: Any = llm.engine.runner
+        for at_once in (1, 2, 5):
+            monkeypatch.setattr(runner, "_rows_at_once", lambda rows, n=at_once: n)
+            assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected

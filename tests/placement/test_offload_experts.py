@@ -1,0 +1,456 @@
+"""Offloaded experts: only those that tokens choose are read, and no token depends on which are held."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support import sweep, toys
+from support.requests_mixed import facts, mixed_requests
+from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
+from verbatim.batch import Batch
+from verbatim.model.experts import run_experts
+from verbatim.placement.offload import experts as cache_room
+from verbatim.placement.offload.experts import ExpertCache
+from verbatim.placement.offload.trace import Trace
+from verbatim.placement.offload.units import Units, find_units
+from verbatim.weights.files import File, read_whole
+from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
+from verbatim.weights.skeleton import open_skeleton
+
+ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+# One of each form: stacked one by one, stored transposed with biases, one matrix below the other,
+# stored stacked, with experts that have no weights.
+FORMS = ("qwen3_moe", "gpt_oss", "dbrx", "granitemoe", "longcat_flash")
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return toys.saver(tmp_path_factory, sweep.build)
+
+
+def offloaded(folder: Path, **settings: Any) -> LLM:
+    engine = {k: settings.pop(k) for k in ("quantization", "dtype") if k in settings}
+    placement = Offload(gpu=settings.pop("gpu", "300MB"), **(ON_DISK | settings))
+    return LLM(folder, max_length=200, placement=placement, **engine)
+
+
+def cache_of(llm: LLM) -> ExpertCache:
+    found: Any = llm.engine.runner.weights.experts
+    assert isinstance(found, ExpertCache)
+    return found
+
+
+def words(llm: LLM, count: int = 9) -> Any:
+    return [facts(result) for result in llm.generate(*mixed_requests(count))]
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units]:
+    from transformers import AutoConfig
+
+    module, lazy_weights = open_skeleton(folder, AutoConfig.from_pretrained(folder), dtype, False)
+    units = find_units(module, lazy_weights)
+    units.split_experts()
+    return module, units
+
+
+# ---- no token depends on it
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", FORMS)
+def test_tokens_are_those_of_the_model_in_memory(
+    name: str, quantization: str | None, moe: Callable[[str], Path]
+) -> None:
+    with LLM(moe(name), max_length=200, quantization=quantization) as llm:
+        expected = words(llm)
+    for settings in ({}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}):
+        with offloaded(moe(name), quantization=quantization, **settings) as llm:
+            assert words(llm) == expected, settings
+            assert cache_of(llm).bytes_read > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_single_slot_is_enough(
+    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(moe("qwen3_moe"), max_length=200) as llm:
+        expected = words(llm)
+    monkeypatch.setattr(ExpertCache, "_share_out", _with_slots(1))
+    with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
+        assert cache_of(llm).capacity == 1
+        assert words(llm) == expected
+
+
+def _with_slots(count: int) -> Any:
+    plain = ExpertCache._share_out
+
+    def share_out(self: ExpertCache, layers: Any, nbytes: int) -> Any:
+        return plain(self, layers, count * layers[0].expert_bytes)
+
+    return share_out
+
+
+def test_routing_is_recorded_and_replayed(moe: Callable[[str], Path]) -> None:
+    params = SamplingParams(max_tokens=5, seed=1, record_routing=True)
+    with LLM(moe("qwen3_moe"), max_length=200) as llm:
+        (expected,) = llm.generate([[5, 6, 7]], params)
+        record = expected.outputs[0].routing
+        forced = params.replace(replay_routing=(record + 1) % 8)
+        (other,) = llm.generate([[5, 6, 7]], forced)
+    with offloaded(moe("qwen3_moe")) as llm:
+        (found,) = llm.generate([[5, 6, 7]], params)
+        assert facts(found) == facts(expected)
+        assert torch.equal(found.outputs[0].routing, record)
+        assert facts(llm.generate([[5, 6, 7]], forced)[0]) == facts(other)
+
+
+def test_without_kernels(moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    with LLM(moe("qwen3_moe"), max_length=200) as llm:
+        expected = words(llm, 5)
+    with offloaded(moe("qwen3_moe")) as llm:
+        assert words(llm, 5) == expected
+        assert "no compiled kernels" in next(iter(llm.info()["experts"]))
+
+
+# ---- what is read
+
+
+def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) -> None:
+    _, units = opened(moe("qwen3_moe"))
+    layer = units.experts[0]
+    each = layer.expert_bytes
+    cache = ExpertCache(units.experts, 100 * each, 2, Trace())
+    share: Any = layer.module.expert_share
+    whole = {key: materialize(stack.slot.lazy, read_whole) for key, stack in layer.stacks.items()}
+    rows = torch.randn(6, 64)
+    counts = [0, 3, 0, 0, 1, 0, 2, 0]
+    out = share.run(layer.module, rows, counts)
+    cache.next_of(len(units.experts) - 1)
+    for worker in cache._workers:
+        worker.finish()
+    chosen = {e for e, count in enumerate(counts) if count}
+    held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
+    assert held == chosen
+    read = cache.bytes_read
+    assert 3 * each <= read <= 3 * (each + 3 * 2 * 4096)
+    for key, tensor in whole.items():
+        layer.stacks[key].slot.parameter.data = tensor
+    layer.module.__dict__.pop("expert_share")
+    assert torch.equal(out, run_experts(layer.module, rows, counts))
+    assert torch.equal(share.run(layer.module, rows, counts), out)
+    assert cache.bytes_read == read
+    cache.close()
+
+
+def test_experts_used_often_stay(moe: Callable[[str], Path]) -> None:
+    """Under a memory for a quarter of the experts, popular ones are not read again and again."""
+    _, units = opened(moe("qwen3_moe"))
+    layers, each = units.experts, units.experts[0].expert_bytes
+    total = sum(layer.count for layer in layers)
+    cache = ExpertCache(layers, total // 4 * each, 0, Trace())
+    noise = np.random.default_rng(0)
+    popular = np.array([0.35, 0.35, *[0.05] * 6])
+    reads, steps = 0, 60
+    plain = cache.read
+
+    def read(*args: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return plain(*args)
+
+    cache.read = read  # type: ignore[method-assign]
+    chosen = 0
+    for _ in range(steps):
+        for layer in layers:
+            counts = np.zeros(layer.count, dtype=int)
+            counts[noise.choice(layer.count, 2, replace=False, p=popular)] = 1
+            chosen += 2
+            layer.module.expert_share.run(layer.module, torch.zeros(2, 64), counts)  # type: ignore
+    assert reads < 0.6 * chosen  # chance alone would leave three quarters to read
+    cache.close()
+
+
+def test_all_experts_in_turn_leave_in_memory_what_was_there(moe: Callable[[str], Path]) -> None:
+    """Where every step uses every expert, the oldest is the next to be used, and must not be evicted."""
+    _, units = opened(moe("qwen3_moe"))
+    layers, each = units.experts, units.experts[0].expert_bytes
+    total = sum(layer.count for layer in layers)
+    cache = ExpertCache(layers, 3 * total // 4 * each, 0, Trace())
+    reads, plain = 0, cache.read
+
+    def read(*args: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return plain(*args)
+
+    cache.read = read  # type: ignore[method-assign]
+    for step in range(6):
+        if step == 3:
+            reads = 0
+        for layer in layers:
+            layer.module.expert_share.run(  # type: ignore[operator]
+                layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
+            )
+    assert reads / 3 <= 0.45 * total  # evicting the oldest would read all of them
+    cache.close()
+
+
+def test_experts_of_the_next_layer_are_read_ahead(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    plain = ExpertCache.read
+
+    def read(self: ExpertCache, layer: Any, expert: int, slot: int) -> Any:
+        asked.append((running, layer.number))
+        return plain(self, layer, expert, slot)
+
+    monkeypatch.setattr(ExpertCache, "read", read)
+    _, units = opened(moe("qwen3_moe"))
+    layers, each = units.experts, units.experts[0].expert_bytes
+    cache = ExpertCache(layers, 2 * layers[0].count * each, 2, Trace())
+    for _ in range(3):
+        asked.clear()
+        for number, layer in enumerate(layers):
+            running = number
+            layer.module.expert_share.run(  # type: ignore[operator]
+                layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
+            )
+    assert {(r + 1) % len(layers) for r, _ in asked} == {layer for _, layer in asked}
+    assert all(layer == (r + 1) % len(layers) for r, layer in asked)
+    cache.close()
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_expert_is_cut_from_every_form(
+    name: str, dtype: torch.dtype, moe: Callable[[str], Path]
+) -> None:
+    _, units = opened(moe(name), dtype)
+    assert units.experts
+    for stack in (s for layer in units.experts for s in layer.stacks.values()):
+        whole = materialize(stack.slot.lazy, read_whole)
+        rows = whole.shape[0] // stack.count
+        for expert in range(stack.count):
+            lazy = stack.lazy(expert)
+            assert torch.equal(
+                materialize(lazy, read_whole), whole[expert * rows : (expert + 1) * rows]
+            )
+            made = [materialize(piece, read_whole).flatten() for piece in pieces_of(lazy)]
+            assert torch.equal(
+                torch.cat(made), whole[expert * rows : (expert + 1) * rows].flatten()
+            )
+
+
+def test_what_cannot_be_cut_is_said() -> None:
+    stored = Computed(torch.ops.aten.t.default, (torch.zeros(2, 2),), {}, None)
+    assert rows_of(stored, 0, 1) is None
+
+
+# ---- memory, errors, what is said
+
+
+def test_the_budget_holds_hot_experts(moe: Callable[[str], Path]) -> None:
+    held = []
+    for gpu in ("900KB", "1100KB", "1400KB"):
+        placement = Offload(gpu=gpu, policy=None, workload=(16, 8))
+        with LLM(moe("qwen3_moe"), max_length=64, max_sequences=4, placement=placement) as llm:
+            plan, cache = llm.info()["plan"], cache_of(llm)
+            assert plan["memory_bytes"] <= plan["budget"]
+            assert cache.nbytes <= plan["memory"]["experts"]
+            said = f"read when chosen, {cache.capacity} of {cache.num_experts} held in memory"
+            assert said in next(iter(llm.info()["experts"]))
+            held.append(cache.capacity)
+            llm.generate([[5, 6, 7]] * 4, GREEDY)
+            stats = llm.stats()["offload"]
+            assert stats["experts_bytes"]["actual"] == cache.nbytes
+            assert cache.buffer_bytes <= plan["memory"]["expert buffers"]
+    assert held == sorted(held)
+    assert held[0] < held[-1]
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_a_model_that_fits_reads_nothing(
+    quantization: str | None, moe: Callable[[str], Path]
+) -> None:
+    """Nor are its quantized experts unpacked."""
+    with LLM(moe("qwen3_moe"), max_length=200, quantization=quantization) as llm:
+        expected = words(llm)
+    for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
+        with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
+            assert words(llm) == expected
+            runner: Any = llm.engine.runner
+            assert runner.weights.experts is None
+            assert set(llm.info()["experts"]) == {"all in one kernel call"}
+            room, planned = runner.weights._room, llm.info()["plan"]["memory"]
+            assert (0 if room is None else room.nbytes) <= planned.get("unpacked weights", 0)
+            module = runner.module
+        held = [b for layer in module.modules() for b in layer.buffers() if b.dtype is torch.uint8]
+        assert all(b.untyped_storage().nbytes() <= 4 for b in held)
+
+
+def test_close_gives_the_memory_back(moe: Callable[[str], Path]) -> None:
+    llm = offloaded(moe("qwen3_moe"))
+    llm.generate([[5, 6, 7]] * 4, GREEDY)
+    memory = [weakref.ref(t) for t in cache_of(llm)._layers[0].pool._memory.values()]
+    llm.close()
+    gc.collect()
+    assert all(ref() is None for ref in memory)
+
+
+def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str], Path]) -> None:
+    """With fewer slots than a layer has experts, reads are those without reading ahead."""
+    _, units = opened(moe("qwen3_moe"))
+    layers, each = units.experts, units.experts[0].expert_bytes
+    read = {}
+    for num_readers in (0, 2):
+        cache = ExpertCache(layers, 4 * each, num_readers, Trace())
+        for step in range(5):
+            if step == 2:
+                before = cache.bytes_read
+            for layer in layers:
+                layer.module.expert_share.run(  # type: ignore[operator]
+                    layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
+                )
+        for worker in cache._workers:
+            worker.finish()
+        read[num_readers] = cache.bytes_read - before
+        cache.close()
+    assert read[2] <= 1.05 * read[0]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_waiting_for_experts_counts_as_loading(
+    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = File.read
+
+    def slowly(self: File, *args: Any) -> int:
+        time.sleep(0.002)
+        return plain(self, *args)
+
+    monkeypatch.setattr(File, "read", slowly)
+    with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
+        runner: Any = llm.engine.runner
+        assert runner.timings().compute_s >= 0
+        llm.generate([[5, 6, 7]], GREEDY)
+        assert cache_of(llm).wait_s > 0.01
+        assert 0 <= runner.timings().compute_s < runner.timings().load_s
+
+
+def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
+    moe: Callable[[str], Path],
+) -> None:
+    _, units = opened(moe("qwen3_moe"))
+    layer = units.experts[0]
+    layer.module.post_expert_norm = torch.nn.RMSNorm(64)
+    cache = ExpertCache(units.experts, 1, 0, Trace())
+    held: Any = cache._layers[0].held
+    assert held.post_expert_norm.weight is layer.module.post_expert_norm.weight  # type: ignore
+    cache.close()
+
+
+def test_a_read_that_could_not_begin_leaves_no_expert_behind(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(moe("qwen3_moe")) as llm:
+        expected = words(llm)
+        plain = ExpertCache.read
+
+        def read(self: ExpertCache, *args: Any) -> Any:
+            if noise.random() < 0.05:
+                raise MemoryError
+            return plain(self, *args)
+
+        for seed in range(6):
+            noise = np.random.default_rng(seed)
+            monkeypatch.setattr(ExpertCache, "read", read)
+            with pytest.raises(MemoryError):
+                words(llm)
+            monkeypatch.undo()
+            assert words(llm) == expected
+
+
+def test_files_are_closed_where_the_cache_can_not_be_made(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(ExpertCache, "_share_out", failing)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            offloaded(moe("qwen3_moe"), quantization="int4")
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_expert_that_cannot_be_read_ends_the_engine(
+    overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = offloaded(moe("qwen3_moe"), overlap=overlap)
+    module: Any = llm.engine.runner.module
+
+    def read(self: File, *args: Any) -> int:
+        raise TierFailed(f"disk tier: reading {self.path} failed")
+
+    monkeypatch.setattr(File, "read", read)
+    with pytest.raises(TierFailed, match="safetensors"):
+        llm.generate([[5, 6, 7]] * 4, GREEDY)
+    llm.close()
+    assert not any("expert_share" in layer.__dict__ for layer in module.modules())
+
+
+def test_ctrl_c_while_experts_are_read(
+    moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(moe("qwen3_moe")) as llm:
+        expected = words(llm)
+        plain, calls = cache_room.run_experts, 0
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 7:
+                raise KeyboardInterrupt
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(cache_room, "run_experts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6, 7]] * 4, GREEDY)
+        monkeypatch.undo()
+        assert words(llm) == expected
+
+
+def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], Path]) -> None:
+    with offloaded(moe("qwen3_moe")) as llm:
+        runner: Any = llm.engine.runner
+        plain, size = runner.forward, runner.vocab_size
+        found: list[int] = []
+
+        def forward(batch: Batch) -> Any:
+            alive = (o for o in gc.get_objects() if type(o) is torch.Tensor)
+            found.append(sum(t.dim() > 1 and t.shape[-1] == size and t.numel() > 0 for t in alive))
+            return plain(batch)
+
+        runner.forward = forward
+        gc.collect()
+        gc.disable()
+        try:
+            llm.generate([[5, 6, 7]] * 6, SamplingParams(max_tokens=12, ignore_eos=True))
+        finally:
+            gc.enable()
+    assert max(found[6:]) <= max(found[:3])

@@ -1,0 +1,507 @@
+"""The policy of offloading: what it chooses, what it keeps to, what it predicts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.requests_mixed import facts, mixed_requests
+from support.toys import TOYS, make_toy
+from verbatim import LLM, InvalidRequest, Offload
+from verbatim.errors import OutOfBlocks
+from verbatim.heap import Heap
+from verbatim.kv.store import bytes_per_token
+from verbatim.placement.offload import forecast as forecasts
+from verbatim.placement.offload import machine as machines
+from verbatim.placement.offload.cost import Load, pipeline_s, predict, predict_step
+from verbatim.placement.offload.machine import NOMINAL, Machine, measure
+from verbatim.placement.offload.memory import waiting_bytes
+from verbatim.placement.offload.plan import Plan
+from verbatim.placement.offload.policy import make_plan
+from verbatim.placement.offload.report import amount, compared, plan_text
+from verbatim.placement.offload.shape import ModelShape, SlotShape, UnitShape
+from verbatim.placement.offload.shares import Costs, Room, solve
+from verbatim.placement.options import EngineOptions, engine_options
+from verbatim.weights.lazy import sources
+
+GB = 1_000_000_000
+PAGE = 4096
+
+
+def options(**changes) -> EngineOptions:
+    return engine_options(**changes)
+
+
+def model(layers=28, hidden=2048, inner=6144, vocab=151_936, heads=16, kv_heads=8, *, tied=True):
+    """The sizes of a decoder of the usual kind in bfloat16; by default 3.4 GB."""
+    slots, units, width = [], [], 128
+
+    def add(*shape):
+        elements = torch.Size(shape).numel()
+        nbytes = 2 * elements
+        slots.append(SlotShape(nbytes, -(-nbytes // PAGE) * PAGE, 0, elements * (len(shape) > 1)))
+        return len(slots) - 1
+
+    embedding = add(vocab, hidden)
+    units.append(UnitShape("embed", (embedding,), gathers=True))
+    for number in range(layers):
+        matrices = [
+            (heads * width, hidden),
+            (2 * kv_heads * width, hidden),
+            (hidden, heads * width),
+        ]
+        matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        own = (add(hidden), *(add(*shape) for shape in matrices))
+        units.append(UnitShape(f"layers.{number}", own, attends=True))
+    held = (add(hidden),)
+    units.append(UnitShape("head", (embedding if tied else add(vocab, hidden),)))
+    attention = (heads + 2 * kv_heads) * width
+    per_token = layers * kv_heads * width * 2 * 2
+    return ModelShape(
+        tuple(slots), tuple(units), held, 2, per_token, layers, hidden, inner, attention, vocab
+    )
+
+
+def planned(shape, machine=NOMINAL, limit=40_960, given=None, **said):
+    return make_plan(shape, Offload(**said), given or options(), machine, limit)
+
+
+def test_what_fits_into_memory_stays_there():
+    plan, prediction = planned(model(), gpu="16GB")
+    assert plan.weights == (100, 0, 0) and plan.kv == (100, 0, 0)
+    assert prediction.decode.weight_bytes == 0 and plan.ring_bytes == 0
+    assert prediction.limit == "computing"
+    assert plan.reasons[0] == "All weights that a step reads as a whole stay in memory."
+    # K and V take what is left, for longer sequences and for prefixes that are kept.
+    assert plan.kv_bytes > 0.5 * 16 * GB
+
+
+def test_two_budgets_that_hold_everything_leave_the_disk_alone():
+    plan, _ = planned(model(), gpu="3GB", cpu="5GB", workload=(32, 32))
+    gpu, cpu, disk = plan.weights
+    assert disk == 0 and gpu > 0 and cpu > 0
+    assert set(plan.tiers) == {"gpu", "cpu"}
+
+
+def test_a_head_larger_than_six_layers_is_kept_rather_than_streamed():
+    shape = model()
+    plan, _ = planned(shape, gpu="2GB", workload=(32, 32))
+    head = shape.units[-1].slots[0]
+    assert plan.tiers[head] == "gpu"
+    assert plan.ring_bytes < shape.slots[head].nbytes  # which it would be at least, streamed
+    assert 0 < plan.weights[2] < 100
+
+
+def test_k_and_v_go_to_a_disk_that_is_fast_and_not_to_one_that_is_slow_to_write():
+    fast = replace(NOMINAL, read_rate=2e10, write_rate=2e10)
+    slow = replace(NOMINAL, read_rate=2e10, write_rate=2e6)
+    assert planned(model(), fast, gpu="1GB")[0].kv[2] > 0
+    assert planned(model(), slow, gpu="1GB")[0].kv[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_s", "expected"), [(4.0, "kv"), (0.5, "weights")], ids=["dear KV", "cheap KV"]
+)
+def test_memory_goes_to_what_the_disk_is_slowest_at(kv_s, expected):
+    # 2 GB of each, room for 2 GB; a byte of weights costs 1/2 s a GB, one of K and V kv_s / 2.
+    costs = Costs(2 * GB, 2 * GB, 0, 1.0, kv_s, 0.0, compute_s=0.1, overlap=True)
+    shares = solve(Room(2 * GB, 0, 1e15, 2 * GB), costs)
+    kept = {"weights": shares.weights[0], "kv": shares.kv[0]}
+    assert kept.pop(expected) == pytest.approx(100)
+    assert next(iter(kept.values())) == pytest.approx(0)
+
+
+def test_the_program_fills_the_device_first_and_keeps_to_what_is_settled():
+    costs = Costs(3 * GB, 1 * GB, 0, 3.0, 1.0, 0.0, compute_s=0.1, overlap=False)
+    room = Room(2 * GB, 1 * GB, 1e15, 3 * GB)
+    free = solve(room, costs)
+    assert free.weights[0] + free.weights[1] == pytest.approx(200 / 3, abs=34)
+    in_gpu = 3 * free.weights[0] + free.kv[0]
+    in_cpu = 3 * free.weights[1] + free.kv[1]
+    assert (in_gpu, in_cpu) == (pytest.approx(200), pytest.approx(100))
+    settled = solve(room, costs, weights=(10, 20, 70), kv=(0, 0, 100))
+    assert settled.weights == pytest.approx((10, 20, 70)) and settled.kv == pytest.approx(
+        (0, 0, 100)
+    )
+    assert solve(room, costs, weights=(90, 0, 10)) is None  # 2.7 GB into 2
+    assert solve(Room(0, 0, 0.5 * GB, 0), costs) is None  # nowhere for 1 GB of K and V
+
+
+@pytest.mark.parametrize("workload", [(32, 32), (512, 128)], ids=["short", "long"])
+def test_more_memory_is_never_predicted_to_be_slower(workload):
+    shape, best = model(layers=6, inner=28_672), 0.0
+    for budget in (0.8, 1, 1.4, 2, 3, 4, 6, 10):
+        plan, prediction = planned(shape, gpu=int(budget * GB), workload=workload)
+        # Of plans within 2% of the fastest, the one with the least work for the disk is taken.
+        assert prediction.tokens_per_s >= 0.97 * best, budget
+        assert plan.memory_bytes <= budget * GB
+        best = max(best, prediction.tokens_per_s)
+
+
+_sizes = st.fixed_dictionaries(
+    dict(
+        layers=st.integers(1, 6),
+        hidden=st.integers(1, 64).map(lambda n: 16 * n),
+        inner=st.integers(1, 4000),
+        vocab=st.integers(100, 160_000),
+        heads=st.sampled_from([1, 4, 12]),
+        kv_heads=st.sampled_from([1, 2]),
+        tied=st.booleans(),
+    )
+)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=_sizes,
+    gpu=st.integers(1, 1000).map(lambda n: n * 700_000),
+    cpu=st.none() | st.integers(0, 300).map(lambda n: n * 1_000_000),
+    workload=st.tuples(st.integers(1, 2000), st.integers(1, 300)),
+    kv=st.sampled_from([None, (100, 0, 0), (0, 0, 100), (30, 40, 30)]),
+)
+def test_a_plan_keeps_to_the_budgets_or_is_refused(sizes, gpu, cpu, workload, kv):
+    shape = model(**sizes)
+    budget = gpu + (cpu or 0)
+    try:
+        plan, prediction = planned(shape, gpu=gpu, cpu=cpu, workload=workload, kv=kv)
+    except (OutOfBlocks, InvalidRequest) as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert f"allow for {budget}" in refused
+        return
+    resident = sum(s.nbytes for s, at in zip(shape.slots, plan.tiers, strict=True) if at != "disk")
+    streamed = [shape.streamed(unit, plan.tiers) for unit in shape.units]
+    in_memory = int(plan.kv_bytes * (plan.kv[0] + plan.kv[1]) / 100)
+    logits = plan.block_size * shape.vocab * 4
+    assert resident + plan.ring_bytes + in_memory + logits <= plan.memory_bytes <= budget
+    assert plan.ring_bytes >= max(streamed)
+    assert plan.kv_bytes >= 2 * 16 * shape.kv_bytes_per_token
+    assert all(plan.tiers[i] != "disk" for i in shape.held)
+    assert kv is None or plan.kv == kv
+    assert prediction.tokens_per_s > 0 and prediction.sequences <= plan.block_size
+    if cpu is not None:
+        for at, (tier, most) in enumerate((("gpu", gpu), ("cpu", cpu))):
+            own = [s.nbytes for s, t in zip(shape.slots, plan.tiers, strict=True) if t == tier]
+            assert sum(own) + plan.kv_bytes * plan.kv[at] / 100 <= most
+
+
+def test_what_the_user_chose_is_kept():
+    plan, _ = planned(
+        model(),
+        given=options(kv_memory="300MB", max_batch_tokens=77, max_sequences=40, block_size=8),
+        gpu="3GB",
+        cpu="1GB",
+        weights=(20, 5, 75),
+        kv=(50, 0, 50),
+        activations=(0, 100, 0),
+        batch_size=5,
+        micro_batches=3,
+        overlap=False,
+    )
+    assert (plan.weights, plan.kv, plan.activations) == ((20, 5, 75), (50, 0, 50), (0, 100, 0))
+    assert (plan.batch_size, plan.micro_batches, plan.block_size) == (5, 3, 15)
+    assert (plan.kv_bytes, plan.kv_block, plan.max_batch_tokens) == (300_000_000, 8, 77)
+    assert not plan.overlap
+
+
+@pytest.mark.parametrize(
+    ("said", "checks"),
+    [
+        (dict(batch_size=6), lambda p: p.batch_size == 6 and p.block_size <= 36),
+        (dict(micro_batches=4), lambda p: p.micro_batches == 4 and p.block_size <= 36),
+        (dict(), lambda p: p.block_size <= 36),
+    ],
+    ids=["batch size", "micro-batches", "neither"],
+)
+def test_a_block_has_no_more_sequences_than_may_run(said, checks):
+    plan, _ = planned(model(), given=options(max_sequences=36), gpu="3GB", **said)
+    assert checks(plan)
+
+
+def test_percents_without_budgets_are_obeyed():
+    plan, _ = planned(model(), weights=(100, 0, 0), kv=(100, 0, 0))
+    assert plan.budget is None and set(plan.tiers) == {"gpu"}
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "says"),
+    [
+        (dict(gpu="300MB"), OutOfBlocks, ["at least ", "ring ", "allow for 300000000"]),
+        (
+            dict(gpu="1GB", weights=(100, 0, 0)),
+            InvalidRequest,
+            ["weights=(100.0, 0.0, 0.0)", "weights 3.44 GB", "gpu=1000000000"],
+        ),
+        (
+            dict(gpu="1GB", kv=(100, 0, 0), batch_size=250, micro_batches=1),
+            InvalidRequest,
+            ["kv=(100.0, 0.0, 0.0)", "batch_size=250", "logits"],
+        ),
+        (dict(gpu=0, cpu="200MB"), OutOfBlocks, ["gpu=0 and cpu=200000000 allow for 200000000"]),
+    ],
+    ids=["ring", "weights", "batch", "cpu"],
+)
+def test_a_refusal_names_what_is_needed_and_what_was_given(said, error, says):
+    with pytest.raises(error) as refused:
+        planned(model(), **said)
+    for part in says:
+        assert part in str(refused.value)
+
+
+def test_too_much_kv_memory_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match=r"kv_memory=900000000.*K and V 900 MB"):
+        planned(model(), given=options(kv_memory="900MB"), gpu="1GB", kv=(100, 0, 0))
+
+
+def test_k_and_v_on_the_disk_keep_to_its_limit():
+    plan, _ = planned(model(), gpu="1GB", disk_limit="400MB")
+    assert plan.kv_bytes * plan.kv[2] / 100 <= 400_000_000
+
+
+# Arithmetic that can be done by hand: 1,000 weights a matrix, 1 us for each row and 100 of them.
+
+ROUND = Machine(
+    read_rate=1e6,
+    write_rate=5e5,
+    row_s=0.0,
+    copy_rate=1e18,
+    product_s=((1, 1e-5), (10, 1e-4)),
+    kv_rate=1e6,
+    attention_s=0.0,
+    sample_s=1e-3,
+    unit_s=0.0,
+)
+SMALL = ModelShape(
+    slots=(SlotShape(2000, 4096, 0, 1000), SlotShape(2000, 8192, 0, 1000)),
+    units=(UnitShape("a", (0,), attends=True), UnitShape("b", (1,), attends=True)),
+    held=(),
+    itemsize=2,
+    kv_bytes_per_token=200,
+    layers=2,
+    hidden=10,
+    intermediate=10,
+    attention=30,
+    vocab=10,
+)
+
+
+def small_plan(**changes) -> Plan:
+    settled = dict(
+        weights=(0, 0, 100), kv=(100, 0, 0), activations=(100, 0, 0), tiers=("disk", "disk"),
+        ring_bytes=100_000, kv_bytes=200 * 16 * 9, batch_size=4, micro_batches=2, micro_tokens=10,
+        max_batch_tokens=10,
+    )  # fmt: skip
+    return Plan(**{**settled, **changes})
+
+
+def test_a_step_by_hand():
+    plan = small_plan(overlap=False)
+    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    assert step.weight_bytes == 4096 + 8192
+    assert step.io_s == pytest.approx(0.012288)
+    # Two micro-batches of 4 rows at 4e-5 s a weight, 1,000 weights, two units; K and V: 8 x 50 x 200 bytes.
+    assert step.compute_s == pytest.approx(2 * 2 * 1000 * 4e-5 + 8 * 50 * 200 / 1e6)
+    assert step.seconds == pytest.approx(step.io_s + step.compute_s)
+    overlapped = predict_step(SMALL, small_plan(), ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    assert overlapped.seconds == pytest.approx(step.compute_s)  # reading hides behind it
+    assert overlapped.kv_bytes == 0
+
+
+def test_k_and_v_on_the_disk_by_hand():
+    plan = small_plan(kv=(50, 0, 50), tiers=("gpu", "gpu"), ring_bytes=0, overlap=False)
+    step = predict_step(SMALL, plan, ROUND, Load(8, 8, 50, 8), plan.widths(64))
+    read, written = 8 * 50 * 100, 8 * 16 * 100  # whole blocks of 16 are written
+    assert step.weight_bytes == 0
+    assert step.kv_bytes == read + written
+    assert step.io_s == pytest.approx(read / 1e6 + written / 5e5)
+
+
+def test_a_whole_workload_by_hand():
+    plan = small_plan(overlap=False)
+    found = predict(SMALL, plan, ROUND, (40, 24))  # 64 tokens, so that K and V hold two of them
+    assert found.sequences == 2
+    decode_s = 0.012288 + 2 * 1000 * 2e-5 + 2 * 52 * 200 / 1e6
+    assert found.decode.seconds == pytest.approx(decode_s)
+    # 80 rows of prompts in 8 forwards of 10 rows, in which a row costs what it costs alone.
+    prompts_s = 8 * (0.012288 + 2 * 1000 * 1e-4)
+    assert found.prefill_s == pytest.approx(prompts_s)
+    total = prompts_s + 24 * (decode_s + 2 * 10 * 1e-3)
+    assert found.tokens_per_s == pytest.approx(2 * 24 / total)
+    assert found.limit == "computing"
+
+
+@pytest.mark.parametrize(
+    ("io", "compute", "ring", "expected"),
+    [
+        ([2.0, 2.0], [1.0, 1.0], 20, 4.0),  # the disk is busy all the time
+        ([1.0, 1.0], [2.0, 2.0], 20, 4.0),  # the processor is
+        ([2.0, 2.0], [1.0, 1.0], 10, 6.0),  # room for one: nothing is read while it is used
+        ([3.0, 1.0], [1.0, 3.0], 20, 4.0),  # each is read while the other computes
+        ([0.0, 0.0], [1.0, 1.0], 0, 2.0),  # nothing is read
+    ],
+    ids=["disk", "processor", "small ring", "in turn", "resident"],
+)
+def test_reading_ahead_by_hand(io, compute, ring, expected):
+    nbytes = [10 if seconds else 0 for seconds in io]
+    assert pipeline_s(nbytes, io, compute, ring) == pytest.approx(expected)
+
+
+def test_products_between_measured_numbers_of_rows():
+    assert ROUND.product(1) == 1e-5
+    assert ROUND.product(5.5) == pytest.approx(5.5e-5)
+    assert ROUND.product(20) == pytest.approx(2e-4)
+    assert ROUND.product(0) == 0
+
+
+def test_amounts_are_rounded_into_their_unit():
+    assert [amount(n) for n in (0, 999, 999_600, 1e9, 2.5e12)] == [
+        "0 bytes", "999 bytes", "1 MB", "1 GB", "2,500 GB",
+    ]  # fmt: skip
+
+
+# Real models.
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_the_config_tells_what_attention_stores(name, folders):
+    with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
+        runner = llm.engine.runner
+        layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
+        recorded = runner.decoder.anatomy.routed
+        expected = bytes_per_token(layers, torch.float32)
+        expected += 0 if recorded is None else recorded.bytes_per_token
+        assert expected <= shape.kv_bytes_per_token <= 1.1 * expected
+        assert shape.nbytes == sum(p.nbytes for p in make_toy(name).parameters())
+        assert shape.vocab == runner.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama", dict(gpu="500KB", policy=None)),
+        ("qwen3_moe", dict(gpu="600KB", cpu="500KB", policy=None)),
+        ("gpt2", dict(gpu=0, cpu="1300KB", weights=(0, 30, 70))),
+        ("deepseek_v3", dict(gpu="2MB", weights=(20, 0, 80), kv=(50, 0, 50), overlap=False)),
+    ],
+    ids=["llama", "qwen3_moe", "gpt2", "deepseek_v3"],
+)
+def test_words_under_a_small_budget_are_those_of_the_resident_model(name, said, folders):
+    prompts, params = mixed_requests(8)
+    with LLM(folders(name), max_length=160) as llm:
+        expected = [facts(result) for result in llm.generate(prompts, params)]
+    placement = Offload(workload=(40, 8), **said)
+    with LLM(folders(name), max_length=160, max_sequences=8, placement=placement) as llm:
+        assert [facts(result) for result in llm.generate(prompts, params)] == expected
+        runner, stats = llm.engine.runner, llm.stats()["offload"]
+    plan = runner.plan
+    assert runner.weights.bytes_read > 0  # it did not fit
+    budget = (placement.gpu or 0) + (placement.cpu or 0)
+    assert plan.memory_bytes <= budget
+    actual = {kind: both["actual"] for kind, both in stats.items() if kind.endswith("_bytes")}
+    for kind in ("weights", "ring", "K and V"):
+        assert actual.get(f"{kind}_bytes", 0) <= plan.memory.get(kind, 0), kind
+    read = stats["decode_weights_bytes"]
+    most = 1.0 if runner.weights.experts is None else 1.5  # which experts are chosen is chance
+    assert read["actual"] <= most * read["predicted"]
+
+
+def test_a_resident_model_has_no_such_stats():
+    with LLM(make_toy("llama")) as llm:
+        assert "offload" not in llm.stats()
+
+
+def test_rows_of_a_forward_are_the_plans_to_choose_unless_they_are_given(folders):
+    said = dict(max_length=128, placement=Offload(gpu="50MB", policy=None))
+    with LLM(folders("llama"), **said) as llm:
+        runner = llm.engine.runner
+        assert llm.engine.scheduler.max_batch_tokens == runner.plan.max_batch_tokens
+    with LLM(folders("llama"), max_batch_tokens=2048, **said) as llm:
+        assert llm.engine.scheduler.max_batch_tokens == 2048
+    with LLM(folders("llama"), max_length=128) as llm:
+        assert llm.engine.scheduler.max_batch_tokens == 2048
+
+
+def test_logits_of_prompts_are_bounded_by_the_budget(folders):
+    with LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
+        assert llm.engine.scheduler.max_prompt_rows == llm.engine.runner.plan.prompt_rows
+        assert llm.engine.scheduler.max_prompt_rows < 256
+
+
+def test_nothing_is_measured_unless_the_policy_needs_it(folders, monkeypatch):
+    def measured(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(forecasts, "measure", measured)
+    LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)).close()
+    with pytest.raises(AssertionError):
+        LLM(folders("llama"), placement=Offload(gpu="1MB"))
+
+
+def test_measuring_leaves_nothing_behind_and_happens_once(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "_found", {})
+    with LLM(folders("llama"), placement=Offload(gpu="1MB", policy=None)) as llm:
+        slots = llm.engine.runner.weights.units.slots
+        tensors = [stored for slot in slots for stored in sources(slot.lazy)]
+    found = measure(tensors, tmp_path, torch.float32)
+    assert all(value > 0 for value in found.as_dict().values() if isinstance(value, int | float))
+    assert [rows for rows, _ in found.product_s] == [1, 8, 64, 512]
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(machines, "_usual", None)  # it would be called
+    assert measure(tensors, tmp_path, torch.float32) == found
+
+
+def test_a_folder_that_may_hold_little_is_not_written_to_for_a_measurement(folders, monkeypatch):
+    monkeypatch.setattr(machines, "_writing", None)  # it would be called
+    placement = Offload(gpu="1MB", disk_limit="1MB")
+    LLM(folders("llama"), max_length=128, placement=placement).close()
+
+
+def test_the_plan_is_told_in_words():
+    text = plan_text(*planned(model(), gpu="2GB", workload=(32, 32)))
+    for part in ("weights ", "  ring ", "limited by", "new tokens/s", "once for all", "2 GB"):
+        assert part in text
+
+
+def test_predicted_stands_beside_actual():
+    table = compared(
+        {
+            "decode_step_s": {"predicted": 0.5, "actual": 0.25},
+            "decode_weights_bytes": {"predicted": 2e9, "actual": 2e9},
+            "read_in_decode_per_s": {"predicted": 4e9, "actual": None},
+            "tokens_per_s": {"predicted": None, "actual": 12.345},
+        }
+    )
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[1] == ["decode", "step", "500", "ms", "250", "ms", "0.50"]
+    assert lines[2] == ["decode", "weights", "2", "GB", "2", "GB", "1.00"]
+    assert lines[3] == ["read", "in", "decode/s", "4", "GB/s"]
+    assert lines[4] == ["tokens/s", "12.3"]
+
+
+def test_waiting_rows_are_counted():
+    assert waiting_bytes(SMALL, 10) >= 10 * SMALL.hidden * SMALL.itemsize
+
+
+def test_freed_memory_goes_back_once_it_is_more_than_the_limit():
+    heap = Heap(0)
+    if not heap.free_bytes:
+        pytest.skip("this C library does not tell what it keeps")
+    kept = [torch.ones(100_000) for _ in range(200)]  # 400 KB each: on the heap, in one row
+    del kept[::2]
+    for limit, is_kept in ((1 << 40, True), (1_000_000, False)):
+        before = _resident_bytes()
+        Heap(limit).tidy()
+        assert (_resident_bytes() > before - 10_000_000) == is_kept, limit
+    assert all(float(block.sum()) == 100_000 for block in kept)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,394 @@
+"""One model over several processes: the same bits, and nobody waits for a rank that is gone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import toys
+from support.parallel_rank import GREEDY, ROLLOUT, fingerprint
+from support.programs import run_ranks, run_without_kernels
+from support.requests_mixed import all_facts, mixed_requests
+from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.attention import paged_attention
+from verbatim.model import products
+from verbatim.model.shard import bounds_of
+from verbatim.placement.parallel.heads import split_heads
+
+Folders = Callable[[str], Path]
+
+
+# ---- what the split rests on
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["nk", "kn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_columns_have_the_same_bits_in_any_slice(dtype: torch.dtype, transposed: bool) -> None:
+    noise = torch.Generator().manual_seed(1)
+    for num_out, depth in ((60, 64), (200, 1000), (130, 33)):
+        weight = torch.randn(num_out, depth, generator=noise).to(dtype)
+        bias = torch.randn(num_out, generator=noise).to(dtype)
+        for num_rows in (1, 5, 70):
+            x = torch.randn(num_rows, depth, generator=noise).to(dtype)
+
+            def product(
+                part: slice,
+                x: torch.Tensor = x,
+                weight: torch.Tensor = weight,
+                bias: torch.Tensor = bias,
+            ) -> torch.Tensor:
+                own = weight[part].clone()
+                own = own.t().contiguous().t() if transposed else own
+                return products.linear(x, own, bias[part].clone())
+
+            whole = product(slice(None))
+            for first, end in ((0, 16), (16, num_out), (7, 9), (0, 31), (num_out - 5, num_out)):
+                # Two columns at least: torch, where no kernel serves, has methods of its own for few.
+                if end - first >= 16 or _has_kernels():
+                    assert torch.equal(product(slice(first, end)), whole[:, first:end])
+
+
+def _has_kernels() -> bool:
+    from verbatim import kernels
+
+    return kernels.library() is not None
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_heads_have_the_same_bits_alone(backend: str) -> None:
+    noise = torch.Generator().manual_seed(2)
+    q = torch.randn(9, 8, 20, generator=noise)
+    k, v = (torch.randn(5, 4, 16, 20, generator=noise) for _ in range(2))
+    batch = (torch.tensor([0, 8, 9]), torch.tensor([40, 33]), torch.tensor([[1, 2, 3], [4, 2, 1]]))
+    starts, lens, tables = (x.to(torch.int32) for x in batch)
+    sinks, alibi = torch.randn(8, generator=noise), torch.randn(8, generator=noise)
+
+    def attend(heads: slice, kv: slice) -> torch.Tensor:
+        options = AttentionOptions(
+            scale=0.2, sinks=sinks[heads].clone(), alibi=alibi[heads].clone()
+        )
+        own_k, own_v = k[:, kv].contiguous(), v[:, kv].contiguous()
+        return paged_attention(
+            q[:, heads], own_k, own_v, starts, lens, tables, options, backend=backend
+        )
+
+    whole = attend(slice(None), slice(None))
+    for size in (2, 3, 4, 8):
+        query, kv = split_heads(8, 4, size)
+        for rank in range(size):
+            own = slice(query[rank], query[rank + 1])
+            assert torch.equal(attend(own, kv[rank]), whole[:, own])
+
+
+def test_shares_are_whole_units_and_nearly_equal() -> None:
+    assert bounds_of(128, 4, 16) == [0, 32, 64, 96, 128]
+    assert bounds_of(100, 3, 16) == [0, 32, 64, 100]
+    assert bounds_of(6, 4) == [0, 1, 3, 4, 6]
+    assert bounds_of(40, 4, 16) is None
+    with pytest.raises(NotSupported, match=r"size=3\): a layer has 4 query heads on 2 KV heads"):
+        split_heads(4, 2, 3)
+
+
+# ---- ranks that the user starts
+
+
+FAST = [
+    ("llama", "float32"),
+    ("gpt2", "float32"),
+    ("qwen3_moe", "bfloat16"),
+    ("gemma2", "bfloat16"),
+]
+SLOW = [
+    (name, dtype)
+    for name in ("qwen3", "gpt2", "gpt_oss", "qwen3_moe", "gemma2", "falcon_mqa", "bloom", "phi3")
+    for dtype in ("float32", "bfloat16")
+] + [("deepseek_v3", "float32"), ("llama", "float32")]
+
+
+def run_all(
+    world: int, models: list[tuple[str, str]], folder: Path, folders: Folders
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank told of each function of parallel_rank.py; the ranks are started once."""
+    from support.mtp_toys import save_with_mtp, toy
+
+    (folder / "models.json").write_text(json.dumps(models))
+    for name in {name for name, _ in models} | {"qwen3_moe"}:
+        (folder / name).symlink_to(folders(name))
+    for name in ("gemma2", "qwen3_moe"):
+        toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
+    save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
+    told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
+    return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, folders: Folders) -> Any:
+    return run_all(2, FAST, tmp_path_factory.mktemp("two"), folders)
+
+
+def test_ranks_that_share_columns_say_what_one_process_says(
+    two_ranks: Any, folders: Folders
+) -> None:
+    check_columns(two_ranks["share_columns"], FAST, folders)
+
+
+def test_ranks_that_share_layers_say_what_one_process_says(two_ranks: Any) -> None:
+    check_layers(two_ranks["share_layers"], two_ranks["folder"][0])
+
+
+def test_ranks_with_requests_of_their_own_share_experts(two_ranks: Any, folders: Folders) -> None:
+    check_experts(two_ranks["share_experts"], two_ranks["folder"][0], folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_models_on_ranks(world: int, tmp_path: Path, folders: Folders) -> None:
+    # On four ranks each model in one dtype, the one or the other in turn.
+    some = [m for i, m in enumerate(SLOW) if i % 4 in (0, 3)]
+    models = SLOW if world == 2 else some + [m for m in SLOW if m[0] == "llama"]
+    assert len(models) == len(set(models))
+    told = run_all(world, models, tmp_path, folders)
+    check_columns(told["share_columns"], models, folders)
+    check_layers(told["share_layers"], tmp_path)
+    check_experts(told["share_experts"], tmp_path, folders)
+
+
+def check_layers(told: list[dict[str, Any]], folder: Path) -> None:
+    prompts, params = mixed_requests(12)
+    with LLM(folder / "deep-gemma2", dtype="bfloat16") as llm:
+        assert {ours["gemma2"] for ours in told} == {fingerprint(llm.generate(prompts, params))}
+    params = [replace(p, record_routing=p.num_beams == 1) for p in params]
+    with LLM(folder / "deep-qwen3_moe") as llm:
+        assert {ours["qwen3_moe"] for ours in told} == {fingerprint(llm.generate(prompts, params))}
+    assert told[0]["rank_layers"][0][1] == 5  # rank 0 has the last layers
+
+
+def check_columns(
+    told: list[dict[str, Any]], models: list[tuple[str, str]], folders: Folders
+) -> None:
+    world = len(told)
+    prompts, params = mixed_requests(12)
+    for name, dtype in models:
+        with LLM(folders(name), dtype=dtype) as llm:
+            expected = fingerprint(llm.generate(prompts, params))
+            if name == "llama":
+                scores = llm.score([[5, 6, 7], [8, 9]])
+                after = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+        assert [ours[f"{name} {dtype}"] for ours in told] == [expected] * world, name
+    for ours in told:
+        assert ours["scores"] == scores and ours["after"] == after
+        assert ours["stream"].startswith("stream: where each rank is a process of the user's")
+        assert "id 1000000 is outside" in ours["refused"]
+
+
+def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) -> None:
+    world = len(told)
+    prompts, params = mixed_requests(12)
+    with LLM(folders("qwen3_moe")) as llm, LLM(folder / "mtp") as second:
+        whole_bytes = llm.info()["weight_bytes"]
+        for rank, ours in enumerate(told):
+            own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
+            results = llm.generate(prompts[own], params[own]) if rank else []
+            assert ours["mixed"] == fingerprint(results)
+            results = second.generate(prompts[own], params[own]) if rank else []
+            assert ours["mtp"] == fingerprint(results)
+            assert (ours["drafted"] > 0) == (rank > 0)
+            assert ours["weight_bytes"] < whole_bytes
+    assert len({ours["forwards"] for ours in told}) == 1
+    assert len({ours["mtp forwards"] for ours in told}) == 1
+
+    for rank, ours in enumerate(told):
+        module = toys.make_toy("qwen3_moe")
+        rows = [[5 + rank, 6, 7]] * (rank + 1)
+        assert torch.tensor(ours["routing"]).shape == (rank + 1, 1, 9, 3, 2)
+        if rank == 0:  # a rollout's noise is its rank's, and here is no other rank
+            found = rl.rollout(module, rows, ROLLOUT, seed=3)
+            assert ours["rows"] == found.sequences.tolist()
+            assert ours["routing"] == found.routing.tolist()
+
+
+# ---- ranks that we start
+
+
+def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folders) -> None:
+    prompts, params = mixed_requests(12)
+    with LLM(folders("mixtral")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(folders("mixtral"), placement=TensorParallel(2), max_batch_tokens=32) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert [d.token_ids for d in llm.stream([5, 6], GREEDY)]
+        info = llm.info()
+        assert info["placement"] == "tensor parallel" and info["ranks"] == 2
+        assert sum(info["rank_kv_bytes"]) == info["kv_bytes"]
+        assert max(info["rank_weight_bytes"]) < 0.6 * info["weight_bytes"]
+        llm.sleep()
+        llm.wake()
+        assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
+        crew = llm.engine.runner.crew
+        (process,), folder = crew.processes.values(), crew.folder
+        # A rank dies in the middle of a request: an error that names it, and soon.
+        stream = llm.stream([5, 6, 7], ROLLOUT)
+        next(stream)
+        os.kill(process.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(TierFailed, match=rf"rank 1 of 2: process {process.pid} .*signal 9"):
+            list(stream)
+        assert time.monotonic() - begin < 20
+    assert process.returncode == -signal.SIGKILL and not folder.exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
+    prompts, params = mixed_requests(6)
+    with LLM(folders("llama")) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(folders("llama"), placement=TensorParallel(2)) as llm:
+        decoder = llm.engine.runner.decoder
+        run, calls = decoder.run, iter(range(100))
+
+        def pressed(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return run(*args, **kwargs)
+
+        decoder.run = pressed
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+        assert all_facts(llm.generate(prompts, params)) == expected
+        process = llm.engine.runner.crew.processes[1]
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
+    llm = LLM(folders("llama"), placement=TensorParallel(2))
+    process = llm.engine.runner.crew.processes[1]
+    del llm  # forgotten
+    gc.collect()
+    assert process.wait(timeout=20) == 0
+    script = (
+        "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
+        "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
+        "print(llm.engine.runner.crew.processes[1].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folders("llama"))],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    pid, end = int(done.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.slow
+def test_ranks_with_other_kernels_are_refused(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verbatim.placement.parallel.crew import Crew
+
+    start = Crew.start
+
+    def start_without_kernels(crew: Crew) -> None:
+        with monkeypatch.context() as patched:
+            patched.setenv("VERBATIM_KERNELS", "none")
+            start(crew)
+
+    monkeypatch.setattr(Crew, "start", start_without_kernels)
+    with pytest.raises(
+        NotSupported, match=r"rank 1 has the numerics key 'cpu/torch.*and rank 0 'cpu/kern"
+    ):
+        LLM(folders("llama"), placement=TensorParallel(2))
+
+
+@pytest.mark.slow
+def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
+    folders: Folders,
+) -> None:
+    script = (
+        "import sys; from verbatim import LLM, TensorParallel\n"
+        "from parallel_rank import fingerprint, mixed_requests\n"
+        "told, requests = [], mixed_requests(6)\n"
+        "for placement in (None, TensorParallel(2)):\n"
+        "    with LLM(sys.argv[1], placement=placement) as llm:\n"
+        "        told.append(fingerprint(llm.generate(*requests)))\n"
+        "        split = llm.info().get('split_linears')\n"
+        "assert told[0] == told[1] and split > 0, (told, split)"
+    )
+    run_without_kernels(script, folders("llama"))
+
+
+@pytest.mark.slow
+def test_torchrun_without_a_process_group(folders: Folders, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from verbatim import LLM, SamplingParams, TensorParallel\n"
+        "with LLM(sys.argv[1], placement=TensorParallel(2)) as llm:\n"
+        "    c = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, seed=3))[0].outputs[0]\n"
+        "    open(sys.argv[2] + str(id(llm)), 'w').write(repr((c.token_ids, c.logprobs)))\n"
+    )
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
+            *["--nproc-per-node", "2", str(script), str(folders("llama")), str(tmp_path / "told")],
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    with LLM(folders("llama")) as llm:
+        from verbatim import SamplingParams
+
+        c = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, seed=3))[0].outputs[0]
+    assert {p.read_text() for p in tmp_path.glob("told*")} == {repr((c.token_ids, c.logprobs))}
+
+
+# ---- at the door
+
+
+def test_what_cannot_be_is_refused_by_name(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verbatim import ExpertParallel
+
+    for options, error, match in (
+        (dict(size=0), InvalidRequest, "size=0"),
+        (dict(size=2, exact=False), NotSupported, "exact=False: not supported"),
+        (dict(size=2, timeout_s=-1), InvalidRequest, "timeout_s=-1"),
+    ):
+        with pytest.raises(error, match=match):
+            TensorParallel(**options)
+    folder = folders("llama")
+    with pytest.raises(InvalidRequest, match=r"torch\.distributed is not initialised"):
+        LLM(folder, placement=ExpertParallel())
+    with pytest.raises(NotSupported, match=r"draft=.*not supported with placement="):
+        LLM(folder, placement=TensorParallel(2), draft="mtp")
+    with pytest.raises(NotSupported, match="a live module is in memory"):
+        LLM(toys.make_toy("llama"), placement=TensorParallel(2))
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequest, match=r"size=2: torch\.distributed has 3 ranks"):
+        LLM(folder, placement=TensorParallel(2))

@@ -1,0 +1,491 @@
+"""Parts of a model, one after the other, compute bit for bit what the whole model does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from support import sweep, toys
+from verbatim.batch import Batch
+from verbatim.errors import (
+    EngineClosed,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    TierFailed,
+    UnsupportedModel,
+)
+from verbatim.kv.store import KVStore
+from verbatim.model.decoder import Decoder, Output
+from verbatim.model.loader import LoadedModel
+from verbatim.model.routing import RoutingStore
+from verbatim.placement.cluster.part import Part
+from verbatim.placement.cluster.shape import PartShape
+from verbatim.placement.cluster.split import Split
+from verbatim.source import open_model
+from verbatim.weights.lazy import Held
+from verbatim.weights.skeleton import open_skeleton
+
+FAST = ("llama", "gpt2", "bloom", "qwen3_moe", "gemma2")
+LENGTHS = (23, 5, 31)
+STEPS = (
+    (3, 2, 17),
+    (20, 4, 28),
+    (21, 5, 29),
+    (23, 5, 31),
+)  # how far each sequence is, forward by forward
+BLOCK_SIZE, BLOCKS = 8, 4  # blocks of each sequence
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+def open_both(folder: Path, dtype: str = "float32") -> tuple[Any, LoadedModel]:
+    """The whole module, and a skeleton."""
+    whole = open_model(folder, None, dtype, None, False)
+    return whole.module, open_model(folder, None, dtype, None, False, skeleton=open_skeleton)
+
+
+def held(module: Any) -> LoadedModel:
+    """A skeleton of a module that was never saved."""
+    lazy_weights = {p: Held(p.data) for p in module.parameters()}
+    return LoadedModel(module, None, None, "held", lazy_weights=lazy_weights)
+
+
+def batches(vocab_size: int = toys.VOCAB) -> Iterator[Batch]:
+    """Three sequences: chunks of their prompts, then steps of one token, some of them at their end."""
+    ids = [toys.random_ids(n, seed=n, high=vocab_size) for n in LENGTHS]
+    order = torch.randperm(3 * BLOCKS, generator=torch.Generator().manual_seed(3)) + 1
+    tables = order.view(3, BLOCKS).to(torch.int32)
+    before = (0, 0, 0)
+    for step in STEPS:
+        spans = [(s, a, b) for s, (a, b) in enumerate(zip(before, step, strict=True)) if b > a]
+        ends = torch.tensor([b - a for _, a, b in spans]).cumsum(0)
+        yield Batch(
+            token_ids=torch.tensor([i for s, a, b in spans for i in ids[s][a:b]]),
+            positions=torch.cat([torch.arange(a, b) for _, a, b in spans]),
+            query_starts=torch.cat([torch.zeros(1), ends]).to(torch.int32),
+            context_lens=torch.tensor([b for _, _, b in spans], dtype=torch.int32),
+            block_tables=tables[[s for s, _, _ in spans]].contiguous(),
+            logit_rows=ends - 1 if step != STEPS[1] else torch.arange(int(ends[-1])),
+            block_copies=[(int(tables[0, 0]), 3 * BLOCKS + 1)] if step == STEPS[1] else [],
+        )
+        before = step
+
+
+class Computed(NamedTuple):
+    """Everything that a forward leaves behind."""
+
+    logits: Tensor
+    hidden: Tensor | None
+    routing: Tensor | None
+    kv: list[tuple[Tensor, Tensor]]
+
+
+def store_for(layers: Any, dtype: torch.dtype) -> KVStore:
+    """In which every value that was never written is NaN."""
+    store = KVStore(layers, 2 + 3 * BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+    store.poison(list(range(store.num_blocks)))
+    return store
+
+
+def records_for(routed: Any) -> RoutingStore | None:
+    if routed is None:
+        return None
+    records = RoutingStore(routed, 2 + 3 * BLOCKS, BLOCK_SIZE)
+    records.ids.fill_(0)
+    return records
+
+
+class Whole:
+    """The model in one piece."""
+
+    def __init__(self, module: Any) -> None:
+        self.decoder = Decoder(module)
+        anatomy = self.decoder.anatomy
+        self.store = store_for(anatomy.layers, anatomy.dtype)
+        self.records = records_for(anatomy.routed)
+
+    def run(self, batch: Batch) -> Computed:
+        out = self.decoder.run(batch, self.store, self.records)
+        return _computed(out, [self.store], [self.records])
+
+
+class Chain:
+    """The same model in parts; K, V and routing of each are its own."""
+
+    def __init__(self, skeleton: LoadedModel, cuts: list[int], split: Split | None = None) -> None:
+        split = split or Split(skeleton)
+        ends = [0, *cuts, split.num_layers]
+        self.parts = [Part(skeleton, a, b, split=split) for a, b in pairwise(ends)]
+        self.stores = [store_for(p.shape.layers, p.shape.kv_dtype) for p in self.parts]
+        self.records = [records_for(p.routed) for p in self.parts]
+        self.leaving: list[Tensor] = []
+
+    def run(self, batch: Batch) -> Computed:
+        received, first, self.leaving = None, 0, []
+        for part, store, records in zip(self.parts, self.stores, self.records, strict=True):
+            count = 0 if part.routed is None else part.routed.count
+            forced = batch.forced_experts
+            own = None if forced is None or not count else forced[:, first : first + count]
+            first += count
+            out = part.run(replace(batch, forced_experts=own), store, received, records)
+            if out.leaving is not None:
+                received = out.leaving
+                self.leaving.append(received)
+        assert out.logits is not None
+        return _computed(Output(out.logits, out.hidden), self.stores, self.records)
+
+
+def _computed(out: Output, stores: list[KVStore], records: list[RoutingStore | None]) -> Computed:
+    routing = [r.ids.clone() for r in records if r is not None]
+    kv = [(k.clone(), v.clone()) for store in stores for k, v in store.layers]
+    return Computed(out.logits, out.hidden, torch.cat(routing, dim=2) if routing else None, kv)
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Bit for bit, NaN included."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_same_everywhere(expected: Computed, found: Computed) -> None:
+    assert same(expected.logits, found.logits)
+    assert same(expected.hidden, found.hidden)
+    assert same(expected.routing, found.routing)
+    assert len(expected.kv) == len(found.kv)
+    for ours, theirs in zip(expected.kv, found.kv, strict=True):
+        assert same(ours[0], theirs[0])
+        assert same(ours[1], theirs[1])
+
+
+def assert_cut_anywhere_it_is_the_same(
+    module: Any, skeleton: LoadedModel, *, hidden: bool = False
+) -> None:
+    split = Split(skeleton)
+    assert split.cuts
+    chains = [Chain(skeleton, cuts, split) for cuts in ([], *([cut] for cut in split.cuts))]
+    if len(split.cuts) > 1:
+        chains.append(Chain(skeleton, split.cuts, split))
+    whole = Whole(module)
+    for batch in batches(split.vocab_size):
+        batch = replace(batch, wants_hidden=hidden)
+        expected = whole.run(batch)
+        for chain in chains:
+            assert_same_everywhere(expected, chain.run(batch))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in toys.TOYS]
+)
+def test_a_model_that_is_cut_anywhere_computes_the_same(
+    name: str, dtype: str, folders: Callable[[str], Path]
+) -> None:
+    assert_cut_anywhere_it_is_the_same(*open_both(folders(name), dtype), hidden=True)
+
+
+REFUSED = {  # as a whole, with a part of the reason
+    "hrm_text": "not all in one list",
+}
+NO_CUTS = {  # of these toys: cases with another layout have some
+    "gemma3n_text": "reuses the keys and values of layer",
+    "gemma4": "reuses the keys and values of layer",
+    "gemma4_text": "reuses the keys and values of layer",
+    "gemma4_text:moe": "reuses the keys and values of layer",
+    "gemma4_unified_text": "reuses the keys and values of layer",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]
+)
+def test_every_architecture_can_be_cut_or_is_refused(case: str, tmp_path: Path) -> None:
+    sweep.build(case).save_pretrained(tmp_path)
+    try:
+        module, skeleton = open_both(tmp_path)
+    except ModelError:  # saved under a type that transformers opens otherwise
+        pytest.skip("it can't be opened from a folder")
+    if case in REFUSED:
+        with pytest.raises(UnsupportedModel, match=REFUSED[case]):
+            Split(skeleton)
+    elif case in NO_CUTS:
+        split = Split(skeleton)
+        assert not split.cuts
+        with pytest.raises(UnsupportedModel, match=NO_CUTS[case]):
+            Part(skeleton, 0, 1, split=split)
+    else:
+        assert_cut_anywhere_it_is_the_same(module, skeleton)
+
+
+_SIX = dict(num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3)
+_SHARING: dict[str, dict[str, Any]] = {
+    "gemma4_text": _SIX,
+    "gemma3n_text": dict(_SIX, intermediate_size=96, activation_sparsity_pattern=[0.5, 0.0] * 3),
+}
+
+
+@pytest.mark.parametrize("name", _SHARING)
+def test_layers_that_share_keys_stay_together_and_each_part_makes_its_own_inputs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sweep.VARIANTS, f"{name}:six", _SHARING[name])
+    module = sweep.build(f"{name}:six")
+    split = Split(held(module))
+    if not hasattr(module.config.get_text_config(decoder=True), "kv_sharing_modes"):
+        # Older versions of transformers don't tell which layers share: then it is not cut at all.
+        assert split.cuts == [] and len(split.blocked) == 5
+        return
+    assert split.cuts == [1, 2]
+    assert split.outside.beside  # the embedding of each layer's own inputs
+    assert_cut_anywhere_it_is_the_same(module, held(module))
+
+
+def test_what_leaves_is_what_would_enter_the_next_layer(folders: Callable[[str], Path]) -> None:
+    module, skeleton = open_both(folders("gpt2"))
+    chain, whole, seen = Chain(skeleton, [1, 2]), Whole(module), []
+    for layer in module.transformer.h[1:]:
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0].clone()))
+    for batch in batches():
+        seen.clear()
+        whole.run(batch)
+        chain.run(batch)
+        assert [same(a, b) for a, b in zip(seen, chain.leaving, strict=True)] == [True, True]
+        assert all(rows.is_contiguous() for rows in chain.leaving)
+
+
+def test_hidden_states_may_lie_anywhere_in_memory(folders: Callable[[str], Path]) -> None:
+    """What came over a wire may begin at an odd address, or be a piece of something wider."""
+    _, skeleton = open_both(folders("opt"))  # whose layers are handed it without a norm before
+    plain, moved = Chain(skeleton, [1]), Chain(skeleton, [1])
+    for batch in batches():
+        expected = plain.run(batch)
+        (rows,) = plain.leaving
+        wide = torch.full((len(rows), 67), torch.nan)
+        wide[:, 1:65] = rows
+        first, last = moved.parts
+        first.run(batch, moved.stores[0], None)
+        out = last.run(batch, moved.stores[1], wide[:, 1:65])
+        assert same(expected.logits, out.logits)
+        odd = torch.cat([torch.zeros(1), rows.flatten()])[1:].view_as(rows)
+        assert same(expected.logits, last.run(batch, moved.stores[1], odd).logits)
+
+
+def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) -> None:
+    module, skeleton = open_both(folders("qwen3_moe"))
+    chain, whole = Chain(skeleton, [1]), Whole(module)
+    for part in chain.parts:
+        part.check_replay()
+    for number, batch in enumerate(batches()):
+        forced = torch.randint(
+            0, 6, (batch.num_tokens, 3, 1), generator=torch.Generator().manual_seed(number)
+        )
+        batch.forced_experts = torch.cat([forced, (forced + 1) % 6], dim=2).to(torch.int16)
+        expected = whole.run(batch)
+        assert_same_everywhere(expected, chain.run(batch))
+        assert expected.routing is not None
+        slots = batch.slots(BLOCK_SIZE)
+        recorded = expected.routing.flatten(0, 1)[slots]
+        assert torch.equal(recorded.long(), batch.forced_experts.long())
+
+
+def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
+    _, skeleton = open_both(folders("deepseek_v3"))  # whose first layer has none
+    first, rest = Chain(skeleton, [1]).parts
+    assert first.routed is None
+    assert rest.shape.routed == (2, 2, 8)
+    with pytest.raises(NotSupported, match="experts"):
+        first.check_replay()
+
+
+def test_a_part_reads_its_own_weights_only(tmp_path: Path) -> None:
+    toys.make_toy("llama").save_pretrained(tmp_path, max_shard_size="30KB")
+    module, skeleton = open_both(tmp_path)
+    own, foreign = set(), []
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+        if any(".layers.2." in name for name in names):
+            foreign.append(path)
+        else:
+            own.add(path)
+    assert own and foreign
+    for path in foreign:
+        path.write_bytes(b"nothing of use")
+    part = Part(skeleton, 1, 2)
+    with pytest.raises(TierFailed, match="changed"):
+        Part(skeleton, 2, 3)
+    layer = module.model.layers[1]
+    assert part.shape.weight_bytes == sum(p.nbytes for p in layer.parameters())
+    assert part.shape.parameters == sum(p.numel() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_part_takes_the_memory_of_its_own_weights(
+    name: str, folders: Callable[[str], Path]
+) -> None:
+    _, skeleton = open_both(folders(name))
+    split = Split(skeleton)
+    before, after, _ = split.outside_bytes
+    for first, end in ((0, 1), (1, 2), (1, 3), (0, 3)):
+        part = Part(skeleton, first, end, split=split)
+        held_bytes = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in part.decoder.module.parameters()
+        }
+        needed = split.weight_bytes(first, end)
+        placeholders = 4 * len(held_bytes)  # one number each
+        assert needed <= sum(held_bytes.values()) <= needed + placeholders
+        assert part.shape.weight_bytes == needed
+        tied = before + after if name == "llama" else None
+        expected = sum(split.layer_bytes[first:end]) + before * (first == 0) + after * (end == 3)
+        assert needed == expected or (tied is None and (first, end) == (0, 3))
+        part.close()
+        with pytest.raises(EngineClosed):
+            part.run(next(batches()), store_for(part.shape.layers, torch.float32), None)
+    assert all(p.untyped_storage().nbytes() <= 4 for p in skeleton.module.parameters())
+
+
+def test_the_shape_of_a_part_is_plain_data(folders: Callable[[str], Path]) -> None:
+    _, skeleton = open_both(folders("qwen3_moe"), "bfloat16")
+    first, last = Chain(skeleton, [2]).parts
+    for part in (first, last):
+        again = PartShape.from_dict(json.loads(json.dumps(part.shape.as_dict())))
+        assert again == part.shape
+    assert (first.is_first, first.is_last, last.is_first, last.is_last) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    assert first.shape.vocab_size == last.shape.vocab_size == toys.VOCAB
+    assert first.shape.hidden_size == 64
+    assert first.shape.hidden_dtype == torch.bfloat16
+    assert [len(part.shape.layers) for part in (first, last)] == [2, 1]
+    assert [part.shape.routed for part in (first, last)] == [(2, 2, 6), (1, 2, 6)]
+
+
+def test_layers_that_are_not_there_are_refused(folders: Callable[[str], Path]) -> None:
+    _, skeleton = open_both(folders("llama"))
+    for first, end in ((0, 4), (2, 2), (-1, 2)):
+        with pytest.raises(InvalidRequest, match=f"layers {first} to {end}"):
+            Part(skeleton, first, end)
+
+
+# ---- models whose layers are not simply one behind the other
+
+
+def unusual(kind: str, num_layers: int = 5) -> Any:
+    """A Llama whose body does something else between its layers."""
+    from transformers import LlamaModel
+    from transformers.masking_utils import create_causal_mask
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Layer(LlamaDecoderLayer):  # type: ignore[misc]
+        def forward(self, hidden: Tensor, *, shared: Any, **kwargs: Any) -> Any:
+            return super().forward(hidden, **kwargs)
+
+    class Body(LlamaModel):  # type: ignore[misc]
+        def forward(self, input_ids: Any, position_ids: Any = None, **_: Any) -> Any:
+            embedded = self.embed_tokens(input_ids)
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1])[None]
+            mask = create_causal_mask(
+                self.config, embedded, None, past_key_values=None, position_ids=position_ids
+            )
+            turns = self.rotary_emb(embedded, position_ids=position_ids)
+            hidden, shared = embedded, {}
+            kept = [hidden]
+            layers = list(self.layers)
+            for i, layer in enumerate(layers + layers[-1:] if kind == "twice" else layers):
+                extra = {"shared": shared} if kind == "object" else {}
+                hidden = layer(
+                    hidden,
+                    attention_mask=mask,
+                    position_ids=position_ids,
+                    position_embeddings=turns,
+                    **extra,
+                )
+                kept.append(hidden)
+                if kind == "skip" and i == 2:
+                    hidden = hidden + kept[1]
+                if kind == "embedding":
+                    hidden = hidden * 0.5 + embedded
+                if kind == "norms":
+                    hidden = self.norm(hidden)
+            if kind == "mean":
+                hidden = torch.stack(kept).mean(0)
+            return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    toy = toys.make_toy("llama", num_hidden_layers=num_layers)
+    body = Body(toy.config)
+    body.load_state_dict(toy.model.state_dict())
+    toy.model = body
+    for layer in body.layers if kind == "object" else ():
+        layer.__class__ = Layer
+    return toy.eval()
+
+
+def test_a_connection_over_layers_is_not_cut() -> None:
+    module = unusual("skip")
+    split = Split(held(module))
+    assert split.cuts == [4]
+    assert "layer 0" in split.blocked[2]
+    with pytest.raises(UnsupportedModel, match=r"in front of layer 2: .* in front of \[4\]"):
+        Part(held(module), 0, 2, split=split)
+    assert_cut_anywhere_it_is_the_same(module, held(module))
+
+
+@pytest.mark.parametrize("kind", ["embedding", "norms"])
+def test_what_stands_between_layers_is_on_every_part(kind: str) -> None:
+    module = unusual(kind)
+    skeleton = held(module)
+    split = Split(skeleton)
+    assert split.cuts == [1, 2, 3, 4]
+    needed = module.model.embed_tokens if kind == "embedding" else module.model.norm
+    assert split.outside.beside == {needed.weight}
+    assert_cut_anywhere_it_is_the_same(module, skeleton)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mean", "what layer 0 makes is needed behind layer 4 as well"),
+        ("object", "something in shared"),
+    ],
+)
+def test_what_more_than_one_layer_makes_can_be_cut_nowhere(kind: str, reason: str) -> None:
+    split = Split(held(unusual(kind)))
+    assert split.cuts == []
+    assert reason in split.blocked[1]
+
+
+def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM can't be cut into parts.*once"):
+        Split(held(unusual("twice")))
+
+
+def test_numbers_of_other_parts_show() -> None:
+    """A part whose weights are NaN, as those it lacks are, does not open."""
+    module = toys.make_toy("llama")
+    module.model.layers[1].mlp.up_proj.weight.data[:] = torch.nan
+    skeleton = held(module)
+    Part(skeleton, 0, 1)
+    with pytest.raises(UnsupportedModel, match="layers 1 to 3 alone give numbers that are none"):
+        Part(skeleton, 1, 3)

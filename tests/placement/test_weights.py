@@ -1,0 +1,516 @@
+"""New weights in place: all or nothing, and everything after them as if they had always been there."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from support.toys import make_toy as make
+from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingParams, VerbatimError
+from verbatim.model.weights import _is_finite
+
+PROMPTS = [[5, 9, 23, 40], [7, 8], [5, 9, 23, 41, 3, 3, 60]]
+LONG = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+
+
+def other(name: str = "llama") -> torch.nn.Module:
+    """The same architecture with other weights."""
+    return make(name, seed=1)
+
+
+def words(llm: LLM, params: SamplingParams = LONG) -> list[tuple[list[int], list[float]]]:
+    found = llm.generate(PROMPTS, params)
+    return [(c.token_ids, c.logprobs) for result in found for c in result.outputs]
+
+
+def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in module.state_dict().items()}
+
+
+def bits(module: torch.nn.Module) -> list[tuple[str, int, list]]:
+    return [(n, p.data_ptr(), p.flatten().tolist()) for n, p in module.named_parameters()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    other().save_pretrained(tmp_path / "new")
+    return tmp_path / "new"
+
+
+@pytest.mark.parametrize("kind", ["dict", "pairs", "iterator", "folder", "file", "module"])
+def test_new_weights_of_any_kind_give_the_words_of_the_new_model(kind: str, folder: Path) -> None:
+    new = other()
+    given = {
+        "dict": state(new),
+        "pairs": list(state(new).items()),
+        "iterator": iter(state(new).items()),
+        "folder": folder,
+        "file": str(folder / "model.safetensors"),
+        "module": new,
+    }[kind]
+    with LLM(make("llama")) as llm, LLM(new) as fresh:
+        before = words(llm)
+        assert llm.update_weights(given) == 1
+        assert words(llm) == words(fresh) != before
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2", "gemma2", "deepseek_v3"])
+def test_any_architecture(name: str) -> None:
+    new = other(name)
+    with LLM(make(name)) as llm, LLM(new) as fresh:
+        llm.update_weights(new.state_dict())
+        assert words(llm) == words(fresh)
+
+
+def test_a_live_module_keeps_its_memory() -> None:
+    module = make("llama")
+    places = {n: p.data_ptr() for n, p in module.named_parameters()}
+    with LLM(module) as llm:
+        llm.update_weights(other())
+    assert {n: p.data_ptr() for n, p in module.named_parameters()} == places
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_the_names_of_wrappers_make_no_difference() -> None:
+    new = state(other())
+    wrapped = {
+        f"module._orig_mod.{n}".replace("layers.1.", "layers.1._orig_mod."): t
+        for n, t in new.items()
+    }
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
+        llm.update_weights(wrapped)
+        assert words(llm) == words(fresh)
+
+
+def test_a_float32_trainer_is_rounded_to_a_bfloat16_engine() -> None:
+    new = other()
+    with LLM(make("llama").bfloat16()) as llm, LLM(other().bfloat16()) as fresh:
+        llm.update_weights(new, check_finite=True)
+        assert words(llm) == words(fresh)
+
+
+BAD = {
+    "missing": lambda s: s.pop("model.layers.1.mlp.up_proj.weight"),
+    "unknown": lambda s: s.update({"model.layers.9.x": torch.zeros(1)}),
+    "shape": lambda s: s.update({"model.norm.weight": torch.ones(65)}),
+    "rank": lambda s: s.update({"model.norm.weight": torch.ones(1, 64)}),
+    "integers": lambda s: s.update({"model.norm.weight": torch.ones(64, dtype=torch.int64)}),
+    "complex": lambda s: s.update({"model.norm.weight": torch.ones(64, dtype=torch.complex64)}),
+    "NaN": lambda s: s["model.layers.2.mlp.up_proj.weight"].view(-1)[-1:].fill_(torch.nan),
+    "infinity": lambda s: s["lm_head.weight"].view(-1)[:1].fill_(-torch.inf),
+    "twice": lambda s: s.update({"module.model.norm.weight": torch.ones(64)}),
+    "number": lambda s: s.update({"model.norm.weight": 5}),
+    "name": lambda s: s.update({5: torch.ones(1)}),
+    "meta": lambda s: s.update({"model.norm.weight": torch.ones(64, device="meta")}),
+    "sparse": lambda s: s.update({"model.norm.weight": torch.ones(64).to_sparse()}),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_faulty_update_changes_nothing(fault: str) -> None:
+    module, new = make("llama"), state(other())
+    BAD[fault](new)
+    with LLM(module) as llm:
+        before = words(llm), bits(module)
+        with pytest.raises((InvalidRequest, NotSupported), match="weights"):
+            llm.update_weights(new, check_finite=True)
+        assert (words(llm), bits(module)) == before
+        assert llm.stats()["weight_version"] == 0
+
+
+def test_what_overflows_the_models_dtype_is_not_finite() -> None:
+    new = state(other())
+    new["model.norm.weight"][0] = 3.4e38
+    with LLM(make("llama").bfloat16()) as llm:
+        with pytest.raises(InvalidRequest, match=r"model\.norm\.weight holds NaN or infinity"):
+            llm.update_weights(new, check_finite=True)
+        llm.update_weights(new)  # not asked to look
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2],
+)
+def test_the_check_finds_what_isfinite_finds(dtype: torch.dtype, into: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    for size, place in ((1, 0), (9, 3), (40_001, 40_000), (40_001, 77)):
+        for odd in (torch.nan, torch.inf, -torch.inf, most, -most, 0.0, 3.4e38, 1e39):
+            tensor = torch.linspace(-2, 2, size, dtype=torch.float64)
+            tensor[place] = odd
+            tensor = tensor.to(dtype)
+            expected = bool(tensor.to(into).isfinite().all())
+            assert _is_finite(tensor, into) is expected, (size, place, odd)
+            assert _is_finite(tensor.expand(2, -1).t(), into) is expected
+    assert _is_finite(torch.empty(0, 3, dtype=dtype), into)
+
+
+@pytest.mark.parametrize("weights", [5, None, torch.ones(3), ["a", "b"], [("a",)], [(1, 2, 3)]])
+def test_what_is_no_set_of_weights_is_refused(weights) -> None:
+    with LLM(make("llama")) as llm, pytest.raises(InvalidRequest, match="weights"):
+        llm.update_weights(weights)
+
+
+def test_an_iterator_that_breaks_off_changes_nothing() -> None:
+    module, pairs = make("llama"), state(other()).items()
+
+    def broken():
+        yield from itertools.islice(pairs, 3)
+        raise ConnectionError("the trainer went away")
+
+    with LLM(module) as llm:
+        before = bits(module)
+        with pytest.raises(ConnectionError):
+            llm.update_weights(broken())
+        assert bits(module) == before
+
+
+def test_folders_that_are_none(tmp_path: Path, folder: Path) -> None:
+    with LLM(make("llama")) as llm:
+        with pytest.raises(ModelError, match="neither a folder of safetensors"):
+            llm.update_weights(tmp_path / "nowhere")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ModelError, match="neither a folder of safetensors"):
+            llm.update_weights(tmp_path / "empty")
+        (tmp_path / "cut.safetensors").write_bytes(
+            (folder / "model.safetensors").read_bytes()[:5000]
+        )
+        with pytest.raises(ModelError, match="can't be read"):
+            llm.update_weights(tmp_path / "cut.safetensors")
+
+
+def test_shards_without_a_config_are_joined(tmp_path: Path) -> None:
+    new = list(state(other()).items())
+    save_file(dict(new[:9]), tmp_path / "a.safetensors")
+    save_file(dict(new[9:]), tmp_path / "b.safetensors")
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
+        llm.update_weights(tmp_path)
+        assert words(llm) == words(fresh)
+
+
+class TestTiedWeights:
+    def make(self, seed: int = 0) -> torch.nn.Module:
+        return make("qwen2", seed=seed, tie_word_embeddings=True)
+
+    def test_one_of_the_names_is_enough(self) -> None:
+        new = state(self.make(1))
+        del new["lm_head.weight"]
+        with LLM(self.make()) as llm, LLM(self.make(1)) as fresh:
+            llm.update_weights(new)
+            assert words(llm) == words(fresh)
+
+    def test_two_that_differ_are_refused(self) -> None:
+        new = state(self.make(1))
+        new["lm_head.weight"] += 1
+        with LLM(self.make()) as llm, pytest.raises(InvalidRequest, match="tied here, and differ"):
+            llm.update_weights(new)
+
+
+def test_tensors_in_the_models_own_memory_may_change_places() -> None:
+    module = make("llama")
+    a, b = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
+    weights = dict(module.state_dict())
+    weights[a], weights[b] = weights[b], weights[a]
+    first, second = weights[a].clone(), weights[b].clone()
+    with LLM(module) as llm:
+        llm.update_weights(weights)
+    assert torch.equal(module.state_dict()[a], first)
+    assert torch.equal(module.state_dict()[b], second)
+
+
+def test_memory_of_the_model_seen_through_another_storage_is_not_overwritten_first() -> None:
+    module = make("llama")
+    weights = state(module)
+    a, b = (module.state_dict()[f"model.layers.{i}.mlp.up_proj.weight"] for i in (0, 1))
+    first = a.clone()
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.from_numpy(a.detach().numpy()[:])
+    weights["model.layers.0.mlp.up_proj.weight"] = b.clone()
+    with LLM(module) as llm:
+        llm.update_weights(weights)
+    assert torch.equal(module.state_dict()["model.layers.1.mlp.up_proj.weight"], first)
+
+
+def test_a_sender_may_use_one_buffer_for_all() -> None:
+    new = state(other())
+    buffer = torch.empty(max(t.numel() for t in new.values()))
+
+    def sent():
+        for name, tensor in new.items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
+        llm.update_weights(sent())
+        assert words(llm) == words(fresh)
+
+
+def test_weights_that_share_their_own_memory_are_refused_before_any_is_written() -> None:
+    module = make("llama")
+    module.register_buffer("shared", torch.zeros(1).expand(5))
+    before = bits(module)
+    new = {**state(other()), "shared": torch.arange(5.0)}
+    with LLM(module) as llm, pytest.raises(NotSupported, match="shared lies in shared memory"):
+        llm.update_weights(new)
+    assert bits(module) == before
+
+
+def test_no_signal_leaves_a_mixture() -> None:
+    """A handler that raises, such as that of a timeout, breaks off Python and never the writing."""
+    module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
+    whole = [[t.flatten().tolist() for t in s.values()] for s in states]
+
+    def late(*_):
+        raise TimeoutError
+
+    broken_off = 0
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        with LLM(module) as llm:
+            for i in range(60):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * 6e-5)
+                    llm.update_weights(states[i % 2])
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except TimeoutError:
+                    broken_off += 1
+                assert [t.flatten().tolist() for t in state(module).values()] in whole
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert broken_off > 5
+
+
+def test_two_engines_of_one_module_see_each_others_updates() -> None:
+    module = make("llama")
+    with LLM(module) as a, LLM(module) as b, LLM(other()) as fresh:
+        stream = a.stream(PROMPTS[0], LONG)
+        next(stream)
+        b.update_weights(other())
+        *_, last = stream
+        assert last.result is not None
+        assert last.result.outputs[0].weight_versions == [0] + [1] * 11
+        assert words(a) == words(b) == words(fresh)
+
+
+def test_an_update_never_lands_inside_of_another_engines_forward() -> None:
+    module, states = make("llama"), [state(make("llama", seed=i)) for i in range(2)]
+    scores = []
+    for weights in states:
+        module.load_state_dict(weights)
+        with LLM(module) as llm:
+            scores.append(llm.score(PROMPTS[2]))
+    stop = threading.Event()
+
+    def trainer() -> None:
+        with LLM(module) as b:
+            for weights in itertools.cycle(states):
+                b.update_weights(weights)
+                if stop.is_set():
+                    return
+
+    thread = threading.Thread(target=trainer)
+    with LLM(module) as a:
+        thread.start()
+        try:
+            for _ in range(150):
+                assert a.score(PROMPTS[2]) in scores
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_an_optimizers_step_in_the_middle_of_a_stream_is_seen() -> None:
+    module, prompt = make("llama"), list(range(3, 60))
+    with LLM(module) as llm:
+        stream = llm.stream(prompt, LONG)
+        next(stream)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        module(torch.tensor([prompt])).logits.square().mean().backward()
+        optimizer.step()
+        (beside,) = llm.generate([prompt], LONG)  # whose prefix the stream has computed
+        assert beside.weight_version == 1
+        with LLM(module) as fresh:
+            expected = fresh.generate([prompt], LONG)[0].outputs[0]
+            assert beside.outputs[0].logprobs == expected.logprobs
+        *_, last = stream
+        assert last.result is not None
+        assert last.result.outputs[0].weight_versions == [0] + [1] * 11
+
+
+def test_tied_weights_may_hold_the_same_nan() -> None:
+    module = make("qwen2", tie_word_embeddings=True)
+    new = state(make("qwen2", seed=1, tie_word_embeddings=True))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        new[name] = new[name].clone()
+        new[name][0, 0] = torch.nan
+    with LLM(module) as llm:
+        llm.update_weights(new)
+    assert module.lm_head.weight[0, 0].isnan()
+
+
+def test_cached_prefixes_are_dropped(folder: Path, tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path / "old")
+    prompt = [list(range(3, 60))]
+    with LLM(tmp_path / "old") as llm, LLM(folder) as fresh:
+        llm.generate(prompt, LONG)
+        assert llm.generate(prompt, LONG)[0].num_cached_tokens > 0
+        llm.update_weights(folder)
+        after, expected = llm.generate(prompt, LONG)[0], fresh.generate(prompt, LONG)[0]
+        assert after.num_cached_tokens == 0
+        assert after.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+def test_versions_count_on_or_are_given() -> None:
+    with LLM(make("llama")) as llm:
+        assert llm.generate(PROMPTS[0], LONG)[0].weight_version == 0
+        assert llm.update_weights(other()) == 1
+        assert llm.update_weights(other(), version=70) == 70
+        assert llm.weights_changed() == 71
+        result = llm.generate(PROMPTS[0], LONG)[0]
+        assert result.weight_version == llm.stats()["weight_version"] == 71
+        assert result.outputs[0].weight_versions == [71] * 12
+        for version in ("x", True, -1, 2**63, 1.0):
+            with pytest.raises(InvalidRequest, match="version="):
+                llm.update_weights(other(), version=version)
+        for switch in ("restart", "check_finite"):
+            with pytest.raises(InvalidRequest, match=switch):
+                llm.update_weights(other(), **{switch: "no"})
+        assert llm.stats()["weight_version"] == 71
+
+
+def during(llm: LLM, after: int, act) -> None:
+    """Call `act` once in another thread, when the model has run `after` forwards."""
+    module, count = llm.engine.runner.module, itertools.count(1)
+    done = threading.Event()
+
+    def start(*_) -> None:
+        if next(count) == after:
+            threading.Thread(target=lambda: (act(), done.set())).start()
+            threading.Event().wait(0.05)  # so that it waits for the seat before the next step
+
+    module.register_forward_hook(start)
+
+
+def spliced(old: LLM, new: LLM, prompt: list[int], versions: list[int]) -> list[int]:
+    """What one hand would write that made each token with the weights of that version."""
+    ids: list[int] = []
+    for version in versions:
+        llm = new if version else old
+        one = SamplingParams(max_tokens=len(ids) + 1, seed=3, ignore_eos=True)
+        # A prompt's tokens are drawn at their positions, so the row so far is forced by a bias.
+        ids.append(_next(llm, prompt, ids, one))
+    return ids
+
+
+def _next(llm: LLM, prompt: list[int], ids: list[int], params: SamplingParams) -> int:
+    from verbatim import sample
+
+    row = prompt + ids
+    logits = llm.engine.runner.module(torch.tensor([row])).logits[:, -1].float()
+    return int(sample(logits, seed=params.seed, position=len(row))[0])
+
+
+def test_what_runs_goes_on_with_the_new_weights() -> None:
+    with LLM(make("llama")) as llm, LLM(make("llama")) as old, LLM(other()) as new:
+        during(llm, 5, lambda: llm.update_weights(other()))
+        found = [result.outputs[0] for result in llm.generate(PROMPTS, LONG)]
+        for prompt, completion in zip(PROMPTS, found, strict=True):
+            versions = completion.weight_versions
+            assert len(versions) == 12
+            assert versions == sorted(versions)
+            assert set(versions) == {0, 1}
+            assert completion.token_ids == spliced(old, new, prompt, versions)
+
+
+def test_what_runs_begins_again_if_told_to() -> None:
+    with LLM(make("llama")) as llm, LLM(other()) as fresh:
+        params = SamplingParams(max_tokens=12, seed=3, n=3, ignore_eos=True, prompt_logprobs=2)
+        during(llm, 5, lambda: llm.update_weights(other(), restart=True))
+        found, expected = llm.generate(PROMPTS, params), fresh.generate(PROMPTS, params)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.prompt_logprobs == theirs.prompt_logprobs
+            for a, b in zip(ours.outputs, theirs.outputs, strict=True):
+                assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+                assert a.weight_versions == [1] * 12
+        assert llm.stats()["blocks_used"] == 0
+
+
+def test_a_stream_that_was_read_goes_on_and_is_not_begun_again() -> None:
+    with LLM(make("llama")) as llm:
+        stream = llm.stream(PROMPTS[0], LONG)
+        ids = [*next(stream).token_ids, *next(stream).token_ids]
+        llm.update_weights(other(), restart=True)
+        deltas = list(stream)
+        for delta in deltas:
+            ids += delta.token_ids
+        result = deltas[-1].result
+        assert result is not None
+        assert result.outputs[0].token_ids == ids
+        assert result.outputs[0].weight_versions == [0, 0] + [1] * 10
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_beams_go_on_or_begin_again(restart: bool) -> None:
+    params = SamplingParams(num_beams=3, n=3, max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(make("llama"), max_sequences=2) as llm, LLM(other()) as fresh:
+        during(llm, 4, lambda: llm.update_weights(other(), restart=restart))
+        ours, theirs = llm.generate(PROMPTS, params), fresh.generate(PROMPTS, params)
+        assert llm.stats()["blocks_used"] == 0
+        for a, b in zip(ours, theirs, strict=True):
+            for beam in a.outputs:
+                assert len(beam.weight_versions) == len(beam.token_ids) == len(beam.logprobs)
+            if restart:
+                assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
+
+
+def test_weights_that_change_in_the_middle_of_a_prompt_report_on_all_of_it() -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    prompt = [list(range(3, 100))]
+    with LLM(make("llama"), max_batch_tokens=16) as llm, LLM(other()) as fresh:
+        during(llm, 3, lambda: llm.update_weights(other()))
+        ours, theirs = llm.generate(prompt, params)[0], fresh.generate(prompt, params)[0]
+        assert ours.prompt_logprobs == theirs.prompt_logprobs
+
+
+def test_weights_come_while_it_is_paused_or_asleep(folder: Path, tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path / "old")
+    with LLM(tmp_path / "old") as llm, LLM(other()) as fresh:
+        llm.sleep()
+        llm.update_weights(folder)
+        llm.wake()
+        assert words(llm) == words(fresh)
+        with pytest.raises(NotSupported, match="were changed since they were read"):
+            llm.sleep(weights=True)
+    with LLM(tmp_path / "old") as llm:
+        llm.sleep(weights=True)
+        with pytest.raises(VerbatimError, match="call wake"):
+            llm.update_weights(folder)
+        llm.wake()
+        assert llm.update_weights(folder) == 1
+
+
+def test_an_engine_that_is_closed_takes_no_weights() -> None:
+    llm = LLM(make("llama"))
+    llm.close()
+    with pytest.raises(VerbatimError, match="closed"):
+        llm.update_weights(other())
+
+
+def test_an_owner_who_changes_a_live_module_says_so() -> None:
+    module = make("llama")
+    with LLM(module) as llm, LLM(other()) as fresh:
+        stream = llm.stream(PROMPTS[0], LONG)
+        next(stream)
+        module.load_state_dict(other().state_dict())
+        llm.weights_changed()
+        *_, last = stream
+        assert last.result is not None
+        assert last.result.outputs[0].weight_versions == [0] + [1] * 11
+        assert words(llm) == words(fresh)

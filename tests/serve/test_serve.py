@@ -1,0 +1,674 @@
+"""The endpoints of `verbatim serve`: what each field does, and that the words are those of `LLM.generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.serving import Served, serving
+from verbatim import LLM, SamplingParams
+from verbatim.serve.fields import ChatCompletions, Completions, Sampling
+from verbatim.serve.native import PARAMS
+from verbatim.serve.responses_fields import Responses
+
+PROMPT = "Once upon a time"
+SAYS = [{"role": "user", "content": "Tell me a story."}]
+SEEDED: dict[str, Any] = {"seed": 7, "max_tokens": 24, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with LLM() as llm, serving(llm) as server:
+        yield server
+
+
+@pytest.fixture
+def admitted(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """The params of all requests of a test."""
+    found: list[SamplingParams] = []
+    plain = served.llm.engine.admission.admit
+
+    def admit(prompt: Any, params: SamplingParams, **rest: Any) -> Any:
+        found.append(params)
+        return plain(prompt, params, **rest)
+
+    monkeypatch.setattr(served.llm.engine.admission, "admit", admit)
+    return found
+
+
+# ---- every field that sampling has: what is sent, and what SamplingParams must then say
+
+SENT: dict[str, tuple[Any, Any]] = {
+    "temperature": (2.0, 2.0),
+    "top_p": (0.3, 0.3),
+    "n": (2, 2),
+    "seed": (9, 9),
+    "stop": (["a"], ("a",)),
+    "presence_penalty": (-2.0, -2.0),
+    "frequency_penalty": (-2.0, -2.0),
+    "logit_bias": ({"100": 100.0}, {100: 100.0}),
+    "top_k": (1, 1),
+    "min_p": (0.9, 0.9),
+    "typical_p": (0.01, 0.01),
+    "repetition_penalty": (5.0, 5.0),
+    "min_tokens": (5, 5),
+    "stop_token_ids": ([[361]], ((361,),)),
+    "bad_words": ([",", " there"], (",", " there")),
+    "allowed_token_ids": ([100, 101], (100, 101)),
+    "include_stop_str_in_output": (True, True),
+    "ignore_eos": (True, True),
+    "skip_special_tokens": (False, False),
+    "any_whitespace": (True, True),
+    "regex": ("[xyz]{4}", "[xyz]{4}"),
+    "grammar": ('start: "b" "c"', 'start: "b" "c"'),
+    "choice": (["red", "blue"], ("red", "blue")),
+    "priority": (3, 3),
+    "timeout_s": (50.0, 50.0),
+    "cache_salt": ("s", "s"),
+    "draft": (False, False),
+}
+# Without an effect on the words of this prompt, or with none but together with another field.
+SILENT = "n min_tokens ignore_eos skip_special_tokens priority timeout_s cache_salt draft".split()
+SILENT += ["include_stop_str_in_output", "any_whitespace"]
+NOT_SAMPLING = {"model", "user", "stream"}  # which have tests of their own
+
+
+def test_no_field_of_sampling_is_without_a_test():
+    assert SENT.keys() | NOT_SAMPLING == Sampling.model_fields.keys()
+
+
+OWN_FIELDS = {  # likewise; where each is tested is below
+    Completions: "prompt max_tokens logprobs echo stream_options json_schema num_beams length_penalty "
+    "early_stopping",
+    ChatCompletions: "messages max_tokens max_completion_tokens logprobs top_logprobs stream_options "
+    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs",
+    Responses: "input instructions max_output_tokens text tools tool_choice parallel_tool_calls include "
+    "top_logprobs metadata store truncation n",
+}
+
+
+@pytest.mark.parametrize("model", OWN_FIELDS, ids=lambda model: model.__name__)
+def test_no_other_field_is_without_a_test(model):
+    own = model.model_fields.keys() - (Sampling.model_fields.keys() - {"n"})
+    assert own - {"n"} == set(OWN_FIELDS[model].split()) - {"n"}
+
+
+@pytest.fixture(scope="module")
+def plain(served: Served) -> Any:
+    """What comes of the prompt alone."""
+    return served.post("/v1/completions", prompt=PROMPT, **SEEDED, logprobs=0)["choices"][0]
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_field_of_sampling_does_in_completions_what_it_does_in_params(
+    served, admitted, plain, name
+):
+    value, meant = SENT[name]
+    body = SEEDED | {name: value}
+    answer = served.post("/v1/completions", prompt=PROMPT, **body, logprobs=0)
+    assert getattr(admitted[0], name) == meant
+    params = SamplingParams(**SEEDED | {"logprobs": 0} | {name: meant})
+    assert admitted[0] == params
+    (result,) = served.llm.generate([PROMPT], params)
+    for choice, output in zip(answer["choices"], result.outputs, strict=True):
+        assert choice["text"] == output.text
+        assert choice["logprobs"]["token_logprobs"] == output.logprobs
+        assert (choice["index"], choice["seed"]) == (output.index, output.seed)
+    if name not in SILENT:
+        assert answer["choices"][0]["text"] != plain["text"]
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_field_of_sampling_reaches_chats_and_responses(served, admitted, name):
+    value, meant = SENT[name]
+    body = {"max_tokens": 12, name: value}
+    served.post("/v1/chat/completions", messages=SAYS, **body)
+    if name == "n":
+        assert served.refused("/v1/responses", {"input": "Hi", "n": 2})["param"] == "n"
+        value, meant = 1, 1
+    served.post("/v1/responses", input="Hi", max_output_tokens=12, **{name: value})
+    assert getattr(admitted[0], name) == SENT[name][1]
+    assert getattr(admitted[1], name) == meant
+
+
+def test_the_words_are_those_of_generate_alone_and_in_company(served):
+    """Prompts as text, as ids, and several of each; completions of one prompt behind one another."""
+    many = [PROMPT, "The dragon", "Lily and Ben went to the park. " * 20]
+    ids = [served.llm.tokenizer.encode(text) for text in many]
+    results = served.llm.generate(many, SamplingParams(**SEEDED, n=2))
+    wanted = [output.text for result in results for output in result.outputs]
+    for prompt in (many, ids):
+        answer = served.post("/v1/completions", prompt=prompt, **SEEDED, n=2)
+        assert [choice["text"] for choice in answer["choices"]] == wanted
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+    for prompt in (many[0], ids[0]):
+        answer = served.post("/v1/completions", prompt=prompt, **SEEDED, n=2)
+        assert [choice["text"] for choice in answer["choices"]] == wanted[:2]
+
+
+@pytest.mark.parametrize(
+    ("body", "params"),
+    [
+        pytest.param({"json_schema": {"enum": ["x"]}}, {"json_schema": {"enum": ["x"]}}, id="json"),
+        pytest.param({"num_beams": 3}, {"num_beams": 3}, id="beams"),
+        pytest.param(
+            {"num_beams": 3, "length_penalty": 3.0, "early_stopping": "never"},
+            {"num_beams": 3, "length_penalty": 3.0, "early_stopping": "never"},
+            id="beams-settled",
+        ),
+        pytest.param({"max_tokens": 3}, {"max_tokens": 3}, id="max-tokens"),
+        pytest.param({"seed": -2}, {"seed": 2**64 - 2}, id="signed-seed"),
+    ],
+)
+def test_a_field_of_completions_alone(served, body, params):
+    answer = served.post("/v1/completions", prompt=PROMPT, **SEEDED | body, logprobs=2)
+    (result,) = served.llm.generate([PROMPT], SamplingParams(**SEEDED | params, logprobs=2))
+    (output,) = result.outputs
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["seed"]) == (output.text, output.seed)
+    assert choice["logprobs"]["token_logprobs"] == output.logprobs
+    for best, found in zip(output.top_logprobs, choice["logprobs"]["top_logprobs"], strict=True):
+        assert best[0][1] in found.values()
+        assert 1 <= len(found) <= 3
+
+
+def test_sixteen_tokens_unless_told_otherwise(served):
+    answer = served.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_echo_has_the_prompt_and_its_log_probs_which_are_those_of_score(served):
+    body = SEEDED | {"echo": True, "logprobs": 1}
+    answer = served.post("/v1/completions", prompt=PROMPT, **body)
+    (choice,) = answer["choices"]
+    (result,) = served.llm.generate([PROMPT], SamplingParams(**SEEDED))
+    output = result.outputs[0]
+    assert choice["text"] == PROMPT + output.text
+    found = choice["logprobs"]
+    ids = result.prompt_token_ids + output.token_ids
+    assert found["token_logprobs"] == served.llm.score(ids)
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["top_logprobs"][0] is None
+    for token, start in zip(found["tokens"], found["text_offset"], strict=True):
+        assert choice["text"][start:].startswith(token)
+    scored = served.post("/v1/completions", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"]
+    assert scored["usage"]["completion_tokens"] == 0
+    assert (
+        served.refused("/v1/completions", {"prompt": "x", "max_tokens": 0})["param"] == "max_tokens"
+    )
+
+
+def test_a_stop_ends_the_text_and_is_told(served):
+    text = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"][0]["text"]
+    stop = text.split()[-2]
+    (choice,) = served.post("/v1/completions", prompt=PROMPT, **SEEDED, stop=stop)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == text[: text.index(stop)]
+    kept = served.post(
+        "/v1/completions", prompt=PROMPT, **SEEDED, stop=stop, include_stop_str_in_output=True
+    )
+    assert kept["choices"][0]["text"] == choice["text"] + stop
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "logprobs": {"logprobs": 2},
+    "echo": {"echo": True},
+    "echo-logprobs": {"echo": True, "logprobs": 1},
+    "echo-only": {"echo": True, "logprobs": 0, "max_tokens": 0},
+    "several": {"prompt": [PROMPT, "The dragon", "A cat"], "n": 2, "logprobs": 0},
+    "stop": {"stop": ["there"]},
+    "beams": {"num_beams": 3, "n": 2},
+    "emoji": {"allowed_token_ids": list(range(150, 260)), "logprobs": 1},  # bytes of characters
+    "usage": {"stream_options": {"include_usage": True}},
+    "no-usage": {"stream_options": {"include_usage": False}},
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_of_completions_comes_to_the_whole(served, name):
+    body = {"prompt": PROMPT} | SEEDED | STREAMED[name]
+    pieces = served.stream("/v1/completions", **body)
+    options = body.pop("stream_options", {})
+    whole = served.post("/v1/completions", **body)
+    assert pieces.pop() == "[DONE]"
+    if options.get("include_usage"):
+        last = pieces.pop()
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 24)
+        assert all(piece["usage"] is None for piece in pieces)
+    else:
+        assert not any("usage" in piece for piece in pieces)
+    for choice in whole["choices"]:
+        mine = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert all(piece["finish_reason"] is None for piece in mine[:-1])
+        for key in ("finish_reason", "stop_reason", "seed"):
+            assert mine[-1][key] == choice[key]
+        if choice["logprobs"] is None:
+            assert all(piece["logprobs"] is None for piece in mine)
+            continue
+        for key, entries in choice["logprobs"].items():
+            if entries is not None:
+                assert [e for piece in mine for e in piece["logprobs"][key] or []] == entries, key
+
+
+# ---- chats
+
+
+def test_a_chat_is_what_the_template_makes_of_it(served):
+    """The model's own generation_config settles what is left open, as with the chat command."""
+    params = served.llm.default_params().replace(seed=3, max_tokens=10, logprobs=2)
+    wanted = served.llm.chat(SAYS, params).outputs[0]
+    body = {"messages": SAYS, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    for limit in ("max_tokens", "max_completion_tokens"):
+        answer = served.post("/v1/chat/completions", **body, **{limit: 10})
+        (choice,) = answer["choices"]
+        assert choice["message"] == {
+            "role": "assistant", "content": wanted.text, "refusal": None,
+        }  # fmt: skip
+        entries = choice["logprobs"]["content"]
+        assert [entry["logprob"] for entry in entries] == wanted.logprobs
+        assert b"".join(bytes(e["bytes"]) for e in entries).decode() == wanted.text
+        tops = [[top["logprob"] for top in entry["top_logprobs"]] for entry in entries]
+        assert tops == [[p for _, p in best] for best in wanted.top_logprobs]
+    pieces = served.stream("/v1/chat/completions", **body, max_tokens=10, n=2)
+    assert pieces.pop() == "[DONE]"
+    mine = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == 0]
+    assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(piece["delta"].get("content", "") for piece in mine) == wanted.text
+    told = [entry for piece in mine if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+    assert told == entries
+    assert mine[-1]["delta"] == {}
+    assert mine[-1]["finish_reason"] == choice["finish_reason"]
+    usage = served.stream(
+        "/v1/chat/completions", **body, max_tokens=10, stream_options={"include_usage": True}
+    )[-2]
+    assert usage["choices"] == []
+    assert usage["usage"] == answer["usage"]
+
+
+def test_parts_of_text_are_one_text(served):
+    parts = [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "a story."}]
+    told = [
+        served.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": c}], seed=1, max_tokens=8
+        )
+        for c in (parts, "Tell me a story.")
+    ]
+    assert told[0]["choices"] == told[1]["choices"]
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    error = served.refused(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}
+    )
+    assert error["param"].startswith("messages.0.content")
+
+
+def test_response_formats_hold(served):
+    schema = {
+        "type": "object", "properties": {"age": {"enum": [1, 22, 333]}, "ok": {"type": "boolean"}},
+        "required": ["age", "ok"], "additionalProperties": False,
+    }  # fmt: skip
+    how = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    line_end = served.llm.tokenizer.encode("\n", special_tokens=False)[-1]  # or it writes many
+    for seed in range(3):
+        bias = {"logit_bias": {str(line_end): -100.0}}
+        body = {"messages": SAYS, "seed": seed, "temperature": 1.0, "min_p": 0.05} | bias
+        answer = served.post("/v1/chat/completions", **body, response_format=how, max_tokens=200)
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop", choice
+        found = json.loads(choice["message"]["content"])
+        assert (type(found["age"]), type(found["ok"])) == (int, bool)
+        made = served.post(
+            "/v1/responses", input="Hi", seed=seed, max_output_tokens=200, **bias,
+            text={"format": {"type": "json_schema", "name": "a", "schema": schema}},
+        )  # fmt: skip
+        assert json.loads(made["output"][0]["content"][0]["text"]).keys() == {"age", "ok"}
+    any_object = {"response_format": {"type": "json_object"}, "max_tokens": 4, "seed": 1}
+    answer = served.post("/v1/chat/completions", messages=SAYS, **any_object)
+    assert answer["choices"][0]["message"]["content"].startswith("{")
+    text = {"response_format": {"type": "text"}, "max_tokens": 4, "seed": 1}
+    answer = served.post("/v1/chat/completions", messages=SAYS, **text)
+    assert not answer["choices"][0]["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "age": 5}]}, "messages.0.age"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Bo"}]}, None),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        ({"max_tokens": 0}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs.tokenizer"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None),  # not in the template
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"parallel_tool_calls": True}, None),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, None),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)  # fmt: skip
+def test_what_a_chat_can_not_have_is_refused_by_name(served, change, param):
+    error = served.refused("/v1/chat/completions", {"messages": SAYS} | change)
+    if param is not None:
+        assert error["param"] == param or error["message"].startswith(param), error
+    name = next(iter(change))
+    assert name.split("_")[0] in error["message"] or name in error["message"], error
+
+
+# ---- what is refused everywhere
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_an_unknown_field_and_another_model_are_refused(served, path):
+    body = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": SAYS},
+        "/v1/responses": {"input": "x"},
+    }[path]
+    for name in ("suffix", "best_of", "int", "Mode", "a[b"):
+        error = served.refused(path, body | {name: 1})
+        assert error["param"] == name
+        assert name in error["message"]
+    error = served.refused(path, body | {"model": "gpt-4"}, 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert served.post(path, **body, model="storyteller", temperature=0.0, stop=["a"])
+
+
+WRONG: dict[str, list[Any]] = {
+    "temperature": [-1, "1", float("nan"), 10**400, True],
+    "top_p": [0, 1.5], "min_p": [-0.1], "typical_p": [0], "top_k": [-1, 1.5], "n": [0, 10**9],
+    "seed": [2**64, -(2**63) - 1], "max_tokens": [-1, "5", 5.5], "min_tokens": [-1],
+    "presence_penalty": [3], "frequency_penalty": [-3], "repetition_penalty": [0],
+    "stop": [5, [""], ["x"] * 65, [5]], "stop_token_ids": [["a"], [-1], [[]]],
+    "bad_words": ["x", [""]], "allowed_token_ids": [[], [10**9], [-1]],
+    "logit_bias": [{"x": 1}, {"5": "a"}, {"-1": 1}, {"99999999": 1}, [1]],
+    "regex": ["", "("], "grammar": ["start: ("], "choice": [[], [""], "a"],
+    "json_schema": [{"type": "x"}, {"not": {}}], "priority": [10**9, "x"], "timeout_s": [0, -1],
+    "logprobs": [-1, 2000, True], "echo": ["yes"], "num_beams": [0, 65], "stream": ["x"],
+    "cache_salt": [5], "draft": ["x"], "skip_special_tokens": [1], "any_whitespace": ["x"], "user": [5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_of_another_type_or_range_is_refused_by_name(served, name):
+    for value in WRONG[name]:
+        body = json.dumps({"prompt": "x", name: value})
+        answer = served.client.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
+        error = answer.json()["error"]
+        assert answer.status_code == 400, (value, answer.text)
+        assert (error["param"] or "").split(".")[0] == name, (value, error)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [-1], [10**9], [1.5], [True], ["a", 5], None, {}],
+                         ids=repr)  # fmt: skip
+def test_a_prompt_that_is_none_is_refused(served, prompt):
+    assert "prompt" in json.dumps(served.refused("/v1/completions", {"prompt": prompt}))
+
+
+def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(served):
+    error = served.refused("/v1/completions", {"prompt": [5] * 3000})
+    assert error["code"] == "context_length_exceeded"
+    assert "3000" in error["message"]
+    error = served.refused("/v1/completions", {"prompt": ["x"] * 100, "n": 2})
+    assert "128" in error["message"]
+
+
+def test_nothing_that_can_be_drawn_is_the_fault_of_who_asked(served):
+    body = {"prompt": "x", "allowed_token_ids": [5], "bad_words": [[5]]}
+    assert "no token can be drawn" in served.refused("/v1/completions", body)["message"]
+    assert served.idle()
+
+
+# ---- ours
+
+
+NATIVE: dict[str, Any] = {
+    "n": 2, "temperature": 0.7, "top_k": 5, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9,
+    "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+    "logit_bias": {"100": 3.0}, "bad_words": ["dragon"], "allowed_token_ids": list(range(3, 900)),
+    "min_tokens": 2, "max_tokens": 5, "stop": ["cat"], "stop_token_ids": [[300, 301]],
+    "include_stop_str_in_output": True, "ignore_eos": True, "seed": 12, "logprobs": 2,
+    "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "regex": "[a-z]{3}", "grammar": 'start: "x"',
+    "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
+    "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
+    "cache_salt": "x", "draft": False,
+    "record_routing": None, "replay_routing": None, "hidden_states": True,
+}  # fmt: skip
+
+
+def test_generate_takes_every_parameter_by_its_name():
+    assert NATIVE.keys() == set(PARAMS)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_generate_gives_what_generate_gives(served, admitted, name):
+    fields = {"seed": 5, "max_tokens": 6, name: NATIVE[name]}
+    if name in ("length_penalty", "early_stopping"):
+        fields["num_beams"] = 2
+    if name in ("record_routing", "replay_routing"):  # of mixtures of experts, which this is none
+        value = True if name == "record_routing" else [[[0]]]
+        error = served.refused("/v1/generate", {"prompt": PROMPT, "params": {name: value}})
+        assert "experts" in error["message"]
+        return
+    answer = served.post("/v1/generate", prompt=PROMPT, params=fields)
+    meant = dict(fields)
+    if name == "logit_bias":
+        meant["logit_bias"] = {100: 3.0}
+    params = SamplingParams(**meant)
+    assert admitted[0] == params
+    (result,) = served.llm.generate([PROMPT], params)
+    assert answer["prompt_token_ids"] == result.prompt_token_ids
+    if name == "prompt_logprobs":
+        assert answer["prompt_logprobs"] == result.prompt_logprobs
+    for found, output in zip(answer["outputs"], result.outputs, strict=True):
+        for key in ("token_ids", "logprobs", "sampled_logprobs", "text", "seed", "sample_index"):
+            assert found[key] == getattr(output, key), key
+        assert found["finish_reason"] == output.finish_reason.value
+        if name == "hidden_states":
+            assert found["hidden_states"] == output.hidden_states.tolist()
+
+
+def test_generate_streams_deltas_that_end_with_the_result(served):
+    fields = {"seed": 5, "max_tokens": 6}
+    ids = served.llm.tokenizer.encode(PROMPT)
+    whole = served.post("/v1/generate", prompt=ids, params=fields)
+    pieces = served.stream("/v1/generate", prompt=ids, params=fields)
+    assert [i for piece in pieces for i in piece["token_ids"]] == whole["outputs"][0]["token_ids"]
+    assert pieces[-1]["result"]["outputs"][0]["text"] == whole["outputs"][0]["text"]
+    assert all(piece["numerics_key"] == whole["numerics_key"] for piece in pieces)
+    for name in ("logits_processors", "nope"):
+        error = served.refused("/v1/generate", {"prompt": "x", "params": {name: []}})
+        assert name in error["message"]
+
+
+def test_logprobs_are_those_of_score(served):
+    texts = [PROMPT, "The cat"]
+    ids = [served.llm.tokenizer.encode(text) for text in texts]
+    wanted = served.llm.score(texts)
+    for prompts in (texts, ids):
+        answer = served.post("/v1/logprobs", prompts=prompts, top_logprobs=2)
+        assert [score["logprobs"] for score in answer["scores"]] == wanted
+        assert [score["ids"] for score in answer["scores"]] == ids
+        assert len(answer["scores"][0]["top_logprobs"][1]) == 2
+    assert served.post("/v1/logprobs", prompts=texts)["scores"][0]["top_logprobs"] is None
+    assert served.refused("/v1/logprobs", {"prompts": []})["param"] == "prompts"
+    wrong = {"prompts": ["x"], "top_logprobs": -1}
+    assert served.refused("/v1/logprobs", wrong)["param"] == "top_logprobs"
+
+
+def test_texts_become_ids_and_ids_texts(served):
+    text = "Once there was a 🦊."
+    tokenizer = served.llm.tokenizer
+    answer = served.post("/tokenize", text=text, return_tokens=True)
+    assert answer["ids"] == tokenizer.encode(text)
+    assert (answer["count"], answer["max_length"]) == (len(answer["ids"]), served.llm.max_length)
+    assert len(answer["tokens"]) == answer["count"]
+    assert served.post("/detokenize", ids=answer["ids"]) == {"text": text}
+    ids = served.post("/tokenize", messages=SAYS)["ids"]
+    assert ids == served.llm._chat_ids(SAYS)
+    assert served.post("/detokenize", ids=ids)["text"].startswith("<|im_start|>")
+    assert not served.post("/detokenize", ids=ids, skip_special_tokens=True)["text"].startswith("<")
+    bare = served.post("/tokenize", text=text, add_special_tokens=False)["ids"]
+    assert bare == tokenizer.encode(text, special_tokens=False)
+    for body in (
+        {},
+        {"text": "x", "messages": SAYS},
+        {"messages": SAYS, "add_special_tokens": True},
+    ):
+        served.refused("/tokenize", body)
+    for ids in ([-1], [10**6], [2**40]):
+        assert str(ids[0]) in served.refused("/detokenize", {"ids": ids})["message"]
+
+
+def test_models_health_and_the_engine(served):
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("storyteller", served.llm.max_length)
+    assert model["numerics_key"] == served.llm.info()["numerics_key"]
+    assert served.client.get("/v1/models/storyteller").json() == model
+    assert served.client.get("/v1/models/a/b").status_code == 404
+    assert served.client.get("/health").json() == {"status": "ok"}
+    assert served.client.get("/ready").json() == {"status": "ready"}
+    engine = served.client.get("/v1/engine").json()
+    assert engine["info"]["architecture"] == "Qwen3ForCausalLM"
+    assert engine["stats"]["blocks_used"] == 0
+    assert engine["under_way"] == 0
+
+
+def test_metrics_count_what_was_asked(served):
+    def figures() -> dict[tuple[str, ...], float]:
+        text = served.client.get("/metrics").text
+        return {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    before = figures()
+    served.post("/v1/completions", prompt=[5, 6, 7], max_tokens=5, n=2, ignore_eos=True)
+    served.stream("/v1/completions", prompt=[[5, 6, 7], [5, 6, 8]], max_tokens=5, ignore_eos=True)
+    served.refused("/v1/completions", {"prompt": "x", "nope": 1})
+    after = figures()
+
+    def grown(*key: str) -> float:
+        return after[key] - before.get(key, 0.0)
+
+    assert grown("verbatim_completion_tokens_total") == 20
+    assert grown("verbatim_prompt_tokens_total") == 9
+    assert grown("verbatim_completions_total", "length") == 4
+    assert grown("verbatim_http_answers_total", "/v1/completions", "200") == 2
+    assert grown("verbatim_http_answers_total", "/v1/completions", "400") == 1
+    assert grown("verbatim_request_seconds_count") == 3
+    assert after[("verbatim_running",)] == 0
+
+
+def test_the_user_is_written_down(served, caplog):
+    with caplog.at_level("INFO", "verbatim.serve"):
+        answer = served.post("/v1/completions", prompt="x", max_tokens=1, user="Bo\n")
+        told = served.post("/v1/responses", input="x", max_output_tokens=1, user="Li")
+    assert [answer["id"] in record.getMessage() for record in caplog.records] == [True, False]
+    assert "Bo\\n" in caplog.text
+    assert told["user"] == "Li"
+
+
+# ---- responses
+
+
+def test_a_response_is_the_chat_of_its_items(served):
+    items = [
+        {"role": "user", "content": "Hi"},
+        {
+            "type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+            "content": [{"type": "output_text", "text": "Hello!", "annotations": []}],
+        },
+        {"role": "user", "content": [{"type": "input_text", "text": "A story"}]},
+    ]  # fmt: skip
+    messages = [
+        {"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "A story"},
+    ]  # fmt: skip
+    body = {"seed": 4, "temperature": 0.9}
+    wanted = served.post("/v1/chat/completions", messages=messages, **body, max_tokens=12)
+    answer = served.post(
+        "/v1/responses", input=items, instructions="Be short.", **body, max_output_tokens=12,
+        include=["message.output_text.logprobs"], top_logprobs=1, metadata={"a": "b"}, store=False,
+        truncation="disabled",
+    )  # fmt: skip
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == wanted["choices"][0]["message"]["content"]
+    assert len(item["content"][0]["logprobs"]) == answer["usage"]["output_tokens"] == 12
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert (answer["metadata"], answer["instructions"]) == ({"a": "b"}, "Be short.")
+    for wrong in ("previous_response_id", "reasoning", "background"):
+        assert served.refused("/v1/responses", {"input": "x", wrong: "y"})["param"] == wrong
+    assert served.refused("/v1/responses", {"input": "x", "store": True})["param"] == "store"
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}
+    assert served.refused("/v1/responses", {"input": [call]})["param"] == "input.0.arguments"
+
+
+def test_the_events_of_a_response_come_in_order(served):
+    body = {"input": "Hi", "seed": 2, "max_output_tokens": 40}
+    body["include"] = ["message.output_text.logprobs"]
+    whole = served.post("/v1/responses", **body)
+    events = served.stream("/v1/responses", **body)
+    kinds = [event["type"] for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    frame = [kind for kind in kinds if kind != "response.output_text.delta"]
+    assert frame == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", f"response.{whole['status']}",
+    ]  # fmt: skip
+    content = whole["output"][0]["content"][0]
+    assert "".join(event["delta"] for event in deltas) == content["text"]
+    done = events[-1]["response"]["output"][0]["content"][0]
+    assert (done["text"], done["logprobs"]) == (content["text"], content["logprobs"])
+    assert len(done["logprobs"]) == whole["usage"]["output_tokens"]
+
+
+def test_the_document_names_every_endpoint_and_they_need_no_body_of_the_wrong_kind(served):
+    document = served.client.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize",
+            "/detokenize", "/v1/logprobs", "/v1/generate", "/health", "/ready", "/metrics",
+            "/v1/engine"} <= document["paths"].keys()  # fmt: skip
+    assert served.client.get("/docs").status_code == 200
+
+
+def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
+    """Coroutines here, a thread's own call there: one engine."""
+    alone = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
+    with (
+        httpx.Client(base_url=served.url) as other,
+        other.stream(
+            "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 300, "stream": True}
+        ) as stream,
+    ):
+        next(stream.iter_lines())
+        (result,) = served.llm.generate([PROMPT], SamplingParams(**SEEDED))
+        again = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
+    assert alone == again
+    assert result.outputs[0].text == alone[0]["text"]
+    assert served.idle()

@@ -1,0 +1,575 @@
+"""The playground: what is served, and what a browser makes of it.
+
+The slow tests need Playwright for Python and Chromium (`pip install playwright`, `apt-get install chromium`;
+$CHROMIUM says where it is). They are skipped where one of them is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from support import toys
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+import httpx
+import uvicorn
+
+from support.stages import ThreadHosts
+from verbatim import LLM, Cluster, Offload
+from verbatim.serve.app import PAGE, make_app
+from verbatim.serve.places import places_of
+from verbatim.serve.settings import ServeSettings
+
+SMALL = dict(kv_memory="16MB", num_threads=1)
+
+
+def ask(llm: LLM, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app=make_app(llm))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return await client.request(method, path, **kwargs)
+
+    return asyncio.run(asked())
+
+
+# ---- without a browser
+
+
+@pytest.fixture(scope="module")
+def storyteller() -> Iterator[LLM]:
+    with LLM(**SMALL) as llm:
+        yield llm
+
+
+class Controls(HTMLParser):
+    """The form's fields, and for which of them there is a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: list[str] = []
+        self.labelled: set[str] = set()
+        self.within_label = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "label":
+            self.within_label = "for" not in found
+            self.labelled.add(found.get("for") or "")
+        if tag in ("input", "textarea", "select"):
+            name = found["id"]
+            assert name is not None
+            self.fields.append(name)
+            if self.within_label:
+                self.labelled.add(name)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "label":
+            self.within_label = False
+
+
+def test_every_field_of_the_page_has_a_label() -> None:
+    controls = Controls()
+    controls.feed(PAGE.read_text())
+    assert len(controls.fields) > 12
+    assert [name for name in controls.fields if name not in controls.labelled] == []
+
+
+def test_the_page_is_one_file_that_needs_nothing_from_elsewhere(storyteller: LLM) -> None:
+    answer = ask(storyteller, "GET", "/")
+    page = answer.text
+    assert answer.status_code == 200 and page == PAGE.read_text()
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert page.replace("http://www.w3.org/2000/svg", "").count("//www.") == 0
+    assert re.findall(r"https?:(?!//www\.w3\.org/2000/svg)", page) == []
+    assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page) == []
+    for path in re.findall(r'ask\("(/[^"]*)"', page):
+        assert ask(storyteller, "OPTIONS", path).status_code != 404, path
+
+
+def test_a_stream_tells_the_text_of_each_id_once(storyteller: LLM) -> None:
+    body = {
+        "prompt": "Once upon a time",
+        "params": {"max_tokens": 20, "seed": 5, "logprobs": 3},
+        "return_tokens": True,
+    }
+    whole = ask(storyteller, "POST", "/v1/generate", json=body).json()
+    stream = ask(storyteller, "POST", "/v1/generate", json=body | {"stream": True}).text
+    deltas = [json.loads(line[6:]) for line in stream.split("\n\n") if line]
+    told = [name for delta in deltas for name in delta["tokens"]]
+    assert len(told) == len(set(told))
+    texts = {name: text for delta in deltas for name, text in delta["tokens"].items()}
+    assert texts == whole["tokens"]
+    output, prompt = whole["outputs"][0], whole["prompt_token_ids"]
+    shown = {
+        *prompt,
+        *output["token_ids"],
+        *(i for best in output["top_logprobs"] for i, _ in best),
+    }
+    assert {int(name) for name in texts} == shown
+    assert "".join(texts[str(i)] for i in output["token_ids"]) == output["text"]
+    assert (
+        "tokens"
+        not in ask(storyteller, "POST", "/v1/generate", json=body | {"return_tokens": False}).json()
+    )
+
+
+def test_the_map_says_where_each_layer_lives(storyteller: LLM, tmp_path: Path) -> None:
+    (memory,) = ask(storyteller, "GET", "/v1/engine").json()["places"]
+    assert memory["name"] == "memory" and memory["layers"] == [1.0] * 5
+    assert memory["weight_bytes"] == storyteller.info()["weight_bytes"]
+    with LLM(placement=Offload(weights=(0, 50, 50)), **SMALL) as llm:
+        info = llm.info()
+        tiers = {place["name"]: place for place in places_of(info)}
+        assert set(tiers) == {"cpu", "disk"}
+        for parts in zip(*(place["layers"] for place in tiers.values()), strict=True):
+            assert sum(parts) == pytest.approx(1)
+        assert tiers["disk"]["weight_bytes"] == pytest.approx(info["weight_bytes"] / 2, rel=0.1)
+    toys.make_toy("llama").save_pretrained(tmp_path)
+    with LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts("one", "two"))) as llm:
+        first, second = places_of(llm.info())
+    assert first["name"] == "stage 0 on one" and second["name"] == "stage 1 on two"
+    assert [a + b for a, b in zip(first["layers"], second["layers"], strict=True)] == [1.0] * 3
+
+
+# ---- in a browser
+
+
+class Pace:
+    """How long each forward takes at least, so that a stream can be watched."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def served(llm: LLM, settings: ServeSettings | None = None) -> Iterator[tuple[str, Any]]:
+    app = make_app(llm, settings)
+    config = uvicorn.Config(
+        app, port=0, log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/", app.state.service
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def until(done: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def pace() -> Pace:
+    return Pace()
+
+
+@pytest.fixture(scope="module")
+def site(pace: Pace) -> Iterator[tuple[str, Any]]:
+    with LLM(draft="ngram", **SMALL) as llm:
+        forward = llm.engine.runner.forward
+
+        def paced(batch: Any) -> Any:
+            time.sleep(pace.seconds)
+            return forward(batch)
+
+        llm.engine.runner.forward = paced  # type: ignore[method-assign]
+        with served(llm) as site:
+            yield site
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("there is no Chromium here; $CHROMIUM may say where it is")
+    quiet = "--disable-background-networking --disable-component-update --disable-sync"
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", *quiet.split()]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page. In the end: no errors on any console, and no request to another host."""
+    contexts, errors, hosts = [], [], set()
+    expected: list[str] = []
+
+    def opened(url: str, *, expect: str | None = None, **settings: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}} | settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        expected.extend([expect] if expect else [])
+        page.on("console", lambda m: errors.append(m.text) if m.type != "log" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert [text for text in errors if not any(each in text for each in expected)] == []
+    assert hosts <= {"127.0.0.1", None}
+
+
+def comes_true(page: Any, expression: str) -> None:
+    """Wait for it; the page's own policy forbids Playwright's way, which evaluates text in it."""
+    until(lambda: page.evaluate(expression))
+
+
+def run(page: Any, **fields: Any) -> Any:
+    """Fill the form in, run it to its end, and return the pane."""
+    for name, value in fields.items():
+        page.fill(f"#{name}", str(value))
+    before = page.evaluate("numRuns")
+    page.keyboard.press("Control+Enter")
+    comes_true(page, f"numRuns > {before}")
+    return ended(page)
+
+
+def ended(page: Any) -> Any:
+    comes_true(page, "right !== null && going === null")
+    return page.locator("#panes > .run").last
+
+
+def open_ready(open_page: Callable[..., Any], url: str, **settings: Any) -> Any:
+    page = open_page(url, **settings)
+    page.wait_for_selector("#places li")  # the model's own sampling parameters are in the form
+    page.locator("summary", has_text="Stop strings").click()
+    return page
+
+
+def words(pane: Any) -> str:
+    """The text; what ends a text is a token, but no part of it."""
+    return "".join(pane.locator(".t:not(.cut)").all_text_contents())
+
+
+@pytest.mark.slow
+def test_tokens_stream_and_are_those_of_the_engine(
+    site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
+) -> None:
+    url, service = site
+    page = open_ready(open_page, url)
+    page.fill("#prompt", "Once upon a time")
+    page.fill("#seed", "7")
+    page.fill("#max_tokens", "80")
+    pace.seconds = 0.02
+    page.click("#go")
+    comes_true(page, "going?.tokens.length > 3 && going.pane.matches('.going') && !going.result")
+    pace.seconds = 0.0
+    pane = ended(page)
+    params = service.llm.default_params().replace(max_tokens=80, seed=7, logprobs=6)
+    (result,) = service.llm.generate("Once upon a time", params)
+    assert words(pane) == result.outputs[0].text
+    assert page.evaluate("right.tokens.map(t => t.id)") == result.outputs[0].token_ids
+    assert page.evaluate("right.tokens.map(t => t.logprob)") == result.outputs[0].logprobs
+    facts = pane.locator("dl").inner_text()
+    assert "length" in facts and re.search(r"Seed\s+7\b", facts)
+    levels = page.evaluate("right.tokens.map(t => [Math.exp(t.logprob), t.node.className])")
+    assert all(("p0" in names.split()) == (p > 0.9) for p, names in levels)
+    assert all(("p4" in names.split()) == (p <= 0.05) for p, names in levels)
+    comes_true(page, "document.getElementById('say').textContent.includes('80 tokens')")
+
+
+@pytest.mark.slow
+def test_alternatives_show_on_hover_on_keys_and_on_tap(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0])
+    pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30, logprobs=5)
+    token = pane.locator(".t").nth(3)
+    token.hover()
+    look = page.locator("#look")
+    look.wait_for(state="visible")
+    top = page.evaluate("right.tokens[3].top")
+    assert look.locator("li").count() >= len(top) == 5
+    assert (
+        look.locator("li.drawn")
+        .inner_text()
+        .replace("·", " ")
+        .startswith(f"✓ {token.inner_text()}")
+    )
+    shares = page.evaluate("right.tokens[3].top.map(([id, p]) => percent(p))")
+    assert look.locator(".share").all_inner_texts()[:5] == shares
+    page.mouse.move(5, 5)
+    look.wait_for(state="hidden")
+
+    pane.locator(".words").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert look.is_visible()
+    at = pane.locator(".words").get_attribute("aria-activedescendant")
+    assert at == page.evaluate("right.tokens[1].node.id")
+    assert "Likeliest" in str(page.locator(f"#{at}").get_attribute("aria-label"))
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.getElementById('look').contains(document.activeElement)")
+    page.keyboard.press("Escape")
+    assert look.is_hidden()
+    assert page.evaluate("document.activeElement === right.words")
+
+    phone = open_ready(open_page, site[0], viewport={"width": 360, "height": 740}, has_touch=True)
+    pane = run(phone, prompt="Once upon a time", seed=7, max_tokens=30)
+    pane.locator(".t").nth(5).tap()
+    assert phone.locator("#look").is_visible()
+    box = phone.locator("#look").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
+
+
+@pytest.mark.slow
+def test_a_replay_says_the_same_words_and_another_seed_shows_where_it_parts(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0])
+    first = run(page, prompt="Once upon a time", max_tokens=60)
+    said, seed = words(first), page.evaluate("right.seed")
+    first.get_by_role("button", name="Replay").click()
+    second = ended(page)
+    assert page.locator("#panes > .run").count() == 2
+    assert words(second) == said and page.evaluate("right.seed") == seed
+    verdict = page.locator("#verdict").inner_text()
+    assert "the same 60 tokens" in verdict and "byte for byte" in verdict
+    assert "every log-prob equal" in verdict
+    assert page.locator(".differs").count() == 0
+
+    run(page, seed=(int(seed) + 1))
+    ids = page.evaluate("[left, right].map(r => r.tokens.map(t => t.id))")
+    place = next(i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a != b)
+    assert f"the first difference is token {place + 1}:" in page.locator("#verdict").inner_text()
+    marked = "[left, right].map(r => r.tokens.findIndex(t => t.node.classList.contains('differs')))"
+    assert page.evaluate(marked) == [place, place]
+    page.locator("#panes > .run").first.get_by_role("button", name="Take away").click()
+    assert page.locator("#panes > .run").count() == 1 and page.locator("#verdict").is_hidden()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_another_token(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0])
+    pane = run(page, prompt="Once upon a time", seed=7, max_tokens=30)
+    pane.locator(".t").nth(4).hover()
+    page.locator("#look li:not(.drawn) button").first.click()
+    ended(page)
+    ids = page.evaluate("[left, right].map(r => r.tokens.map(t => t.id))")
+    assert ids[0][:4] == ids[1][:4] and ids[0][4] != ids[1][4]
+    assert len(ids[1]) <= 30 and page.locator(".t.given").count() == 5
+    prompt = page.evaluate("right.asked.promptIds")
+    assert page.evaluate("right.result.prompt_token_ids") == prompt + ids[1][:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["button", "key"])
+def test_stop_ends_it_on_the_server(
+    how: str, site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
+) -> None:
+    url, service = site
+    page = open_ready(open_page, url)
+    pace.seconds = 0.02
+    page.fill("#max_tokens", "1500")
+    page.fill("#other", '{"ignore_eos": true}')
+    page.keyboard.press("Control+Enter")
+    comes_true(page, "going?.tokens.length > 3")
+    assert service.under_way == 1 and page.inner_text("#go-word") == "Stop"
+    if how == "key":
+        page.keyboard.press("Escape")
+    else:
+        page.click("#go")
+    pane = ended(page)
+    pace.seconds = 0.0
+    until(lambda: service.under_way == 0)
+    assert "stopped by you" in pane.locator("dl").inner_text()
+    assert pane.locator(".t").count() < 1000
+    stats = service.llm.stats()
+    assert stats["running"] == stats["blocks_used"] == 0
+
+
+@pytest.mark.slow
+def test_what_a_model_writes_is_text_and_nothing_else(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0])
+    hostile = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
+    pane = run(page, other=json.dumps({"choice": [hostile]}), logprobs=3)
+    assert words(pane) == hostile
+    assert pane.locator("img, script").count() == 0
+    pane.locator(".t").first.hover()
+    assert page.locator("#look img, #look script").count() == 0
+    split = "a 🦊 and naïve 你好"  # characters of several tokens
+    pane = run(page, other=json.dumps({"choice": [split]}))
+    assert words(pane) == split
+    pane = run(page, other=json.dumps({"choice": ["one two three"]}), stop=" two")
+    assert words(pane) == "one" and "stop: “·two”" in pane.locator("dl").inner_text()
+    assert pane.locator(".t.cut").count() >= 1
+
+
+@pytest.mark.slow
+def test_drafted_tokens_are_marked_and_counted(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0])
+    again = json.dumps({"choice": ["one fox two fox one fox two fox one fox two fox one fox two"]})
+    run(page, prompt="one fox two fox one fox two fox", other=again, temperature=0)
+    draft = page.evaluate("right.result.metrics.draft")
+    marked = page.locator(".run .t.accepted").count()
+    assert marked == sum(draft["num_accepted"]) > 0
+    assert page.locator("#legend-drafted").is_visible()
+    page.uncheck("#draft")
+    run(page)
+    assert page.locator(".run .t.accepted").count() == 0
+
+
+@pytest.mark.slow
+def test_a_chat_goes_on(site: tuple[str, Any], open_page: Callable[..., Any]) -> None:
+    url, service = site
+    page = open_ready(open_page, url)
+    page.check("#mode-chat")
+    page.locator("#messages textarea").first.fill("Tell me a story about a fox.")
+    pane = run(page, seed=3, max_tokens=40)
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    assert page.evaluate("right.asked.promptIds") == service.llm._chat_ids(messages)
+    params = service.llm.default_params().replace(max_tokens=40, seed=3)
+    result = service.llm.chat(messages, params)
+    assert words(pane) == result.outputs[0].text
+    pane.get_by_role("button", name="Add to the chat").click()
+    page.locator("#messages textarea").last.fill("And then?")
+    run(page)
+    messages += [
+        {"role": "assistant", "content": result.outputs[0].text},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert page.evaluate("right.asked.promptIds") == service.llm._chat_ids(messages)
+
+
+@pytest.mark.slow
+def test_errors_are_shown_in_the_servers_words(
+    site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(open_page, site[0], expect="400 (Bad Request)")
+    pane = run(page, temperature=-1)
+    assert "temperature=-1" in pane.locator(".wrong").inner_text()
+    assert "error" in pane.locator("dl").inner_text()
+    pane = run(page, temperature=1, other='{"temprature": 2}')
+    assert "temprature" in pane.locator(".wrong").inner_text()
+    page.fill("#other", "{")
+    page.click("#go")
+    assert "Other fields" in page.locator("#problem").inner_text()
+    page.fill("#other", "")
+    page.fill("#prompt", "")
+    page.click("#go")
+    comes_true(
+        page, "document.querySelector('#panes > .run .wrong')?.textContent.includes('prompt')"
+    )
+
+
+@pytest.mark.slow
+def test_a_key_is_asked_for_and_forgotten_with_the_tab(
+    storyteller: LLM, open_page: Callable[..., Any]
+) -> None:
+    with served(storyteller, ServeSettings(api_keys=("correct-horse",))) as (url, _):
+        page = open_page(url, expect="401 (Unauthorized)")
+        page.wait_for_selector("#key-dialog[open]")
+        assert "no API key" in page.locator("#key-problem").inner_text()
+        page.fill("#key", "wrong-battery")
+        page.keyboard.press("Enter")
+        comes_true(
+            page, "document.getElementById('key-problem').textContent.includes('not one of')"
+        )
+        page.fill("#key", "correct-horse")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#places li")
+        run(page, max_tokens=8)
+        assert page.evaluate("right.tokens.length") == 8
+        assert page.evaluate("Object.values(sessionStorage)") == ["correct-horse"]
+        assert page.evaluate("localStorage.length + document.cookie.length") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_it_is_readable_at_any_width_in_light_and_dark(
+    scheme: str, width: int, site: tuple[str, Any], open_page: Callable[..., Any]
+) -> None:
+    page = open_ready(
+        open_page, site[0], viewport={"width": width, "height": 740}, color_scheme=scheme
+    )
+    pane = run(page, prompt="Once upon a time", seed=7, max_tokens=60)
+    pane.get_by_role("button", name="Replay").click()
+    ended(page)
+    page.check("#tell")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    contrast = page.evaluate(CONTRASTS)
+    assert len(contrast) > 20
+    assert {name: ratio for name, ratio in contrast if ratio < 4.5} == {}
+
+
+@pytest.mark.slow
+def test_gauges_follow_the_engine(
+    site: tuple[str, Any], open_page: Callable[..., Any], pace: Pace
+) -> None:
+    page = open_ready(open_page, site[0])
+    assert page.inner_text("#running") == "0"
+    pace.seconds = 0.02
+    page.fill("#max_tokens", "1500")
+    page.fill("#other", '{"ignore_eos": true}')
+    page.keyboard.press("Control+Enter")
+    comes_true(page, "document.getElementById('running').textContent === '1'")
+    comes_true(page, "Number(document.getElementById('rate').textContent) > 1")
+    assert not page.inner_text("#kv-blocks").startswith("0 of")
+    page.keyboard.press("Escape")
+    ended(page)
+    pace.seconds = 0.0
+    comes_true(page, "document.getElementById('running').textContent === '0'")
+
+
+# The contrast of every text with what is behind it, as WCAG 2 counts it.
+CONTRASTS = """() => {
+  const parts = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = (c) => parts(c).slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if ((parts(color)[3] ?? 1) === 1) return color;
+    }
+    return getComputedStyle(document.body).backgroundColor;
+  };
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (texts.nextNode()) {
+    const node = texts.currentNode.parentElement;
+    const text = texts.currentNode.data.trim();
+    if (!text || !node.checkVisibility() || node.closest("script, dialog, .unseen")) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(behind(node))].sort((x, y) => y - x);
+    found.push([`${node.tagName}.${node.className} ${text.slice(0, 20)}`, (a + 0.05) / (b + 0.05)]);
+  }
+  return found;
+}"""

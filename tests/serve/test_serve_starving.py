@@ -1,0 +1,548 @@
+"""One client's bodies and connections, and how long others wait for their answers meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.serving import Served, running, serving
+from verbatim import LLM
+from verbatim.errors import InvalidRequest
+from verbatim.serve.bodies import MAX_CONTAINERS
+from verbatim.serve.connections import connection_limit
+from verbatim.serve.settings import ServeSettings
+
+SHORT = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+NUM_BODIES = int(os.environ.get("VERBATIM_FUZZ_BODIES", "150"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(kv_memory="64MB") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm) as server:
+        yield server
+
+
+# ---- bodies
+
+
+def whole(body: dict[str, Any]) -> bytes:
+    """A request with a body, as it is sent."""
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": [1.5] * 200_000}, "prompt.0"),
+        ("/v1/completions", {"prompt": ["a"] * 2000}, "prompt"),
+        ("/v1/completions", SHORT | {"bad_words": [1.5] * 200_000}, "bad_words.0"),
+        ("/v1/completions", SHORT | {"bad_words": ["a"] * 5000}, "bad_words"),
+        ("/v1/completions", SHORT | {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        ("/v1/completions", SHORT | {"choice": ["a"] * 5000}, "choice"),
+        ("/v1/completions", SHORT | {"stop": ["a"] * 65}, "stop"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{}] * 60_000}]},
+            "messages.0.content.0.type",
+        ),
+        ("/v1/chat/completions", {"messages": ["a", 1] * 100_000}, "messages.0"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "x", "content": "a"}] * 10_000},
+            "input.0.role",
+        ),
+        ("/v1/generate", {"prompt": "x", "params": {"bad_words": ["a"] * 5000}}, "bad_words"),
+        ("/v1/logprobs", {"prompts": [[1]] * 2000}, "prompts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_list_is_refused_at_its_first_error_or_its_limit(served, path, body, field):
+    refusal = served.refused(path, body)
+    assert refusal["param"] == field
+    assert len(refusal["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1]] * 100_000},
+        {"prompt": "x", "json_schema": {"enum": [[]] * 100_000}},
+        {"prompt": "x", **{f"a{i}": 1 for i in range(100_000)}},
+    ],
+    ids=["lists", "schema", "fields"],
+)
+def test_a_body_of_very_many_parts_is_refused_before_it_is_built(served, body):
+    assert "; at most 65536" in served.refused("/v1/completions", body)["message"]
+
+
+def test_marks_inside_of_strings_are_no_parts(served):
+    text = '{"[:\\' * (MAX_CONTAINERS // 2 + 1)
+    refusal = served.refused("/v1/completions", {"prompt": text, "max_tokens": 1})
+    assert refusal["code"] == "context_length_exceeded"
+
+
+def test_every_list_of_the_document_has_a_limit(served):
+    document = served.client.get("/openapi.json").json()
+    bounded = []
+
+    def walk(schema: Any, path: str) -> None:
+        if isinstance(schema, list):
+            for index, entry in enumerate(schema):
+                walk(entry, f"{path}.{index}")
+        elif isinstance(schema, dict):
+            if schema.get("type") == "array":
+                assert "maxItems" in schema, path
+                bounded.append(path)
+            # A JSON schema's own size is limited as text, in `SamplingParams`.
+            if schema.get("additionalProperties") not in (None, False) and not path.endswith(
+                ("json_schema.anyOf.0", ".schema", "parameters.anyOf.0")
+            ):
+                assert "maxProperties" in schema, path
+                bounded.append(path)
+            for key, value in schema.items():
+                if key not in ("examples", "default"):
+                    walk(value, f"{path}.{key}")
+
+    for name, schema in document["components"]["schemas"].items():
+        if not name.endswith("Error"):  # FastAPI's own, of answers
+            walk(schema, name)
+    assert len(bounded) > 25
+
+
+def test_a_body_in_chunks_is_refused_and_what_follows_is_not_read(served):
+    """Beside a Content-Length, it would be another request to a proxy than to this server."""
+    hidden = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for length in (b"", b"Content-Length: %d\r\n" % len(hidden)):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+            link.sendall(HEAD + length + b"Transfer-Encoding: chunked\r\n\r\n" + hidden)
+            answer = b""
+            while more := link.recv(65536):
+                answer += more
+        assert answer.startswith(b"HTTP/1.1 411") and answer.count(b"HTTP/1.1") == 1
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+        link.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            link.sendall(b"1\r\na\r\n" * 10_000_000)
+
+
+def test_an_encoded_body_is_refused(served):
+    for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+        answer = served.client.post(
+            "/v1/completions", json=SHORT, headers={"Content-Encoding": encoding}
+        )
+        assert answer.status_code == status, encoding
+
+
+def test_large_bodies_in_progress_have_a_limit_together(llm):
+    with serving(llm, ServeSettings(max_body_bytes=300_000)) as server:
+        links = []
+        for _ in range(17):  # 16 times 300,000 bytes are allowed
+            links.append(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            links[-1].sendall(HEAD + b"Content-Length: 299000\r\n\r\n" + b" " * 290_000)
+        with links.pop() as link:
+            assert link.recv(65536).startswith(b"HTTP/1.1 429")
+        assert server.post("/v1/completions", **SHORT)["choices"]
+        for link in links:
+            link.close()
+        while (
+            server.refused("/v1/completions", {"prompt": "a" * 290_000})["code"]
+            == "rate_limit_exceeded"
+        ):
+            time.sleep(0.1)  # the server has yet to notice
+
+
+def test_no_client_runs_in_place_of_another(llm, served):
+    for path, body in (
+        ("/v1/completions", SHORT | {"priority": -1}),
+        ("/v1/generate", {"prompt": "x", "params": {"priority": -1}}),
+    ):
+        refusal = served.refused(path, body)
+        assert (refusal["param"], "0 or more" in refusal["message"]) == ("priority", True)
+    with serving(llm, ServeSettings(negative_priorities=True)) as server:
+        assert server.post("/v1/completions", **SHORT, priority=-1)["choices"]
+
+
+def test_a_client_that_fills_the_batch_gives_way_to_others():
+    """The batch has room for four; one client's four choices are two more than its share."""
+    with LLM(kv_memory="64MB", max_sequences=4) as llm, serving(llm) as server:
+        alone = server.post("/v1/completions", **SHORT, seed=1)["choices"]
+        body = {"prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+            link.sendall(whole(body))
+            assert link.recv(100).startswith(b"HTTP/1.1 200")
+            other = httpx.HTTPTransport(local_address="127.0.0.2")
+            with httpx.Client(transport=other, base_url=server.url, timeout=60) as client:
+                answer = client.post("/v1/completions", json=SHORT | {"seed": 1})
+            assert answer.json()["choices"] == alone
+            assert server.service.under_way == 1  # the four are not at their end
+        assert server.idle()
+
+
+# ---- responses
+
+
+def test_a_response_that_could_be_too_large_is_refused_by_name(served):
+    body = SHORT | {"n": 64, "max_tokens": 200, "logprobs": 1024, "echo": True}
+    refusal = served.refused("/v1/completions", body)
+    assert "1,3" in refusal["message"] and "33,554,432" in refusal["message"]
+    assert "lower max_tokens" in refusal["message"]
+    params = {"n": 64, "max_tokens": 200, "logprobs": 1024}
+    served.refused("/v1/generate", {"prompt": "x", "params": params})
+
+
+def test_responses_in_progress_are_limited_together(llm):
+    body = SHORT | {"max_tokens": 1000, "ignore_eos": True, "logprobs": 8}
+    settings = ServeSettings(max_response_bytes=910_000)
+    with serving(llm, settings) as server:
+        links = []
+        for _ in range(16):  # that many of the largest responses
+            link = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            link.sendall(whole(body | {"stream": True}))
+            links.append(link)
+        for link in links:
+            assert link.recv(100).startswith(b"HTTP/1.1 200")
+        assert "together" in server.refused("/v1/completions", body, 429)["message"]
+        for link in links:
+            link.close()
+        assert server.idle()
+        assert server.post("/v1/completions", **body)["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/generate"])
+def test_a_large_response_comes_in_pieces_and_is_the_same(llm, path, monkeypatch):
+    """It is what one piece would have been."""
+    body: dict[str, Any] = {"max_tokens": 200, "seed": 3, "n": 3, "ignore_eos": True}
+    if path == "/v1/chat/completions":
+        body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        body["top_logprobs"] = 20
+    elif path == "/v1/generate":
+        body = {"prompt": "x", "params": body | {"logprobs": 30, "prompt_logprobs": 3}}
+    else:
+        body |= {"prompt": ["x", "y"], "logprobs": 30, "echo": True}
+    with serving(llm) as server:
+        answer = server.client.post(path, json=body)
+        assert "content-length" not in answer.headers
+        monkeypatch.setattr("verbatim.serve.events.PIECE_BYTES", 1 << 30)
+        monkeypatch.setattr("verbatim.serve.errors.PIECE_BYTES", 1 << 30)
+        at_once = server.client.post(path, json=body)
+    assert "content-length" in at_once.headers
+    assert len(answer.content) > 300_000
+    assert plain(answer.json()) == plain(at_once.json())
+
+
+def plain(answer: dict[str, Any]) -> dict[str, Any]:
+    own = {"id", "created", "request_id", "metrics", "prompt_tokens_details", "usage"}
+    return {key: value for key, value in answer.items() if key not in own | {"num_cached_tokens"}}
+
+
+# ---- connections
+
+
+def test_connections_that_send_no_head_are_closed(llm):
+    with serving(llm, ServeSettings(idle_timeout_s=0.2)) as server:
+        for start in (b"", b"GET / HTTP/1.1\r\nX: "):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+                link.sendall(start)
+                assert link.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+            # the second head is late
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
+            answer = b""
+            while more := link.recv(1000):
+                answer += more
+            assert answer.endswith(b'{"status":"ok"}')
+
+
+def test_a_new_connection_replaces_the_one_that_has_waited_longest(llm):
+    with serving(llm, ServeSettings(max_connections=4, max_connections_per_address=4)) as server:
+        links = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
+        for link in links:
+            link.sendall(b"GET / HTTP/1.1\r\nX: ")
+        while server.num_connections() < 4:
+            time.sleep(0.005)
+        assert server.client.get("/health").status_code == 200
+        assert links[0].recv(10) == b""
+        for link in links:
+            link.close()
+
+
+def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm):
+    settings = ServeSettings(max_connections=8, max_connections_per_address=3)
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with serving(llm, settings) as server:
+        links = []
+        for _ in range(3):
+            link = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            link.sendall(whole(body))
+            assert link.recv(100)
+            links.append(link)
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            refused = httpx.post(f"{server.url}/v1/completions", json=SHORT)
+            assert refused.status_code == 503
+            assert refused.headers["connection"] == "close"
+            assert "too many connections" in refused.text
+        other = socket.create_connection(  # from another address
+            ("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0)
+        )
+        other.sendall(whole(SHORT))
+        assert other.recv(100).startswith(b"HTTP/1.1 200")
+        for link in (*links, other):
+            link.close()
+        assert server.idle()
+
+
+def test_a_client_that_closes_its_side_gets_its_answer(served):
+    for stream in (False, True):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
+            link.sendall(whole(SHORT | {"max_tokens": 200, "ignore_eos": True, "stream": stream}))
+            link.shutdown(socket.SHUT_WR)
+            answer = b""
+            while more := link.recv(65536):
+                answer += more
+        answer = answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b'"finish_reason":"length"' in answer
+        assert answer.count(b"HTTP/1.1") == 1
+    assert served.idle()
+
+
+def test_more_connections_than_descriptors_are_refused():
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with pytest.raises(InvalidRequest, match=rf"max_connections={allowed}: .*ulimit -n"):
+        connection_limit(ServeSettings(max_connections=allowed))
+    assert connection_limit(ServeSettings(max_connections=2)) == 2
+
+
+# ---- all at once
+
+
+class Others:
+    """Clients that ask for /health and for a short completion all the time, and how long they wait."""
+
+    def __init__(self, url: str) -> None:
+        self.waits: dict[str, list[float]] = {"health": [], "completion": []}
+        self.errors: list[str] = []
+        self._url = url
+        self._ended = threading.Event()
+
+    def _health(self, client: httpx.Client) -> httpx.Response:
+        return client.get("/health")
+
+    def _complete(self, client: httpx.Client) -> httpx.Response:
+        return client.post("/v1/completions", json=SHORT)
+
+    def _ask(self, name: str, ask: Callable[[httpx.Client], httpx.Response]) -> None:
+        while not self._ended.is_set():
+            begin = time.perf_counter()
+            try:
+                with httpx.Client(base_url=self._url, timeout=30) as client:
+                    answer = ask(client)
+                if answer.status_code != 200:
+                    self.errors.append(f"{name}: {answer.status_code} {answer.text}")
+            except httpx.HTTPError as error:
+                self.errors.append(f"{name}: {error!r}")
+            self.waits[name].append(time.perf_counter() - begin)
+            time.sleep(0.01)
+
+    def __enter__(self) -> Others:
+        self._ended.clear()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(name, ask))
+            for name, ask in (("health", self._health), ("completion", self._complete))
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{name}: median {sorted(waits)[len(waits) // 2]:.3f} s, longest {max(waits):.3f} s of "
+            f"{len(waits)}"
+            for name, waits in self.waits.items()
+        )
+
+
+def resident_mb(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) >> 10
+
+
+VALID: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", SHORT | {"stop": ["zz"], "bad_words": ["q"], "logit_bias": {"5": 1.0}}),
+    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2, "allowed_token_ids": [5, 6]}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 3, "choice": ["a", "b"]}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 3, "json_schema": {"type": "integer"}}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+            "max_tokens": 2,
+            "chat_template_kwargs": {},
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": "x"}],
+            "max_output_tokens": 2,
+            "metadata": {"a": "b"},
+        },
+    ),
+    ("/v1/generate", {"prompt": "x", "params": {"max_tokens": 2, "stop_token_ids": [[1, 2]]}}),
+    ("/v1/logprobs", {"prompts": [[1, 2], [3, 4]], "top_logprobs": 2}),
+    ("/tokenize", {"text": "Once", "return_tokens": True}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/detokenize", {"ids": [1, 2, 3]}),
+]
+
+
+def mutated(rng: random.Random, body: Any) -> bytes:
+    """A body with one or two changes, of up to 4 MB."""
+    for _ in range(rng.randint(1, 2)):
+        body = replaced(rng, body)
+    raw = json.dumps(body).encode()[: (4 << 20) - 1]
+    if rng.random() < 0.15:
+        at = rng.randrange(len(raw))
+        raw = raw[:at] + rng.choice([b"", b"\xff", b'"', b"[", b"}", b"\\u"]) + raw[at + 1 :]
+    return raw
+
+
+def replaced(rng: random.Random, value: Any) -> Any:
+    """A copy of a JSON value in which something is hostile."""
+    if isinstance(value, dict) and value and rng.random() < 0.75:
+        key = rng.choice(sorted(value))
+        return value | {key: replaced(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() < 0.5:
+        at = rng.randrange(len(value))
+        return [*value[:at], replaced(rng, value[at]), *value[at + 1 :]]
+    size = int(10 ** rng.uniform(0, 6.4))
+    if isinstance(value, list) and value and rng.random() < 0.5:
+        return value * max(1, size // len(json.dumps(value)))
+    if isinstance(value, dict) and rng.random() < 0.5:
+        return value | {f"k{i}": i for i in range(size // 8)}
+    entry = rng.choice([1.5, 1, -1, 10**9, "a", "", {}, [], [1], None, True, {"type": "text"}])
+    nested: Any = 1
+    for _ in range(min(size, 900)):
+        nested = [nested]
+    return rng.choice(
+        [
+            [entry] * (size // max(1, len(json.dumps(entry)))),
+            "ab " * size,
+            "a" * size,
+            "\u20ac\ud83d" * (size // 12),
+            {str(i): entry for i in range(size // 12)},
+            nested,
+            10 ** min(size, 4000),
+            1e308,
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_mutated_bodies_hold_up_nobody(capsys):
+    """VERBATIM_FUZZ_BODIES sets how many are sent."""
+    seed = int(os.environ.get("VERBATIM_FUZZ_SEED", "1"))
+    rng = random.Random(seed)
+    with (
+        running("--kv-memory", "16MB") as (process, url),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for path, body in VALID:
+            assert client.post(path, json=body).status_code == 200, (path, body)
+        with Others(url) as idle:
+            time.sleep(3)
+        before = resident_mb(process.pid)
+        statuses: dict[int, int] = {}
+        slowest = (0.0, "")
+        others = Others(url)
+        for first in range(0, NUM_BODIES, 50):
+            # Made beforehand: this process's other threads would wait for it, too.
+            bodies = []
+            for path, body in rng.choices(VALID, k=min(50, NUM_BODIES - first)):
+                bodies.append((path, mutated(rng, body)))
+            with others:
+                for number, (path, raw) in enumerate(bodies, start=first):
+                    begin = time.perf_counter()
+                    headers = {"content-type": "application/json"}
+                    answer = client.post(path, content=raw, headers=headers)
+                    took = time.perf_counter() - begin
+                    slowest = max(slowest, (took, f"{number}: {path} {raw[:100]!r}"))
+                    statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+                    assert answer.status_code in (200, 400, 404, 413, 429), (number, raw[:300])
+        time.sleep(2)  # memory is returned after a second
+        after = resident_mb(process.pid)
+    with capsys.disabled():
+        print(f"\nidle: {idle}\nmeanwhile: {others}\nseed {seed}, statuses {statuses}")
+        print(f"slowest {slowest[0]:.2f} s {slowest[1]}\nRSS {before} MB before, {after} MB after")
+    assert not others.errors
+    assert max(map(max, others.waits.values())) < 5  # half a second; more only on a busy machine
+    assert after < before + 100
+
+
+def partial_head(link: socket.socket) -> None:
+    link.sendall(b"GET / HTTP/1.1\r\nX: ")
+
+
+def partial_body(link: socket.socket) -> None:
+    link.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
+
+
+def half_closed(link: socket.socket) -> None:
+    link.sendall(whole(SHORT))
+    link.shutdown(socket.SHUT_WR)
+
+
+def never_reading(link: socket.socket) -> None:
+    link.sendall(whole(SHORT | {"max_tokens": 1500, "logprobs": 20, "ignore_eos": True}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [partial_head, partial_body, half_closed, never_reading])
+def test_five_hundred_slow_clients_do_not_stop_health(slow, capsys):
+    with running("--max-requests", "600") as (process, url):
+        port = int(url.rsplit(":", 1)[1])
+        links = []
+        with Others(url) as others:
+            for _ in range(500):
+                link = socket.socket()
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                link.settimeout(20)
+                link.connect(("127.0.0.1", port))
+                try:
+                    slow(link)
+                except ConnectionError:  # it was replaced at once
+                    pass
+                links.append(link)
+            time.sleep(5)
+        for link in links:
+            link.close()
+        assert process.poll() is None
+    with capsys.disabled():
+        print(f"\n{slow.__name__}: {others}")
+    assert not [error for error in others.errors if error.startswith("health")], others.errors[:3]
+    assert len(others.waits["health"]) > 20

@@ -1,0 +1,271 @@
+"""Tool calls: arguments fit their schema, however random the model; a stream says what the whole says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from support import toys
+from support.serving import Served, serving
+from support.tool_templates import BARE, HERMES, tokenizer
+from verbatim import LLM
+from verbatim.serve.fields import Function, Tool
+from verbatim.serve.tools import Call, ToolUse, said_and_called
+
+KINDS = {
+    "text": lambda: tokenizer(HERMES, added=False),
+    "tokens": lambda: tokenizer(HERMES, added=True),
+    "bare": lambda: tokenizer(BARE, added=False),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A model that says anything at all."""
+    # Flat at the head, so that a mark is not too unlikely and nothing is sure.
+    module = toys.make_toy(
+        "llama", vocab_size=264, eos_token_id=1, bos_token_id=0, max_position_embeddings=4096
+    )
+    with (
+        LLM(module, tokenizer=KINDS[request.param](), max_length=4096) as llm,
+        serving(llm) as server,
+    ):
+        server.kind = request.param
+        yield server
+
+
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}
+SCHEMAS: dict[str, dict[str, Any] | None] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "unit": {"enum": ["</tool_call>", "\n", '"']},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+    "tree": {  # as pydantic writes it: references from the schema's own root
+        "type": "object",
+        "properties": {"node": {"$ref": "#/$defs/Node"}},
+        "required": ["node"],
+        "additionalProperties": False,
+        "$defs": {"Node": NODE | {"additionalProperties": False}},
+    },
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+ASK = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "temperature": 1.0}
+# The model would seldom find a mark by itself.
+TALKATIVE = {"max_tokens": 220, "top_p": 1.0}
+
+
+def check(calls: list[dict[str, Any]]) -> None:
+    for call in calls:
+        assert call["type"] == "function"
+        function = call["function"]
+        jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_required_calls_are_made_and_their_arguments_fit(served, seed):
+    body = ASK | TALKATIVE | {"tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
+    (choice,) = served.post("/v1/chat/completions", **body)["choices"]
+    assert choice["finish_reason"] in ("tool_calls", "length")
+    if choice["finish_reason"] == "tool_calls":
+        assert choice["message"]["content"] is None
+        assert len(choice["message"]["tool_calls"]) == 1
+    check(choice["message"].get("tool_calls", []))
+
+
+def test_a_named_tool_is_the_one_that_is_called(served):
+    for name in SCHEMAS:
+        named = {"type": "function", "function": {"name": name}}
+        body = ASK | TALKATIVE | {"tool_choice": named, "n": 3, "seed": 1}
+        choices = served.post("/v1/chat/completions", **body)["choices"]
+        calls = [call for c in choices for call in c["message"].get("tool_calls", [])]
+        check(calls)
+        assert {call["function"]["name"] for call in calls} == {name}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"tool_choice": "required", "max_tokens": 30},
+        {"tool_choice": "required", "stop": ["name"]},
+        {"tool_choice": "required", "logprobs": True},
+    ],
+    ids=json.dumps,
+)
+def test_a_stream_calls_what_the_whole_calls(served, choice):
+    body = ASK | TALKATIVE | {"n": 2, "seed": 3} | choice
+    if choice["tool_choice"] == "auto":  # so that it begins a call at all
+        mark = 262 if served.kind == "tokens" else ord("{") - 31 if served.kind == "bare" else None
+        body |= {"logit_bias": {str(mark): 8.0}} if mark else {}
+    whole = served.post("/v1/chat/completions", **body)["choices"]
+    pieces = [p["choices"][0] for p in served.stream("/v1/chat/completions", **body)[:-1]]
+    for one in whole:
+        mine = [piece for piece in pieces if piece["index"] == one["index"]]
+        deltas = [piece["delta"] for piece in mine]
+        assert "".join(d.get("content") or "" for d in deltas) == (one["message"]["content"] or "")
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call["index"] for call in calls] == list(range(len(calls)))
+        wanted = [call["function"] for call in one["message"].get("tool_calls", [])]
+        assert [call["function"] for call in calls] == wanted
+        assert mine[-1]["finish_reason"] == one["finish_reason"]
+        check(one["message"].get("tool_calls", []))
+        if choice["tool_choice"] == "none":
+            assert not calls
+        if "logprobs" in choice:
+            told = [e for p in mine if p["logprobs"] for e in p["logprobs"]["content"]]
+            assert told == one["logprobs"]["content"]
+        if "stop" in choice or body["max_tokens"] == 30:  # a call cut short is the text it is
+            assert not calls
+            assert one["message"]["content"]
+
+
+def test_responses_call_and_take_what_the_tool_said(served):
+    tools = [{"type": "function", "name": n, "parameters": s} for n, s in SCHEMAS.items()]
+    body = {
+        "input": "Hi", "tools": tools, "tool_choice": {"type": "function", "name": "weather"},
+        "seed": 1, "max_output_tokens": 200, "temperature": 1.0,
+    }  # fmt: skip
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    error = served.refused("/v1/responses", body | told)  # a call's tokens belong to no text
+    assert "logprobs" in error["message"] and "tools" in error["message"]
+    served.post("/v1/responses", **(body | told | {"tool_choice": "none", "max_output_tokens": 3}))
+    whole = served.post("/v1/responses", **body)
+    events = served.stream("/v1/responses", **body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+    def plain(items: list[dict[str, Any]]) -> list[Any]:
+        return [(i["type"], i.get("name"), i.get("arguments"), i.get("content")) for i in items]
+
+    assert plain(events[-1]["response"]["output"]) == plain(whole["output"])
+    (call,) = [item for item in whole["output"] if item["type"] == "function_call"]
+    jsonschema.validate(json.loads(call["arguments"]), SCHEMAS["weather"])
+    kinds = [event["type"] for event in events if "item" in event or "arguments" in event["type"]]
+    assert kinds == [
+        "response.output_item.added", "response.function_call_arguments.delta",
+        "response.function_call_arguments.done", "response.output_item.done",
+    ]  # fmt: skip
+    back = [
+        {"role": "user", "content": "Hi"}, call,
+        {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
+    ]  # fmt: skip
+    again = served.post("/v1/responses", input=back, tools=tools, seed=1, max_output_tokens=4)
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": call["call_id"], "type": "function",
+             "function": {"name": call["name"], "arguments": call["arguments"]}}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": call["call_id"]},
+    ]  # fmt: skip
+    chat = served.post(
+        "/v1/chat/completions", messages=messages, seed=1, max_tokens=4,
+        tools=[{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()],
+    )  # fmt: skip
+    assert again["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "{"
+    assert "not JSON" in served.refused("/v1/chat/completions", {"messages": messages})["message"]
+
+
+def function(**schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"tools": [{"type": "web_search"}]}, "type"),
+        ({"tools": [function(not_={})]}, "not_"),
+        ({"tools": [function(type="string")]}, "object"),
+        ({"regex": "a"}, "regex"),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": [function(properties={"\ud800": {}})]}, ""),
+    ],
+    ids=["twice", "unknown", "bad-name", "kind", "schema", "no-object", "regex", "format", "surrogate"],
+)  # fmt: skip
+def test_what_can_not_be_called_is_refused(served, change, said):
+    content = json.dumps(ASK | {"max_tokens": 2} | change)
+    answer = served.client.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert said in answer.text
+
+
+def test_marks_that_are_left_out_of_the_text_are_refused():
+    hf = tokenizer(HERMES, added=True, special=True)
+    module = toys.make_toy("llama", vocab_size=264)
+    with LLM(module, tokenizer=hf) as llm, serving(llm) as server:
+        error = server.refused("/v1/chat/completions", ASK)
+    assert "<tool_call> as a special token" in error["message"]
+
+
+def tool(name: str, **schema: Any) -> Tool:
+    return Tool(type="function", function=Function(name=name, parameters=schema or None))
+
+
+def use(**how: Any) -> ToolUse:
+    found = ToolUse.settle([tool("f"), tool("g")], None, None, how.pop("template", HERMES))
+    assert found is not None
+    return found
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
+TEXTS = {
+    "none": "Just a text.\n\n",
+    "one": f"Let me see.\n\n{CALL}\n",
+    "behind": f"{CALL}\nand\n more\n",
+    "several": f"a\n{CALL}\n{CALL}\n\nb\n{CALL}",
+    "cut": f"a\n{CALL}\n<tool_call>\n" + '{"name": "f", "argu',
+    "half a mark": "2 <tool\n\n<tool_cal",
+    "unknown": '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call> x',
+    "no JSON": '<tool_call>\n{"name": "f", "arguments": {]}\n</tool_call> x',
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_reader_reads_any_pieces_alike(name):
+    text = TEXTS[name]
+
+    def plain(parts: list[Any]) -> tuple[str, list[str]]:
+        said, calls = said_and_called(parts)
+        return said, [call.arguments for call in calls]
+
+    whole = plain(use().reader().push(text, last=True))
+    assert len(whole[1]) == {"one": 1, "behind": 1, "several": 3, "cut": 1}.get(name, 0)
+    if name == "several":
+        assert whole[0] == "ab"
+    if not whole[1]:
+        assert whole[0] == text
+    for size in (1, 2, 3, 7, 11):
+        reader, parts = use().reader(), []
+        for start in range(0, len(text), size):
+            parts += reader.push(text[start : start + size])
+        parts += reader.push("", last=True)
+        assert plain(parts) == whole
+        assert reader.num_calls == len(whole[1])
+
+
+def test_arguments_come_as_they_were_written():
+    """Not by way of Python's numbers, which know no 1e999."""
+    text = '{"name": "g", "parameters": {"big": 1e999, "many": 123456789012345678901.50}}'
+    (call,) = use(template=BARE).reader().push(text, last=True)
+    assert isinstance(call, Call)
+    assert call.arguments == text[len('{"name": "g", "parameters": ') : -1]
+    assert use(template=BARE).reader().push(" " + text, last=True) == [" " + text]

@@ -1,0 +1,182 @@
+"""Attention problems of all shapes, and what they should come to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verbatim import kernels
+from verbatim.kernels.options import AttentionOptions
+from verbatim.kv import attention
+from verbatim.kv.attention import paged_attention, write_kv
+from verbatim.kv.quantized import Packing, packed_attention, write_packed
+
+BACKENDS = [*kernels.available(), "reference"]
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    block_size: int
+
+
+SHAPES = [
+    Shape(4, 2, 64, 64, 16),
+    Shape(16, 8, 128, 128, 16),
+    Shape(3, 3, 12, 12, 8),
+    Shape(6, 2, 20, 24, 5),
+    Shape(5, 1, 25, 25, 16),
+    Shape(24, 1, 80, 80, 32),  # enough heads that keys are transposed at a single row
+    Shape(9, 3, 96, 96, 7),
+    Shape(2, 2, 100, 100, 48),
+    Shape(8, 2, 192, 128, 16),
+    Shape(80, 1, 32, 32, 64),  # more heads than share a tile
+    Shape(2, 1, 256, 256, 16),
+    Shape(2, 1, 72, 64, 1),
+]
+INVARIANT_SHAPES = [SHAPES[0], SHAPES[3], SHAPES[5], SHAPES[8]]
+OPTIONS = ["plain", "window", "softcap", "sinks", "alibi", "all"]
+
+
+def options(kind: str, shape: Shape, window: int = 70) -> AttentionOptions:
+    every = kind == "all"
+    generator = torch.Generator().manual_seed(3)
+    return AttentionOptions(
+        scale=shape.key_size**-0.5,
+        window=window if every or kind == "window" else 0,
+        softcap=3.0 if every or kind == "softcap" else 0.0,
+        sinks=torch.randn(shape.heads, generator=generator) if every or kind == "sinks" else None,
+        alibi=torch.rand(shape.heads, generator=generator) if every or kind == "alibi" else None,
+    )
+
+
+@dataclass(frozen=True)
+class Story:
+    """One sequence: queries, keys and values of all of its positions."""
+
+    q: Tensor  # [L, H, Dk]
+    k: Tensor  # [L, Hkv, Dk]
+    v: Tensor  # [L, Hkv, Dv]
+
+
+def story(shape: Shape, length: int, seed: int = 0, q_dtype=F32, kv_dtype=F32) -> Story:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(length, heads, size, generator=generator).to(dtype)
+
+    return Story(
+        rows(shape.heads, shape.key_size, q_dtype),
+        rows(shape.kv_heads, shape.key_size, kv_dtype),
+        rows(shape.kv_heads, shape.value_size, kv_dtype),
+    )
+
+
+def attend(
+    backend: str,
+    opts: AttentionOptions,
+    block_size: int,
+    *pieces: tuple[Story, int, int],
+    seed: int = 0,
+    packing: Packing | None = None,
+) -> list[Tensor]:
+    """Rows [start, stop) of each story in one batch, over shuffled blocks in a store full of NaN.
+
+    Args:
+        packing: in which the store holds keys and values, and 255 in place of NaN.
+    """
+    first = pieces[0][0]
+    blocks = [-(-stop // block_size) for _, _, stop in pieces]
+    shuffled = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(seed)) + 1
+    tables = torch.zeros(len(pieces), max(blocks), dtype=torch.int32)
+    stores = []
+    for x in (first.k, first.v):
+        size, fill, dtype = x.shape[2], torch.nan, x.dtype
+        if packing is not None:
+            size, fill, dtype = packing.row_bytes(size), 255, torch.uint8
+        stores.append(
+            torch.full((sum(blocks) + 1, x.shape[1], block_size, size), fill, dtype=dtype)
+        )
+    for s, ((what, _, stop), ids) in enumerate(zip(pieces, shuffled.split(blocks), strict=True)):
+        tables[s, : len(ids)] = ids
+        positions = torch.arange(stop)
+        slots = ids[positions // block_size] * block_size + positions % block_size
+        if packing is None:
+            write_kv(what.k[:stop], what.v[:stop], *stores, slots)
+        else:
+            write_packed(what.k[:stop], what.v[:stop], *stores, slots, packing)
+    lens = [stop - start for _, start, stop in pieces]
+    batch = (
+        torch.cat([what.q[start:stop] for what, start, stop in pieces]),
+        *stores,
+        torch.tensor([0, *lens]).cumsum(0).int(),
+        torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32),
+        tables,
+        opts,
+    )
+    width = first.v.shape[2]
+    if backend != "reference":
+        packed = None if packing is None else (packing.bits, width)
+        library = attention.bind(kernels.load(backend))
+        out = attention.kernel_attention(library, *batch, packed=packed)
+    elif packing is None:
+        out = paged_attention(*batch, backend=backend)
+    else:
+        out = packed_attention(*batch, value_size=width, packing=packing, backend=backend)
+    return list(out.split(lens))
+
+
+def whole(backend: str, opts: AttentionOptions, shape: Shape, what: Story) -> Tensor:
+    return attend(backend, opts, shape.block_size, (what, 0, len(what.q)))[0]
+
+
+def dense(what: Story, opts: AttentionOptions) -> Tensor:
+    """The definition, in float64, over one matrix of scores."""
+    group = what.q.shape[1] // what.k.shape[1]
+    q = what.q.double().transpose(0, 1)
+    k = what.k.double().transpose(0, 1).repeat_interleave(group, 0)
+    v = what.v.double().transpose(0, 1).repeat_interleave(group, 0)
+    scores = q @ k.mT * opts.scale
+    if opts.softcap:
+        scores = opts.softcap * torch.tanh(scores / opts.softcap)
+    position = torch.arange(len(what.q))
+    behind = position[:, None] - position
+    if opts.alibi is not None:
+        scores = scores - opts.alibi.double()[:, None, None] * behind
+    hidden = behind < 0
+    if opts.window:
+        hidden |= behind >= opts.window
+    scores = scores.masked_fill(hidden, -math.inf)
+    if opts.sinks is not None:
+        sinks = opts.sinks.double()[:, None, None].expand(-1, len(position), 1)
+        scores = torch.cat([scores, sinks], -1)
+    return (scores.softmax(-1)[..., : len(position)] @ v).transpose(0, 1)
+
+
+def excess(out: Tensor, what: Story, opts: AttentionOptions, backend: str) -> float:
+    """How far `out` is off the definition at most, beyond what its dtypes may cost.
+
+    In bf16 the result is rounded. The kernel that multiplies pairs of bf16 also rounds the weights,
+    each by at most 2^-9 of itself, and so may err by twice that of the mean of the values' sizes.
+    """
+    want = dense(what, opts)
+    allowed = torch.zeros_like(want)
+    if out.dtype == BF16:
+        allowed += want.abs() * 2**-8
+        if backend == "avx512_bf16" and what.k.dtype == BF16:
+            allowed += dense(replace(what, v=what.v.abs()), opts) * 2**-8
+    return float(((out.double() - want).abs() - allowed).max())
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    assert a.dtype == b.dtype
+    whole_numbers = torch.int32 if a.dtype == F32 else torch.int16
+    different = (a.view(whole_numbers) != b.view(whole_numbers)).flatten(1).any(1)
+    assert not different.any(), f"rows {different.nonzero().flatten().tolist()} differ"

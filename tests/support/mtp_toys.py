@@ -1,0 +1,79 @@
+"""Toys with layers for multi-token prediction."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
+
+from support import toys
+
+CHANGES: dict[str, dict[str, Any]] = {"qwen3": {"mtp_layer_types": ["full_attention"] * 3}}
+GLM4_MOE: dict[str, Any] = dict(
+    head_dim=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
+    vocab_size=toys.VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    eos_token_id=2,
+)
+
+
+class Toy(NamedTuple):
+    """A model and its MTP layers, with random weights."""
+
+    main: Any
+    mtp: Any
+
+
+@cache
+def toy(name: str, layers: int = 1, dtype: torch.dtype = torch.float32) -> Toy:
+    if name == "glm4_moe":
+        from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+        main = toys.build(Glm4MoeForCausalLM, Glm4MoeConfig(num_mtp_layers=layers, **GLM4_MOE))
+    else:
+        changes = {k: v[:layers] for k, v in CHANGES.get(name, {}).items()}
+        main = toys.make_toy(name, num_mtp_layers=layers, **changes)
+    mtp = random_mtp(main, layers)
+    main.to(dtype)
+    mtp.layers.to(dtype)
+    return Toy(main.eval(), mtp.eval())
+
+
+def random_mtp(main: Any, layers: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(layers)
+        mtp = MtpModel(main, layers)
+        for parameter in mtp.layers.parameters():  # routers and experts come without any values
+            noise = torch.randn(parameter.shape)
+            parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else 0.15 * noise
+        for name, buffer in mtp.layers.named_buffers():
+            assert name.endswith("e_score_correction_bias")
+            buffer.zero_()
+    return mtp
+
+
+def save_with_mtp(pair: Toy, folder: Path) -> None:
+    """A checkpoint whose MTP layers follow the others, under the names of DeepSeek's."""
+    pair.main.save_pretrained(folder)
+    path, last = folder / "model.safetensors", pair.main.config.num_hidden_layers
+    tensors = load_file(path)
+    for k, layer in enumerate(pair.mtp.layers):
+        for name, value in layer.state_dict().items():
+            theirs = name.replace("post_norm.", "shared_head.norm.").replace("mtp_block.", "")
+            tensors[f"model.layers.{last + k}.{theirs}"] = value.clone()
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -1,0 +1,124 @@
+"""One rank of several, started by test_parallel.py: `python parallel_rank.py RANK WORLD FOLDER WHAT`.
+
+WHAT names functions below, joined by "+"; they find models in FOLDER, and what they return is printed as
+JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from support.requests_mixed import all_facts, mixed_requests
+from verbatim import (
+    LLM,
+    ExpertParallel,
+    NotSupported,
+    PipelineParallel,
+    SamplingParams,
+    TensorParallel,
+    rl,
+)
+
+ROLLOUT = SamplingParams(max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
+
+
+def fingerprint(results: Any) -> str:
+    """Equal where all facts of all results are."""
+    return hashlib.sha256(repr(all_facts(results)).encode()).hexdigest()
+
+
+def share_columns(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Calls that all ranks make, of several models."""
+    told: dict[str, Any] = {}
+    prompts, params = mixed_requests(12)
+    for name, dtype in json.loads((folder / "models.json").read_text()):
+        placement = TensorParallel(world)
+        draft = "ngram" if name == "llama" else None
+        with LLM(
+            folder / name, placement=placement, dtype=dtype, max_batch_tokens=32, draft=draft
+        ) as llm:
+            told[f"{name} {dtype}"] = fingerprint(llm.generate(prompts, params))
+            if name == "llama":
+                told["scores"] = llm.score([[5, 6, 7], [8, 9]])
+                try:
+                    next(llm.stream([5, 6]))
+                except NotSupported as error:
+                    told["stream"] = str(error)
+                try:
+                    llm.generate([[10**6]])
+                except ValueError as error:
+                    told["refused"] = str(error)
+                told["after"] = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+    return told
+
+
+def share_layers(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Calls that all ranks make, each of which has some of the layers."""
+    told: dict[str, Any] = {}
+    prompts, params = mixed_requests(12)
+    placement = PipelineParallel(world)
+    with LLM(
+        folder / "deep-gemma2", placement=placement, max_batch_tokens=32, dtype="bfloat16"
+    ) as llm:
+        told["gemma2"] = fingerprint(llm.generate(prompts, params))
+    with LLM(folder / "deep-qwen3_moe", placement=placement) as llm:
+        params = [replace(p, record_routing=p.num_beams == 1) for p in params]
+        told["qwen3_moe"] = fingerprint(llm.generate(prompts, params))
+        told["rank_layers"] = llm.info()["rank_layers"]
+    return told
+
+
+def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Requests of one's own: rank 0 has none at first, then everybody has some."""
+    told: dict[str, Any] = {}
+    prompts, params = mixed_requests(12)
+    own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
+    with LLM(folder / "qwen3_moe", placement=ExpertParallel(), max_batch_tokens=32) as llm:
+        told["mixed"] = fingerprint(llm.generate(prompts[own], params[own]))
+        told["forwards"] = llm.stats()["forwards"]
+        found = rl.rollout(llm, [[5 + rank, 6, 7]] * (rank + 1), ROLLOUT, seed=3)
+        told["rows"], told["routing"] = found.sequences.tolist(), found.routing.tolist()
+        told["weight_bytes"] = llm.info()["weight_bytes"]
+    mtp = dict(draft="mtp", num_draft_tokens=2)
+    with LLM(folder / "mtp", placement=ExpertParallel(), **mtp) as llm:
+        results = llm.generate(prompts[own], params[own])
+        told["mtp"] = fingerprint(results)
+        told["drafted"] = sum(sum(r.metrics.draft.num_drafted) for r in results)
+        told["mtp forwards"] = llm.stats()["forwards"]
+    return told
+
+
+def main() -> None:
+    rank, world, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / f"store-{what}"), world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    told: dict[str, Any] = {}
+    for do in (share_columns, share_layers, share_experts):
+        if do.__name__ in what.split("+"):
+            told[do.__name__] = do(rank, world, folder)
+    print(json.dumps(told), flush=True)
+    dist.barrier()  # or one is gone while another still talks to it
+    dist.destroy_process_group()
+    # If a group is still held, its threads free tensors while the interpreter ends, which aborts the process.
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert "pt_gloo_runloop" not in threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""NaN in blocks of KV that nobody has written since they changed hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def poison_blocks(pool: Any, copier: Any, poison: Callable[[list[int]], Any], count: int) -> None:
+    """Poison all `count` blocks now, and from now on those that are freed or newly taken.
+
+    Args:
+        pool: the engine's block pool.
+        copier: whose `copy_blocks` each forward begins with.
+        poison: fills blocks with NaN.
+    """
+    take, discard, copy = pool.take, pool._discard, copier.copy_blocks
+    stale: set[int] = set()  # blocks that changed hands since the last forward
+
+    def noted_take(count: int) -> list[int]:
+        blocks: list[int] = take(count)
+        stale.update(blocks)
+        return blocks
+
+    def noted_discard(block: int) -> None:
+        stale.add(block)
+        discard(block)
+
+    def copy_then_poison(copies: list[tuple[int, int]]) -> None:
+        # A forward begins with the copies, which may still read a block that was given back since.
+        copy(copies)
+        poison(sorted(stale - {target for _, target in copies}))
+        stale.clear()
+
+    poison(list(range(count)))
+    pool.take, pool._discard, copier.copy_blocks = noted_take, noted_discard, copy_then_poison

@@ -1,0 +1,147 @@
+"""Servers on a free port, in a thread of this process or as a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from support.programs import VERBATIM
+from verbatim import LLM
+from verbatim.serve.app import make_app
+from verbatim.serve.server import Server, configured, listen
+from verbatim.serve.service import Service
+from verbatim.serve.settings import ServeSettings
+
+
+class Served:
+    """What a test knows of a server that runs."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        service: Service,
+        port: int,
+        loop: asyncio.AbstractEventLoop,
+        server: uvicorn.Server,
+    ):
+        self.llm, self.service, self.port, self.loop = llm, service, port, loop
+        self._server = server
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The answer to a body that is served."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error that a body is answered with."""
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        error: dict[str, Any] = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The data of all events; `[DONE]` as it is."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            return [_data(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+
+    def idle(self, within_s: float = 20.0) -> bool:
+        """Does it come to hold nothing any more?"""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            stats = self.llm.stats()
+            busy = stats["running"] + stats["waiting"] + stats["blocks_used"]
+            if not busy and not self.service.under_way:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def num_tasks(self) -> int:
+        """Of the server's event loop, but for the one that asks."""
+
+        async def count() -> int:
+            return len(asyncio.all_tasks()) - 1
+
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
+
+    def num_connections(self) -> int:
+        """That are open, asked or not."""
+        return len(self._server.server_state.connections)
+
+
+def _data(text: str) -> Any:
+    return text if text == "[DONE]" else json.loads(text)
+
+
+@contextmanager
+def serving(llm: LLM, settings: ServeSettings | None = None) -> Iterator[Served]:
+    """A server over an engine, until the block is left."""
+    app = make_app(llm, settings)
+    listener = listen("127.0.0.1", 0)
+    config = configured(app, settings or ServeSettings(), log_level="critical", drain_s=5)
+    server = Server(config, app.state.service, lambda text: None, "")
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    served = Served(llm, app.state.service, listener.getsockname()[1], loops[0], server)
+    try:
+        yield served
+    finally:
+        served.client.close()
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def command(*args: str) -> list[str]:
+    return [*VERBATIM, "serve", "--log-level", "warning", *args]
+
+
+@contextmanager
+def running(
+    *args: str, line: list[str] | None = None, **env: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start a server by a command or by a whole line, and return the process and its address."""
+    process = subprocess.Popen(
+        line or command("--port", "0", *args),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
+    )
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.match(r"serving \S+ at (http://\S+) ", line):
+                yield process, found[1]
+                break
+        else:
+            raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,170 @@
+"""Every architecture that transformers lists as a causal language model: its toy, and what becomes of it.
+
+An architecture is supported when its class is in `verbatim.model.verified` and its name is not below.
+`python tests/support/sweep.py` prints docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+
+from support import toys
+from support.sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
+
+_MADE_WITH = 23  # the minor version of transformers 5 that these lists were made with
+
+# Why the others are refused: a part of the message, what the docs say, and the names.
+_REFUSALS: list[tuple[str, str, str]] = [
+    (
+        "recurrent state",
+        "recurrent state",
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid:mamba inkling2_text inkling_text "
+        "jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe "
+        "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text "
+        "recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+    ),
+    ("convolution's state", "convolution state", "lfm2 lfm2_moe lfm3"),
+    (
+        "indexer",
+        "sparse attention by an indexer with its own keys",
+        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
+    ),
+    ("compressed keys", "attention to compressed keys", "deepseek_v4"),
+    ("within chunks", "chunked attention that exists only as a mask", "llama4 llama4_text"),
+    ("temperature", "an attention temperature by position", "llama4_text:full"),
+    ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
+    ("sliding window", "a window that exists only as a mask", "phimoe:window"),
+    (
+        "takes no position_ids",
+        "a decoder with positions from the start of a row",
+        "bart blenderbot blenderbot-small marian mbart pegasus plbart",
+    ),
+    (
+        "ids that are not padding",
+        "positions that skip padding ids",
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
+    ),
+    (
+        "attention interface",
+        "a custom attention",
+        "big_bird cpmant git mvp reformer roformer trocr xlm",
+    ),
+    ("torch.einsum", "a custom attention, by einsum", "prophetnet xlnet"),
+    (
+        "later tokens",
+        "attention to later tokens",
+        "bert:encoder bigbird_pegasus gemma3_text:bidirectional megatron-bert:encoder",
+    ),
+    ("codebook", "generates several codebooks at once", "musicgen musicgen_melody"),
+    ("patches", "attention to patches of bytes", "blt"),
+    (
+        "main model",
+        "a draft head on another model's hidden states",
+        "gemma4_assistant gemma4_unified_assistant",
+    ),
+]
+REFUSED = {name: phrase for phrase, _, listed in _REFUSALS for name in listed.split()}
+# What older versions of transformers get wrong: these build no causal masks there.
+OLDER = {"megatron-bert": "later tokens", "moshi": "later tokens", "rembert": "later tokens"}
+UNBUILDABLE = {
+    "gemma3n": "needs pillow and timm for its vision tower; its text model, gemma3n_text, is supported",
+}
+
+
+def names() -> dict[str, str]:
+    """Every name in transformers' table of causal language models, with its class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def refusal(case: str) -> str | None:
+    """A part of the message with which this case must be refused; None: it must not be."""
+    import transformers
+
+    minor = int(transformers.__version__.split(".")[1])
+    return REFUSED.get(case) or (OLDER.get(case) if minor < _MADE_WITH else None)
+
+
+def cases() -> list[str]:
+    """The names and the variants whose architecture this transformers has."""
+    known = names()
+    return [*known, *(case for case in VARIANTS if case.partition(":")[0] in known)]
+
+
+def config_of(case: str) -> Any:
+    """The toy config of an architecture or a variant."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name = case.partition(":")[0]
+    cls = getattr(transformers, names()[name]).config_class or CONFIG_MAPPING[name]
+    fields = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    settings = {key: value for key, value in SMALL.items() if key in fields}
+    bare = name.removesuffix("_text")
+    own = SETTINGS.get(name) or SETTINGS.get(f"{name}_text") or SETTINGS.get(bare) or {}
+    settings |= copy.deepcopy(own) | copy.deepcopy(VARIANTS.get(case, {}))
+    return cls(**{key: value for key, value in settings.items() if value != DEFAULT})
+
+
+def build(case: str) -> Any:
+    """The toy of an architecture or a variant, with eager attention, in eval mode."""
+    import transformers
+
+    config = config_of(case)
+    if case != "falcon:alibi":  # in eager attention transformers adds Falcon's ALiBi twice
+        config._attn_implementation = "eager"
+    if case == "gemma4_assistant":  # its config asks for what its layers then refuse
+        config.text_config.num_kv_shared_layers = 2
+    cls = getattr(transformers, names()[case.partition(":")[0]])
+    model = toys.build(cls, config)
+    noise = torch.Generator().manual_seed(1)
+    for weight in (p for m in model.modules() if hasattr(m, "top_k") for p in m.parameters()):
+        if weight.ndim == 2 and len(weight) > 1 and not weight.any():
+            # A router that is left at zero scores all experts alike, and each topk breaks ties as it likes.
+            torch.nn.init.normal_(weight, std=0.12, generator=noise)
+    return model
+
+
+def markdown() -> str:
+    """docs/architectures.md for the transformers that is installed."""
+    from verbatim.model.verified import VERIFIED
+
+    known = names()
+    supported = [n for n in known if n not in REFUSED and n not in UNBUILDABLE]
+    assert {known[n] for n in supported} <= VERIFIED
+    lines = [
+        "# Architectures",
+        "",
+        "The architectures that transformers lists as causal language models, by `model_type`. Supported",
+        "means tested with a toy model with random weights: on a packed batch its logits equal those of",
+        "transformers' eager forward of each sequence alone, to 1e-5, and its bits are the same in chunks,",
+        "alone and batched. `tests/oracle/test_sweep.py` checks this page.",
+        "",
+        "A class that is not listed is compared with its own forward when it is opened, and rejected if they",
+        "differ. So is a listed class whose config needs an unsupported feature.",
+        "",
+        f"## Supported ({len(supported)})",
+        "",
+        ", ".join(f"`{name}`" for name in sorted(supported)),
+        "",
+        "## Refused",
+        "",
+        "| why | architectures |",
+        "| --- | --- |",
+    ]
+    for _, why, listed in _REFUSALS:
+        found = [f"`{name}`" for name in listed.split() if name in known]
+        if found:
+            lines.append(f"| {why} | {', '.join(found)} |")
+    lines += ["", "## Not tried", ""]
+    lines += [f"- `{name}`: {why}" for name, why in UNBUILDABLE.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,160 @@
+"""Toy models of real architectures: real classes, random weights, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 128
+
+_BASE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_MLA: dict[str, Any] = dict(
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+)
+
+# Name -> (config class, model class, settings over _BASE).
+TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=7)),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", dict(head_dim=20)),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        dict(head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        dict(num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        dict(
+            head_dim=16,
+            sliding_window=7,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=10.0,
+            query_pre_attn_scalar=16,
+            attn_implementation="eager",  # transformers' SDPA once left the soft cap out
+        ),
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        dict(head_dim=16, sliding_window=7, query_pre_attn_scalar=16, sliding_window_pattern=2),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        dict(
+            head_dim=16,
+            sliding_window=7,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", dict(head_dim=16)),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        dict(
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.3,
+            logits_scaling=2.0,
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        dict(
+            num_key_value_heads=4,
+            **_MLA,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=40,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        dict(n_embd=64, n_layer=3, n_head=4, n_positions=256, n_inner=96),
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        dict(ffn_dim=96, init_std=0.15, word_embed_proj_dim=64, activation_function="relu"),
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", dict(n_layer=3, n_head=4)),
+    "falcon": ("FalconConfig", "FalconForCausalLM", dict(new_decoder_architecture=True)),
+    "falcon_alibi": ("FalconConfig", "FalconForCausalLM", dict(alibi=True, multi_query=False)),
+    "falcon_mqa": ("FalconConfig", "FalconForCausalLM", dict(multi_query=True)),
+}
+
+
+def make_toy(
+    name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Any:
+    """A toy of architecture `name`, in eval mode; `changes` go over its config."""
+    import transformers
+
+    config_name, model_name, settings = TOYS[name]
+    config = getattr(transformers, config_name)(**{**_BASE, **settings, **changes})
+    return build(getattr(transformers, model_name), config, dtype=dtype, seed=seed)
+
+
+def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """An instance with random weights, biases and norms included, without touching torch's global state."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = cls(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # models start these at 0 or 1, which would hide mistakes
+                parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model.to(dtype).eval()
+
+
+def random_ids(length: int, seed: int, low: int = 3, high: int = VOCAB) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, (length,), generator=generator).tolist()
+
+
+def saver(tmp_path_factory: Any, make: Callable[[str], Any]) -> Callable[[str], Path]:
+    """Return a function from a name to the folder of what `make(name)` gives, saved once."""
+
+    @cache
+    def folder(name: str) -> Path:
+        path: Path = tmp_path_factory.mktemp(name.replace(":", "-"))
+        make(name).save_pretrained(path)
+        return path
+
+    return folder

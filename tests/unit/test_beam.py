@@ -1,0 +1,458 @@
+"""Beam search, held equal to transformers' own: on toys, and on a scripted model that costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.modeling_outputs import CausalLMOutput
+
+from support.toys import make_toy, random_ids
+from verbatim.batch import Candidate
+from verbatim.beam import BeamSearch
+
+WIDTHS = (2, 3, 4, 6)
+PENALTIES = (-1.0, 0.0, 0.7, 1.0, 2.0)
+EARLY = (False, True, "never")
+
+
+class Scripted(PreTrainedModel, GenerationMixin):
+    """Logits from the last two ids and the length; any two histories that differ soon tell."""
+
+    config_class = PretrainedConfig
+
+    def __init__(
+        self, vocab: int, seed: int, likely: tuple[int, ...] = (), bias: float = 2.0
+    ) -> None:
+        super().__init__(PretrainedConfig(vocab_size=vocab))
+        draws = torch.Generator().manual_seed(seed)
+        self.tables = nn.ParameterList(
+            torch.randn(rows, vocab, generator=draws) for rows in (vocab, vocab, 8)
+        )
+        with torch.no_grad():
+            self.tables[0][:, list(likely)] += bias  # ends of sequence that are met often
+
+    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+        last, before, length = self.tables
+        logits = last[input_ids[:, -1]] + before[input_ids[:, -2]] + length[input_ids.shape[1] % 8]
+        return CausalLMOutput(logits=logits[:, None])
+
+
+@dataclass(frozen=True)
+class Path:
+    """A beam as the simplest caller keeps it."""
+
+    ids: tuple[int, ...] = ()
+    finished: bool = False
+
+
+@dataclass
+class Case:
+    """One search, for both sides."""
+
+    model: Any
+    prompt: list[int]
+    num_beams: int
+    eos: tuple[int, ...]
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    repetition_penalty: float = 1.0
+    more_stops: frozenset[int] = (
+        frozenset()
+    )  # that transformers knows through a criterion of its own
+    allowed: dict[int, list[int]] = field(default_factory=dict)  # by the last id; empty allows all
+
+    @property
+    def processors(self) -> LogitsProcessorList:
+        found = LogitsProcessorList()
+        if self.repetition_penalty != 1.0:
+            found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.allowed:
+            found.append(
+                PrefixConstrainedLogitsProcessor(lambda _, ids: self.allowed[int(ids[-1])], 1)
+            )
+        return found
+
+
+class OneOf(StoppingCriteria):
+    def __init__(self, ids: frozenset[int]) -> None:
+        self.ids = torch.tensor(sorted(ids))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+def transformers_beams(case: Case) -> list[tuple[tuple[int, ...], float]]:
+    """Ids and score of what transformers finds, without the placeholders and copies near -1e9."""
+    ids = torch.tensor([case.prompt])
+    out = case.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=case.num_beams,
+        num_return_sequences=case.num_beams,
+        do_sample=False,
+        length_penalty=case.length_penalty,
+        early_stopping=case.early_stopping,
+        logits_processor=case.processors,
+        stopping_criteria=StoppingCriteriaList([OneOf(case.more_stops)] if case.more_stops else []),
+        eos_token_id=list(case.eos) or None,
+        pad_token_id=0,
+        max_new_tokens=case.max_tokens,
+        use_cache=not isinstance(case.model, Scripted),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    lengths = (out.beam_indices >= 0).sum(1).tolist()
+    rows = out.sequences[:, len(case.prompt) :].tolist()
+    found = zip(rows, lengths, out.sequences_scores.tolist(), strict=True)
+    # The penalty makes a placeholder of many tokens look better than it is: the sum tells.
+    return [
+        (tuple(row[:length]), score)
+        for row, length, score in found
+        if score * max(1, length) ** case.length_penalty > -1e8
+    ]
+
+
+def searched(case: Case) -> BeamSearch[Path]:
+    """The same with `BeamSearch`, by plain forwards of whole rows."""
+    search = BeamSearch(
+        Path(),
+        num_beams=case.num_beams,
+        length_penalty=case.length_penalty,
+        early_stopping=case.early_stopping,
+        num_eos=len(case.eos),
+        max_tokens=case.max_tokens,
+    )
+
+    def grow(path: Path, candidate: Candidate) -> Path:
+        ids = (*path.ids, candidate.token_id)
+        stops = candidate.token_id in {*case.eos, *case.more_stops}
+        return Path(ids, stops or len(ids) == case.max_tokens)
+
+    while not search.over:
+        ids = torch.tensor([[*case.prompt, *beam.state.ids] for beam in search.live])
+        with torch.no_grad():
+            raw = case.model(input_ids=ids).logits[:, -1].float().log_softmax(-1)
+        scores = case.processors(ids, raw.clone())
+        search.advance(
+            [candidates(*rows, search.num_candidates) for rows in zip(raw, scores, strict=True)],
+            grow,
+        )
+    return search
+
+
+def candidates(raw: Tensor, scores: Tensor, count: int) -> list[Candidate]:
+    order = scores.sort(descending=True, stable=True).indices[:count]
+    return [
+        Candidate(i, *pair)
+        for i, *pair in zip(
+            order.tolist(), raw[order].tolist(), scores[order].tolist(), strict=True
+        )
+    ]
+
+
+def assert_equal_to_transformers(case: Case) -> BeamSearch[Path]:
+    search = searched(case)
+    expected = transformers_beams(case)
+    assert [beam.state.ids for beam in search.best(case.num_beams)] == [ids for ids, _ in expected]
+    scores = [beam.score for beam in search.finished]
+    assert scores == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-5)
+    assert all(beam.state.finished for beam in search.finished)
+    return search
+
+
+# -- transformers is the oracle ----------------------------------------------------------------------
+
+
+@cache
+def toy(name: str, seed: int) -> Any:
+    """A toy with half the spread of the usual, so that beams compete."""
+    return make_toy(name, seed=seed, initializer_range=0.08, vocab_size=48)
+
+
+def _toy_cases() -> list[Any]:
+    """Every pair of values meets; which with which is drawn once."""
+    draw = random.Random(3)
+    grid = list(itertools.product(WIDTHS, PENALTIES, EARLY))
+    kinds = [("llama", 0), ("llama", 1), ("gpt2", 2), ("qwen3_moe", 3)]
+    return [
+        (*kinds[i % 4], *setting, draw.choice((1, 2, 3)), draw.choice((1.0, 1.0, 1.3, 0.8)))
+        for i, setting in enumerate(grid)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "width", "length_penalty", "early", "num_eos", "repetition"), _toy_cases()
+)
+def test_toys_find_transformers_hypotheses(
+    name: str,
+    seed: int,
+    width: int,
+    length_penalty: float,
+    early: bool | str,
+    num_eos: int,
+    repetition: float,
+) -> None:
+    model, prompt = toy(name, seed), random_ids(9, seed, high=48)
+    with torch.no_grad():  # ids that are likely here are met as ends of sequence
+        likely = model(input_ids=torch.tensor([prompt])).logits[0].mean(0).topk(6).indices.tolist()
+    search = assert_equal_to_transformers(
+        Case(
+            model,
+            prompt,
+            width,
+            tuple(likely[1 : 2 * num_eos : 2]),
+            max_tokens=10,
+            length_penalty=length_penalty,
+            early_stopping=early,
+            repetition_penalty=repetition,
+        )
+    )
+    assert len(search.finished) == width
+
+
+@st.composite
+def cases(draw: Any, *, narrow: bool = False, more_stops: bool = False) -> Case:
+    """Searches of the scripted model. Unless `narrow`, transformers never runs out of candidates."""
+    width = draw(st.sampled_from((*WIDTHS, 1 + max(WIDTHS))))
+    num_eos = draw(st.integers(0, 3))
+    vocab = (max(2, 1 + num_eos) * width) + draw(st.integers(1, 6))
+    eos = tuple(draw(st.permutations(range(1, vocab)))[:num_eos])
+    model = Scripted(
+        vocab, draw(st.integers(0, 10**6)), eos, draw(st.sampled_from((-1.0, 1.0, 3.0)))
+    )
+    every = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=3, unique=True)
+    return Case(
+        model,
+        prompt=draw(st.lists(st.integers(0, vocab - 1), min_size=2, max_size=5)),
+        num_beams=width,
+        eos=eos,
+        max_tokens=draw(st.integers(1, 12)),
+        length_penalty=draw(st.sampled_from(PENALTIES)),
+        early_stopping=draw(st.sampled_from((False, "never") if narrow else EARLY)),
+        repetition_penalty=draw(st.sampled_from((1.0, 0.7, 1.4))),
+        more_stops=draw(st.frozensets(st.integers(0, vocab - 1), min_size=2))
+        if more_stops
+        else frozenset(),
+        allowed={i: draw(every) for i in range(vocab)} if narrow else {},
+    )
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_scripted_searches_find_transformers_hypotheses(case: Case) -> None:
+    search = assert_equal_to_transformers(case)
+    assert len(search.finished) == case.num_beams
+
+
+@settings(max_examples=60)
+@given(case=cases(more_stops=True))
+def test_stops_that_leave_too_few_beams_find_transformers_hypotheses(case: Case) -> None:
+    assert_equal_to_transformers(case)
+
+
+@settings(max_examples=60)
+@given(case=cases(narrow=True))
+def test_bans_that_leave_few_candidates_find_transformers_hypotheses(case: Case) -> None:
+    """All that is real in transformers' answer; what it fills the gaps with is left out."""
+    search = assert_equal_to_transformers(case)
+    found = [beam.state.ids for beam in search.finished]
+    assert len(set(found)) == len(found)
+
+
+# -- what follows from the definition ----------------------------------------------------------------
+
+
+def row(*scores: float, first: int = 0) -> list[Candidate]:
+    """Candidates of ids `first`, `first + 1`, ..., in the order given."""
+    return [Candidate(first + i, score, score) for i, score in enumerate(scores)]
+
+
+def search_of(num_beams: int = 2, **changes: Any) -> BeamSearch[Path]:
+    options: dict[str, Any] = dict(
+        length_penalty=1.0, early_stopping=False, num_eos=1, max_tokens=9
+    )
+    return BeamSearch(Path(), num_beams=num_beams, **{**options, **changes})
+
+
+def ends_at(*ends: int) -> Any:
+    return lambda path, c: Path((*path.ids, c.token_id), c.token_id in ends)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wide_search_finds_what_enumeration_finds(seed: int) -> None:
+    """64 beams over 4 ids and 3 steps prune nothing."""
+    model, eos, length = Scripted(4, seed), 3, 3
+    case = Case(model, [0, 1], 64, (eos,), length, length_penalty=0.0, early_stopping="never")
+    scored = {}
+    for ids in itertools.product(range(4), repeat=length):
+        ids = ids[: ids.index(eos) + 1] if eos in ids else ids
+        whole = torch.tensor([[*case.prompt, *ids]])
+        with torch.no_grad():
+            rows = [model(input_ids=whole[:, : 2 + i]).logits[0, -1] for i in range(len(ids))]
+        picked = zip(rows, ids, strict=True)
+        scored[ids] = sum(float(row.log_softmax(-1)[token_id]) for row, token_id in picked)
+    search = searched(case)
+    best = sorted(scored, key=lambda ids: -scored[ids])
+    assert [beam.state.ids for beam in search.finished] == best
+    assert [beam.score for beam in search.finished] == pytest.approx([scored[ids] for ids in best])
+
+
+def test_an_end_ranked_below_the_beams_is_lost() -> None:
+    search = search_of(2)
+    live = search.advance([row(-1.0, -2.0, -3.0, -4.0)], ends_at(2))
+    assert [beam.state.ids for beam in live] == [(0,), (1,)]
+    assert search.finished == []
+    search.advance([row(-1.0, -5.0), row(-0.5, -6.0, first=2)], ends_at(2))
+    assert [(beam.state.ids, beam.score, beam.parent) for beam in search.finished] == [
+        ((1, 2), -2.5 / 2, 1)
+    ]
+
+
+def test_an_end_is_replaced_by_the_next_candidate() -> None:
+    search = search_of(2)
+    live = search.advance([row(-1.0, -2.0, -3.0, -4.0)], ends_at(0))
+    assert [(beam.state.ids, beam.score) for beam in live] == [((1,), -2.0), ((2,), -3.0)]
+    assert [beam.state.ids for beam in search.finished] == [(0,)]
+
+
+def test_equal_scores_keep_the_order_of_parents_and_rows() -> None:
+    search = search_of(3)
+    search.advance([row(-1.0, -1.0, -1.0, -1.0)], ends_at())
+    assert [beam.state.ids for beam in search.live] == [(0,), (1,), (2,)]
+    search.advance([row(-2.0, -2.0), row(-1.0, -2.0), row(-2.0, -2.0)], ends_at())
+    assert [beam.state.ids for beam in search.live] == [(1, 0), (0, 0), (0, 1)]
+    assert [beam.parent for beam in search.live] == [1, 0, 0]
+
+
+def test_equal_hypotheses_keep_the_earlier_one() -> None:
+    search = search_of(2, early_stopping="never", length_penalty=0.0)
+    search.advance([row(-2.0, -1.0 - 1.0, -3.0)], ends_at(0))
+    search.advance([row(-0.0, -1.0), row(-1.0, -1.0)], ends_at(0))
+    assert [beam.state.ids for beam in search.finished] == [(0,), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("early", "length_penalty", "worst", "over"),
+    [
+        (True, 1.0, -1.4, True),  # two hypotheses are there
+        (False, 1.0, -1.4, False),  # -2.4 / 2 beats -1.4
+        (False, 1.0, -1.1, True),  # and doesn't beat -1.1
+        (False, 0.0, -1.4, True),  # -2.4 does not
+        ("never", 1.0, -1.1, False),  # -2.4 / 9 does
+        ("never", 0.0, -1.1, True),
+        ("never", -1.0, -1.1, True),  # -2.4 * 2 does not beat -1.6 * 2
+        ("never", -1.0, -6.0, False),  # and beats -6; longer ones are worse
+    ],
+)
+def test_when_a_search_is_over(
+    early: bool | str, length_penalty: float, worst: float, over: bool
+) -> None:
+    search = search_of(2, early_stopping=early, length_penalty=length_penalty)
+    first = [*row(-1.5, -7.0), Candidate(7, worst, worst)]
+    search.advance([sorted(first, key=lambda c: -c.score)], ends_at(7))
+    assert not search.over
+    search.advance([row(-0.1, -0.9, first=5), row(-9.0)], ends_at(5))
+    assert {beam.state.ids for beam in search.finished} == {(7,), (0, 5)}
+    assert search.over is over
+    assert bool(search.live) is not over
+
+
+def test_a_live_beam_that_would_only_equal_the_worst_ends_the_search() -> None:
+    search = search_of(1)
+    search.advance([row(-1.0, -1.0)], ends_at(0))
+    assert search.over
+
+
+def test_what_has_no_probability_is_no_candidate() -> None:
+    search = search_of(3)
+    live = search.advance([row(-1.0, -2.0, -math.inf, -math.inf)], ends_at())
+    assert [beam.state.ids for beam in live] == [(0,), (1,)]
+    assert search.advance([row(-math.inf), []], ends_at()) == []
+    assert search.over
+    assert search.best(3) == []
+
+
+def test_a_search_whose_every_continuation_ends_is_over() -> None:
+    search = search_of(4)
+    assert search.advance([row(-1.0, -2.0)], ends_at(0, 1)) == []
+    assert search.over
+    assert [beam.state.ids for beam in search.best(4)] == [(0,), (1,)]
+    assert [beam.state.ids for beam in search.best(1)] == [(0,)]
+
+
+def test_no_more_candidates_are_looked_at_than_transformers_looks_at() -> None:
+    search = search_of(2)
+    assert search.num_candidates == 4
+    assert search_of(2, num_eos=0).num_candidates == 4
+    assert search_of(3, num_eos=4).num_candidates == 15
+    search.advance([row(-1.0, -2.0, -3.0, -4.0, -5.0)], ends_at(0, 1, 2, 3))
+    assert search.over
+
+
+def test_states_are_made_only_for_what_goes_on_or_ends() -> None:
+    made = []
+    search = search_of(2)
+    search.advance(
+        [row(-1.0, -2.0, -3.0, -4.0)], lambda p, c: made.append(c) or Path((c.token_id,))
+    )
+    assert [c.token_id for c in made] == [0, 1]
+
+
+def test_a_cut_search_hands_out_its_beams_as_they_stand() -> None:
+    search = search_of(2)
+    search.advance([row(-1.0, -6.0, -7.0, -8.0)], ends_at(1))
+    search.advance([row(-1.0, -20.0), row(-30.0)], ends_at())
+    search.cut()
+    assert search.over
+    assert search.live == []
+    assert [(beam.state.ids, beam.score) for beam in search.best(2)] == [
+        ((0, 0), -1.0),
+        ((1,), -6.0),
+    ]
+    search = search_of(2)
+    search.cut()
+    assert [(beam.state, beam.score) for beam in search.best(2)] == [(Path(), 0.0)]
+
+
+@pytest.mark.parametrize("length_penalty", [-100.0, 100.0])
+def test_extreme_penalties_stay_finite_and_keep_their_sense(length_penalty: float) -> None:
+    search = search_of(2, length_penalty=length_penalty, max_tokens=2**17, early_stopping="never")
+    search.advance([row(-1.0, -2.0, -3.0)], ends_at(0))
+    for _ in range(3000):
+        if search.over:
+            break
+        search.advance([row(-1.0, -1.5, first=1)] * 2, ends_at())
+    search.cut()
+    first = search.best(2)[0]
+    assert (len(first.state.ids) == 1) is (length_penalty < 0)
+    assert all(math.isfinite(beam.score) for beam in search.finished)
+
+
+def test_running_scores_are_float32() -> None:
+    search = search_of(1, num_eos=0, max_tokens=20)
+    total = torch.zeros(())
+    for _ in range(10):
+        search.advance([row(-0.1)], ends_at())
+        total += torch.tensor(-0.1)
+    assert search.live[0].score == total.item() != pytest.approx(-1.0, abs=1e-9)

@@ -1,0 +1,83 @@
+"""`LLM(device=...)`: what is accepted, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support.toys import make_toy
+from verbatim import LLM, InvalidRequest, NotSupported, Offload
+from verbatim.device import CPU, Device, refuse_on_gpu, settle_device
+from verbatim.draft.config import DraftModel
+from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.numerics import numerics_key
+
+
+def test_auto_is_the_cpu_and_a_live_module_stays_where_it_is() -> None:
+    assert settle_device("auto", "auto") == settle_device("cpu", True) == CPU
+    assert settle_device("auto", "auto", make_toy("llama")) == CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "error", "message"),
+    [
+        ("tpu", "auto", NotSupported, "device='tpu'"),
+        (3.5, "auto", NotSupported, "device=3.5"),
+        ("meta", "auto", NotSupported, "device='meta'"),
+        ("cpu", False, NotSupported, "deterministic=False"),
+        ("cpu", "yes", InvalidRequest, "deterministic='yes'"),
+        ("cpu", 1, InvalidRequest, "deterministic=1"),
+    ],
+)
+def test_what_is_no_device_is_refused(
+    device: Any, deterministic: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(device=device, deterministic=deterministic)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_told() -> None:
+    with pytest.raises(
+        NotSupported, match=r"device='cuda:1': no GPU: torch .*(sees none|without CUDA)"
+    ):
+        LLM(device="cuda:1")
+
+
+def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make_toy("llama")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InvalidRequest, match="the live module is on cpu, and is used in place"):
+        settle_device("cuda:1", "auto", module)
+    with pytest.raises(NotSupported, match="there are 2 GPUs"):
+        settle_device("cuda:2", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("placement", Offload()),
+        ("quantization", "int8"),
+        ("kv_dtype", settle_kv_dtype("int4")),
+        ("draft", DraftModel("somewhere")),
+    ],
+)
+def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
+    nothing = dict(placement=None, quantization=None, kv_dtype=None, draft=None)
+    gpu = Device(torch.device("cuda", 0), same_bits=False)
+    refuse_on_gpu(gpu, **nothing)
+    refuse_on_gpu(CPU, **(nothing | {name: value}))
+    with pytest.raises(NotSupported, match=f"cuda:0: {name}="):
+        refuse_on_gpu(gpu, **(nothing | {name: value}))
+
+
+def test_the_numerics_key_names_the_gpu_and_the_mode() -> None:
+    keys = {
+        numerics_key("bfloat16", "bfloat16", None, {"name": name, "deterministic": deterministic})
+        for name in ("NVIDIA H200", "NVIDIA L4")
+        for deterministic in (True, False)
+    }
+    assert len(keys | {numerics_key("bfloat16", "bfloat16")}) == 5

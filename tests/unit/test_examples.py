@@ -1,0 +1,52 @@
+"""The examples run as their first lines say, and show what they promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_grpo_starts_at_a_ratio_of_one_and_earns_more() -> None:
+    few = ["--steps", "5", "--epochs", "1", "--learning-rate", "6e-4"]
+    out = run(str(ROOT / "examples" / "grpo.py"), *few, "--word", "fire")
+    assert "\n  score: 0\n  with gradients, given the scores: 0\n" in out
+    assert (own := re.search(r"own forward: (\S+)", out)) is not None
+    assert float(own[1]) < 5e-5
+    earned = re.search(r"reward: (\S+) over the first 1 steps, (\S+) over the last 1", out)
+    assert earned is not None
+    assert float(earned[2]) > float(earned[1]) + 0.05
+
+
+def test_the_evaluation_is_the_same_at_any_batch_size() -> None:
+    out = run(str(ROOT / "examples" / "eval.py"), "--batch-sizes", "1", "5", "32")
+    lines = [line.split() for line in out.splitlines() if line.startswith("verbatim")]
+    assert len(lines) == 3
+    assert len({tuple(line[5:]) for line in lines}) == 1
+    assert "the same bits at every batch size" in out
+
+
+def test_five_doors_say_the_same_words() -> None:
+    out = run(str(ROOT / "examples" / "five_doors.py"), "--tokens", "12")
+    lines = [line.split() for line in out.splitlines() if " ids " in line]
+    assert len(lines) == 12 and {line[3] for line in lines} == {"12"}
+    assert len({line[2] for line in lines}) == 2  # the likeliest, and with a seed
+    assert out.endswith("the same words through every door\n")

@@ -1,0 +1,109 @@
+"""The rooms of the package: a file imports from its own room and from lower rooms, and never in a circle.
+
+Imports are read from the source. Those in functions and those for types count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from pathlib import Path
+
+import pytest
+
+import verbatim
+
+# From low to high: a room imports only from rooms that stand before it.
+ROOMS = """
+    _version storyteller plain shield
+    errors files heap options params batch beam core protocols untrusted
+    kernels numerics
+    text sampling
+    kv
+    device model weights
+    placement
+    engine
+    prompts draft source drafters opening planning
+    session_file session llm tensors
+    verbatim
+    rl
+    verify bench serve cli compat
+""".split()
+
+
+def read_imports() -> dict[str, set[str]]:
+    """Map each file of the package to the files that it imports, by dotted names."""
+    root = Path(verbatim.__file__).parent
+    paths = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in root.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        graph[name] = imported = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{name} has a relative import"
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    imported.add(whole if whole in paths else str(node.module))
+        imported &= paths.keys() - {name}
+    return graph
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    return read_imports()
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+def test_no_circle_between_files(imports: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_every_room_is_in_the_list(imports: dict[str, set[str]]) -> None:
+    assert {room(name) for name in imports} == set(ROOMS)
+    assert len(set(ROOMS)) == len(ROOMS)
+
+
+def test_no_import_from_a_higher_room(imports: dict[str, set[str]]) -> None:
+    """As the rooms stand in one row, there is no circle between rooms either."""
+    level = {name: i for i, name in enumerate(ROOMS)}
+    upward = [
+        f"{a} imports {b}"
+        for a in sorted(imports)
+        for b in sorted(imports[a])
+        if level[room(b)] > level[room(a)]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_test_imports_another() -> None:
+    """What tests share lies in `tests/support`, so that a file of tests can be read, moved and run by itself.
+
+    Read as text, for imports in functions and in programs that tests start. Such a program may import the
+    file that starts it.
+    """
+    tests = Path(__file__).parents[1]
+    modules = {path.stem: path for path in tests.rglob("test_*.py")}
+    found = [
+        f"{path.relative_to(tests)} imports {name}"
+        for path in sorted(tests.rglob("*.py"))
+        for line in re.findall(
+            r"^\s*(?:from|import) .*", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        for name in re.findall(r"\btest_\w+", line)
+        if modules.get(name, path) != path
+    ]
+    assert not found, "\n".join(found)

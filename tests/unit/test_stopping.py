@@ -1,0 +1,495 @@
+"""When a completion ends, and which of its text may be sent before."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import toy_tokenizers as toys
+from verbatim.core import FinishReason
+from verbatim.errors import InvalidRequest
+from verbatim.params import SamplingParams
+from verbatim.sampling.stopping import StopWatch, banned_until_min_tokens
+from verbatim.text.detokenizer import REPLACEMENT, Detokenizer
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def watch_for(params, *, tokenizer=None, max_tokens=1000, eos=True, prompt=()):
+    tokenizer = tokenizer or toys.byte_level()
+    detokenizer = Detokenizer(
+        tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_tail_ids=prompt
+    )
+    return StopWatch(
+        params,
+        eos_ids=frozenset([tokenizer.eos_id] if eos else []),
+        max_tokens=max_tokens,
+        detokenizer=detokenizer,
+    )
+
+
+def ids_of(text, tokenizer=None):
+    """One id a byte, so that a test chooses where tokens end."""
+    vocab = (tokenizer or toys.byte_level()).hf.get_vocab()
+    return [vocab[char.replace(" ", "Ġ").replace("\n", "Ċ")] for char in text]
+
+
+def follow(watch, ids):
+    """Push until the end; the verdict and every piece of text, taken after each token."""
+    taken = []
+    for token_id in ids:
+        verdict = watch.push(token_id)
+        taken.append(watch.take())
+        if verdict:
+            assert verdict == (watch.finish_reason, watch.stop_reason)
+            break
+    return taken
+
+
+def outcome(text, **params):
+    watch = watch_for(SamplingParams(**params))
+    follow(watch, ids_of(text))
+    return watch.num_tokens, watch.text, watch.stop_reason
+
+
+# -- what ends a completion --------------------------------------------------------------------------
+
+
+def test_end_of_sequence_stays_in_the_ids_and_out_of_the_text():
+    watch = watch_for(SamplingParams())
+    assert watch.push(ids_of("a")[0]) is None
+    assert watch.push(2) == (STOP, 2)
+    assert (watch.num_tokens, watch.text, watch.finished) == (2, "a", True)
+
+
+def test_end_of_sequence_is_written_when_special_tokens_are():
+    watch = watch_for(SamplingParams(skip_special_tokens=False))
+    follow(watch, [*ids_of("a"), 2])
+    assert watch.text == "a</s>"
+
+
+def test_ignored_end_of_sequence_ends_nothing():
+    watch = watch_for(SamplingParams(ignore_eos=True), max_tokens=3)
+    follow(watch, [2, *ids_of("ab")])
+    assert (watch.text, watch.finish_reason, watch.stop_reason) == ("ab", LENGTH, None)
+
+
+def test_the_text_of_a_stop_id_stays():
+    (b,) = ids_of("b")
+    assert outcome("abc", stop_token_ids=[b]) == (2, "ab", b)
+
+
+def test_a_sequence_of_ids_stops_at_its_last():
+    a, b, c = ids_of("abc")
+    assert outcome("aabc", stop_token_ids=[[a, b]]) == (3, "aab", (a, b))
+    assert outcome("abcabc", stop_token_ids=[[a, c], [c, a]]) == (4, "abca", (c, a))
+    assert outcome("abc", stop_token_ids=[[b, c], [a, b, c]]) == (3, "abc", (a, b, c))
+    assert outcome("abc", stop_token_ids=[[b, c], [c]]) == (3, "abc", c)
+
+
+def test_a_sequence_of_ids_is_not_read_across_the_prompts_end():
+    a, b = ids_of("ab")
+    watch = watch_for(SamplingParams(stop_token_ids=[[a, b]]), prompt=[a])
+    assert watch.push(b) is None
+
+
+def test_length_counts_tokens():
+    watch = watch_for(SamplingParams(), max_tokens=2)
+    assert watch.push(*ids_of("a")) is None
+    assert watch.push(*ids_of("b")) == (LENGTH, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "result"),
+    [
+        ("hello world", "wor", (9, "hello ", "wor")),
+        ("aaab", "aab", (4, "a", "aab")),
+        ("ababac", "abac", (6, "ab", "abac")),
+        ("abcd", ["bc", "abc"], (3, "", "abc")),  # both end here: the earlier begins
+        ("xabcd", ["abcd", "bc"], (4, "xa", "bc")),  # the first to be complete
+        ("ab", ["b", "ab", "a"], (1, "", "a")),
+        ("a\n\nb", "\n\n", (3, "a", "\n\n")),
+        ("abc", ["z", "cd"], (3, "abc", None)),
+        ("", "a", (0, "", None)),
+    ],
+)
+def test_stop_strings_cut_the_text(text, stop, result):
+    assert outcome(text, stop=stop)[::2] == result[::2]
+    watch = watch_for(SamplingParams(stop=stop))
+    taken = follow(watch, ids_of(text))
+    watch.finish(FinishReason.ABORT)
+    assert "".join(taken) + watch.take() == watch.text == result[1]
+
+
+def test_the_stop_string_stays_in_the_text_on_request():
+    assert outcome("hello world", stop="lo", include_stop_str_in_output=True) == (5, "hello", "lo")
+
+
+def test_a_stop_inside_one_token_leaves_out_the_rest():
+    tokenizer = toys.byte_level()
+    smile = tokenizer.hf.convert_tokens_to_ids("🙂 smile")
+    for keeps, text in ((False, "a🙂 "), (True, "a🙂 smi")):
+        params = SamplingParams(stop=["mil", "smi"], include_stop_str_in_output=keeps)
+        watch = watch_for(params)
+        taken = follow(watch, [*ids_of("a"), smile])
+        assert (watch.text, "".join(taken), watch.stop_reason) == (text, text, "smi")
+
+
+def test_of_stops_that_begin_together_the_longest_wins():
+    smile = toys.byte_level().hf.convert_tokens_to_ids("🙂 smile")
+    watch = watch_for(SamplingParams(stop=["🙂", "🙂 s", "🙂 "]))
+    assert watch.push(smile) == (STOP, "🙂 s")
+
+
+def test_a_stop_string_of_several_bytes_a_character():
+    tokenizer = toys.byte_level()
+    watch = watch_for(SamplingParams(stop="本語"))
+    follow(watch, tokenizer.encode("これは日本語です"))
+    assert (watch.text, watch.stop_reason) == ("これは日", "本語")
+
+
+def test_end_of_sequence_goes_before_a_stop_string_on_the_same_token():
+    (b,) = ids_of("b")
+    params = SamplingParams(stop="ab", stop_token_ids=[b])
+    watch = watch_for(params, max_tokens=2)
+    follow(watch, ids_of("ab"))
+    assert (watch.stop_reason, watch.text) == (b, "ab")
+
+
+def test_a_stop_string_goes_before_length_on_the_same_token():
+    watch = watch_for(SamplingParams(stop="ab"), max_tokens=2)
+    follow(watch, ids_of("ab"))
+    assert (watch.finish_reason, watch.stop_reason, watch.text) == (STOP, "ab", "")
+
+
+def test_below_min_tokens_only_length_ends_it():
+    (a,) = ids_of("a")
+    params = SamplingParams(min_tokens=3, stop="a", stop_token_ids=[a], max_tokens=9)
+    watch = watch_for(params)
+    assert [watch.push(i) for i in (a, 2, 2)] == [None, None, (STOP, 2)]
+    watch = watch_for(params, max_tokens=2)
+    assert [watch.push(a), watch.push(a)] == [None, (LENGTH, None)]
+
+
+def test_a_stop_string_complete_below_min_tokens_is_no_stop_later():
+    params = {"min_tokens": 4, "stop": ["ab", "bxy"]}
+    assert outcome("abxabz", **params) == (5, "abx", "ab")
+    assert outcome("abxy", **params) == (4, "a", "bxy")  # begun below, complete above
+    watch = watch_for(SamplingParams(**params))
+    assert "".join(follow(watch, ids_of("abxc"))) == "abxc"
+
+
+def test_a_stop_string_complete_below_min_tokens_is_sent():
+    watch = watch_for(SamplingParams(min_tokens=9, stop=["ab", "wxyz"]))
+    assert follow(watch, ids_of("xabw")) == ["x", "", "ab", ""]
+
+
+def test_a_pending_stop_string_below_min_tokens_is_no_stop_later():
+    tokenizer = toys.byte_fallback()
+    newline, a = (tokenizer.hf.convert_tokens_to_ids(p) for p in ("<0x0A>", "<0x61>"))
+    watch = watch_for(SamplingParams(stop="\n", min_tokens=2), tokenizer=tokenizer)
+    assert [watch.push(i) for i in (newline, a, newline)] == [None, None, (STOP, "\n")]
+    assert watch.text == "\na"
+
+
+def test_a_newline_of_byte_fallback_stops_at_once():
+    tokenizer = toys.byte_fallback()
+    ids = [*tokenizer.encode("the fox"), tokenizer.hf.convert_tokens_to_ids("<0x0A>")]
+    watch = watch_for(SamplingParams(stop="\n"), tokenizer=tokenizer)
+    assert "".join(follow(watch, [*ids, *ids])) == watch.text == "the fox"
+    assert watch.num_tokens == len(ids)
+
+
+def test_a_stop_string_without_a_tokenizer_is_refused_by_name():
+    with pytest.raises(InvalidRequest, match=r"'END'.*stop_token_ids"):
+        StopWatch(SamplingParams(stop="END"), eos_ids=frozenset(), max_tokens=5, detokenizer=None)
+
+
+def test_without_a_tokenizer_ids_still_stop():
+    watch = StopWatch(
+        SamplingParams(stop_token_ids=[[4, 5]]),
+        eos_ids=frozenset([9]),
+        max_tokens=5,
+        detokenizer=None,
+    )
+    assert [watch.push(4), watch.push(5)] == [None, (STOP, (4, 5))]
+    assert watch.text == watch.take() == ""
+
+
+def test_ended_from_outside_all_text_comes_out():
+    watch = watch_for(SamplingParams(stop="abc"))
+    assert follow(watch, ids_of("xab")) == ["x", "", ""]
+    watch.finish(FinishReason.ABORT)
+    watch.finish(FinishReason.ERROR)  # the first reason stays
+    assert (watch.take(), watch.text) == ("ab", "xab")
+    assert (watch.finish_reason, watch.stop_reason) == (FinishReason.ABORT, None)
+
+
+def test_nothing_is_pushed_after_the_end():
+    watch = watch_for(SamplingParams())
+    watch.push(2)
+    with pytest.raises(AssertionError, match="after the end"):
+        watch.push(2)
+
+
+def test_ids_banned_until_min_tokens():
+    params = SamplingParams(min_tokens=2, stop_token_ids=[7, [8, 9]])
+    eos = frozenset([3, 2])
+    assert banned_until_min_tokens(params, eos, 0) == [2, 3, 7]
+    assert banned_until_min_tokens(params, eos, 1) == [2, 3, 7]
+    assert banned_until_min_tokens(params, eos, 2) == []
+    assert banned_until_min_tokens(params.replace(ignore_eos=True), eos, 0) == [7]
+
+
+# -- stops look at the completion only ---------------------------------------------------------------
+
+
+def stops_within_the_prompts_reach(push_prompt):
+    """Whether a stop begun by the prompt "ab" ends a completion "c"; `push_prompt` seeds a mutant."""
+    for params in (SamplingParams(stop="bc"), SamplingParams(stop_token_ids=[ids_of("bc")])):
+        watch = watch_for(params, prompt=ids_of("ab"))
+        if push_prompt:
+            for token_id in ids_of("ab"):
+                watch.push(token_id)
+        if watch.push(*ids_of("c")):
+            return True
+    return False
+
+
+def test_a_stop_begun_in_the_prompt_is_not_completed_in_the_completion():
+    assert not stops_within_the_prompts_reach(push_prompt=False)
+
+
+def test_a_watch_that_looked_across_the_prompts_end_would_be_caught():
+    assert stops_within_the_prompts_reach(push_prompt=True)
+
+
+# -- against brute force -----------------------------------------------------------------------------
+
+
+def visible(tokenizer, ids):
+    """The text of ids without an incomplete character at its end."""
+    if tokenizer is toys.byte_fallback():
+        ids = list(ids)
+        while _ends_within_a_character(tokenizer, ids):
+            ids.pop()
+    return tokenizer.hf.decode(ids, skip_special_tokens=True).rstrip(REPLACEMENT)
+
+
+def _ends_within_a_character(tokenizer, ids):
+    pieces = tokenizer.hf.convert_ids_to_tokens([i for i in ids if i not in tokenizer.special_ids])
+    run = takewhile(re.compile("<0x..>").match, reversed(pieces))
+    data = bytes([int(p[3:5], 16) for p in run][::-1])
+    try:
+        text = codecs.getincrementaldecoder("utf-8")("strict").decode(data)
+    except UnicodeDecodeError:
+        return False
+    return len(text.encode()) < len(data)
+
+
+def brute_force(tokenizer, ids, params, max_tokens):
+    """The definition, word for word: (number of tokens, reason, stop reason, text)."""
+    stop_ids = {s[0] for s in params.stop_token_ids if len(s) == 1}
+    stop_ids |= set() if params.ignore_eos else {tokenizer.eos_id}
+    sequences = sorted((s for s in params.stop_token_ids if len(s) > 1), key=len, reverse=True)
+    shown = ""
+    for count in range(1, len(ids) + 1):
+        made, before, shown = ids[:count], shown, visible(tokenizer, ids[:count])
+        text = tokenizer.hf.decode(made, skip_special_tokens=True)
+        old = len([*takewhile(lambda pair: pair[0] == pair[1], zip(before, shown, strict=False))])
+        if count >= params.min_tokens:
+            if made[-1] in stop_ids:
+                return count, STOP, made[-1], text
+            for sequence in sequences:
+                if tuple(made[-len(sequence) :]) == sequence:
+                    return count, STOP, sequence, text
+            matches = [
+                (start, -len(stop), stop)
+                for stop in params.stop
+                for start in range(len(shown))
+                if shown.startswith(stop, start) and start + len(stop) > old
+            ]
+            if matches:
+                start, _, stop = min(matches)
+                end = start + len(stop) * params.include_stop_str_in_output
+                return count, STOP, stop, shown[:end]
+        if count >= max_tokens:
+            return count, LENGTH, None, text
+    return len(ids), None, None, tokenizer.hf.decode(ids, skip_special_tokens=True)
+
+
+def few_ids(tokenizer):
+    """Ids that meet often: letters, spaces, parts of characters, an end of sequence."""
+    vocab = tokenizer.hf.get_vocab()
+    if tokenizer is toys.byte_level():
+        names = [*"aabbbc", "Ġ", "ð", "Ł", "Ļ", "Ĥ", "Ã", "©", "the", "</s>", "<s>"]
+    elif tokenizer is toys.byte_fallback():
+        names = [f"<0x{b:02X}>" for b in b"aabb \n\xc3\xa9\xf0\x9f\x99\x82"]
+        names += ["▁", "▁the", "s", "</s>", "<s>"]
+    else:
+        names = ["n", "'", " '", "n't", "s", ".", "t", "m", " ", "the", "</s>", "<s>"]
+    return [vocab[name] for name in names if name in vocab]
+
+
+STOPS = ["a", "ab", "aab", "abab", "bb", "b ", " a", "🙂", "a🙂b", "é", "éa", "\n", "\na", "the"]
+STOPS += ["n", "n't", "'", "'s", " n", ". ", "'t the", "n'", "aaaab", "he", "t"]
+
+
+@pytest.mark.parametrize("kind", [toys.byte_level, toys.byte_fallback, toys.word_piece])
+@settings(max_examples=300)
+@given(data=st.data())
+def test_watching_token_by_token_equals_brute_force(kind, data):
+    tokenizer = kind()
+    pool = st.sampled_from(few_ids(tokenizer))
+    ids = data.draw(st.lists(pool, max_size=16))
+    max_tokens = data.draw(st.integers(1, 20))
+    params = SamplingParams(
+        stop=data.draw(st.lists(st.sampled_from(STOPS), max_size=4)),
+        stop_token_ids=data.draw(st.lists(st.lists(pool, min_size=1, max_size=3), max_size=2)),
+        min_tokens=data.draw(st.integers(0, 8)),
+        include_stop_str_in_output=data.draw(st.booleans()),
+        ignore_eos=data.draw(st.booleans()),
+    )
+    watch = watch_for(params, tokenizer=tokenizer, max_tokens=max_tokens)
+    taken = follow(watch, ids)
+    if not watch.finished:
+        check_that_nothing_claimed_was_sent(params, watch, taken, ids)
+    count, reason, stop_reason = watch.num_tokens, watch.finish_reason, watch.stop_reason
+    watch.finish(FinishReason.ABORT)
+    assert (count, reason, stop_reason, watch.text) == brute_force(
+        tokenizer, ids, params, max_tokens
+    )
+    assert "".join(taken) + watch.take() == watch.text
+
+
+def check_that_nothing_claimed_was_sent(params, watch, taken, ids):
+    """No suffix of what was sent, up to where text is certain, begins a stop string."""
+    sent = "".join(taken)
+    assert watch.text.startswith(sent)
+    for stop in params.stop:
+        for size in range(1, len(stop)):
+            if watch.text.endswith(stop[:size]):
+                assert len(sent) <= len(watch.text) - size, (stop, sent, watch.text)
+
+
+@settings(max_examples=200)
+@given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=6))
+def test_what_was_sent_is_never_cut(text, stop):
+    watch = watch_for(SamplingParams(stop=stop))
+    sent = ""
+    for token_id in ids_of(text):
+        verdict = watch.push(token_id)
+        sent += watch.take()
+        if verdict:
+            break
+    end = text.find(stop)
+    assert (sent == watch.text == text[:end]) if end >= 0 else watch.text == text
+    if end < 0:  # everything is sent but what may begin the stop string
+        held = text[len(sent) :]
+        assert stop.startswith(held)
+        assert len(held) < len(stop)
+        assert not any(text.endswith(stop[:n]) for n in range(len(held) + 1, len(stop)))
+
+
+def test_a_long_completion_is_searched_only_at_its_end():
+    """Work on text per token is bounded by the stop strings, not by what was written before."""
+    lengths = []
+
+    class Measured(StopWatch):
+        def _begins_stop(self, end):
+            lengths.append(len(end))
+            return super()._begins_stop(end)
+
+    params = SamplingParams(stop=["ab" * 10 + "c", "never"])
+    detokenizer = Detokenizer(toys.byte_level())
+    watch = Measured(params, eos_ids=frozenset(), max_tokens=10**6, detokenizer=detokenizer)
+    follow(watch, ids_of("ab" * 2000))
+    assert max(lengths) <= 21
+    assert len(lengths) < 3 * 4000
+
+
+# -- copies that go their own way --------------------------------------------------------------------
+
+
+def grow(watch, ids):
+    """Everything that can be seen of a watch while `ids` are pushed, as long as it grows."""
+    seen = []
+    for token_id in ids:
+        if watch.finished:
+            break
+        seen.append((watch.push(token_id), watch.text, watch.take()))
+    return seen
+
+
+def end(watch):
+    watch.finish(FinishReason.ABORT)
+    return watch.text, watch.take(), watch.num_tokens, watch.finish_reason, watch.stop_reason
+
+
+@pytest.mark.parametrize("kind", [*toys.EXACT, "in_python"])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_fork_and_its_origin_never_meet_again(kind, data):
+    """Both are what fresh watches would be; in the middle of characters and of stop strings, too."""
+    tokenizer = getattr(toys, kind)() if kind == "in_python" else toys.EXACT[kind]()
+    text = data.draw(st.text(st.sampled_from("ab é日本🙂👩\u200d👧.,'nt"), min_size=1, max_size=12))
+    cut = data.draw(st.integers(0, len(text)))
+    ids = st.just([]) | st.lists(st.integers(0, 480), max_size=6)  # beyond every toy's vocabulary
+    written = tokenizer.encode(text)
+    place = data.draw(st.integers(0, len(written)))
+    before = written[:place] + data.draw(ids)
+    ways = [written[place:] + data.draw(ids), data.draw(ids) + written]
+    params = SamplingParams(
+        stop=[text[cut : cut + 4] or "zz", text + "!"] if data.draw(st.booleans()) else (),
+        stop_token_ids=[(7, 8), written[-3:] or 9] if data.draw(st.booleans()) else (),
+        include_stop_str_in_output=data.draw(st.booleans()),
+    )
+
+    def fresh():
+        watch = watch_for(params, tokenizer=tokenizer, max_tokens=25)
+        grow(watch, before)
+        return watch
+
+    expected = []
+    for way in ways:
+        watch = fresh()
+        expected.append((grow(watch, way), end(watch)))
+    origin = fresh()
+    fork = origin.fork()
+    watches = [origin, fork] if data.draw(st.booleans()) else [fork, origin]
+    seen = [[], []]
+    for step in range(max(map(len, ways))):  # turn by turn, so that either could disturb the other
+        for watch, way, said in zip(watches, ways, seen, strict=True):
+            said += grow(watch, way[step : step + 1])
+    assert [(said, end(watch)) for said, watch in zip(seen, watches, strict=True)] == expected
+
+
+def test_a_fork_within_a_character_and_a_stop_string_finishes_both():
+    watch = watch_for(SamplingParams(stop="é!"))
+    first, second = toys.byte_level().encode("\u00ea")[-2:]  # bytes c3, aa; é is c3, a9
+    watch.push(first)
+    fork = watch.fork()
+    assert fork.push(second) is None
+    assert (fork.text, watch.text) == ("\u00ea", "")
+    watch.finish(FinishReason.ABORT)
+    assert (watch.text, fork.finished) == (REPLACEMENT, False)
+    stopping = watch_for(SamplingParams(stop="abc"))
+    follow(stopping, ids_of("xab"))
+    other = stopping.fork()
+    assert other.push(ids_of("c")[0]) == (STOP, "abc")
+    assert stopping.push(ids_of("d")[0]) is None
+    assert (other.text, stopping.text) == ("x", "xabd")
+
+
+def test_a_fork_hands_out_only_what_its_origin_had_not():
+    watch = watch_for(SamplingParams())
+    follow(watch, ids_of("ab"))
+    watch.push(ids_of("c")[0])
+    fork = watch.fork()
+    fork.push(ids_of("d")[0])
+    assert (watch.take(), fork.take()) == ("c", "cd")
