@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verbatim.bench.machine import Limits, Needs
 from verbatim.bench.ours import Ours
-from verbatim.bench.run import Cell, BenchPlan, measure
+from verbatim.bench.run import BenchPlan, Cell, measure
 from verbatim.cli.bench import bench
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
