@@ -67,7 +67,7 @@ class Watch(Protocol):
 
 
 class BadWords:
-    """The banned sequences of a request, by the ids before their last one. False if there are none."""
+    """The banned token sequences of a request; false if there are none."""
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}
@@ -80,18 +80,18 @@ class BadWords:
 
     @property
     def num_history(self) -> int:
-        """How many of the last ids `blocked` needs."""
+        """Number of last ids that `blocked` needs."""
         return self._lengths[-1] if self._lengths else 0
 
     def blocked(self, history: SequenceOf[int]) -> list[int]:
         """Return the ids that would complete a banned sequence after these ids."""
         end = len(history)
-        found = [
+        blocked = [
             self._last.get(tuple(history[end - length :]), ())
             for length in self._lengths
             if length <= end
         ]
-        return list(dict.fromkeys(token_id for ids in found for token_id in ids))
+        return list(dict.fromkeys(token_id for ids in blocked for token_id in ids))
 
 
 class GrammarState(Protocol):
@@ -99,12 +99,12 @@ class GrammarState(Protocol):
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks take long."""
+        """True if its masks take long."""
         ...
 
     @property
     def ready(self) -> bool:
-        """Whether `mask` returns at once."""
+        """True if `mask` returns at once."""
         ...
 
     def prepare(self) -> Future[Tensor] | None:
@@ -308,12 +308,12 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next token can be drawn without a wait for its grammar."""
+        """True if its next token can be drawn without a wait for its grammar."""
         return self.grammar is None or self.grammar.ready
 
     @property
     def has_slow_grammar(self) -> bool:
-        """Whether the masks of its grammar take long."""
+        """True if the masks of its grammar take long."""
         return self.grammar is not None and self.grammar.is_slow
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -460,7 +460,7 @@ class Request:
 
     @property
     def is_prefill_only(self) -> bool:
-        """Whether the request generates no tokens."""
+        """True if the request generates no tokens."""
         return self.max_tokens == len(self.resumed_ids)
 
     def restart(self) -> None:
@@ -484,11 +484,11 @@ class Request:
 
     @property
     def needs_prompt_rows(self) -> bool:
-        """Whether logits or hidden states of every prompt position are requested, which no cache has."""
+        """True if logits or hidden states of every prompt position are requested, which are not cached."""
         return self.params.prompt_logprobs is not None or self.params.hidden_states
 
     @property
     def num_prompt_rows_done(self) -> int:
         """Number of prompt positions with results, which an eviction does not discard."""
-        wanted_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
-        return len(self.prompt_hidden if wanted_hidden else self.prompt_logprobs)
+        only_hidden = self.params.hidden_states and self.params.prompt_logprobs is None
+        return len(self.prompt_hidden if only_hidden else self.prompt_logprobs)

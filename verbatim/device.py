@@ -1,4 +1,4 @@
-"""Which device a model runs on, and what is not done there."""
+"""The device of a model, and the features refused on a GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from verbatim.protocols import Proposer
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where a model in one piece lies.
+    """The device of a resident model.
 
     Attributes:
-        torch: the device, with its index if it is a GPU.
-        same_bits: a row's bits depend on that row alone; always on the CPU, and on a GPU where it was
-            asked for.
+        torch: the torch device; a GPU with its index.
+        same_bits: computation is batch-invariant; always on the CPU, on a GPU if requested.
     """
 
     torch: torch.device
@@ -34,19 +33,19 @@ class Device:
         return self.torch.type == "cuda"
 
     def current(self) -> AbstractContextManager[object]:
-        """Make it the one that kernels are launched on, for the length of a block."""
+        """Return a context manager that launches kernels on this device."""
         return torch.cuda.device(self.torch) if self.is_gpu else nullcontext()
 
     @property
     def total_memory(self) -> int:
-        """Bytes of its memory."""
+        """Bytes of memory."""
         if self.is_gpu:
             return int(torch.cuda.mem_get_info(self.torch)[1])
         return total_memory()
 
     @property
     def available_memory(self) -> int:
-        """Bytes of it that are free now."""
+        """Bytes of free memory."""
         if self.is_gpu:
             return int(torch.cuda.mem_get_info(self.torch)[0])
         return available_memory()
@@ -56,20 +55,19 @@ CPU = Device(torch.device("cpu"), same_bits=True)
 
 
 def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
-    """`LLM`'s options of these names, checked.
+    """Return the device for `LLM`'s options of these names.
 
     Args:
-        model: a live module stays where it is, and "auto" is there; of anything else it is the CPU.
+        model: "auto" is the device of a live module, and the CPU for other models.
 
     Raises:
-        InvalidRequest: an option that is none, or another device than that of a live module.
-        NotSupported: there is no such GPU, or nothing to compile its kernels with; something else than
-            always the same bits on the CPU.
+        InvalidRequest: an invalid option, or another device than that of a live module.
+        NotSupported: there is no such GPU, or no Triton; `deterministic=False` on the CPU.
     """
     if deterministic != "auto" and not isinstance(deterministic, bool):
         raise InvalidRequest(f"deterministic={deterministic!r}: must be 'auto', True or False")
-    found = _settle(device, model)
-    if found.type == "cpu":
+    resolved = _resolve(device, model)
+    if resolved.type == "cpu":
         if deterministic is False:
             raise NotSupported(
                 "deterministic=False: the CPU is always deterministic; must be 'auto' or True"
@@ -79,48 +77,48 @@ def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
         raise NotSupported(
             f"device={device!r}: its kernels need Triton, which is not installed (torch for CUDA brings it)"
         )
-    return Device(found, same_bits=deterministic is True)
+    return Device(resolved, same_bits=deterministic is True)
 
 
-def _settle(device: Any, model: Any) -> torch.device:
-    lies = None
+def _resolve(device: Any, model: Any) -> torch.device:
+    current = None
     if isinstance(model, nn.Module):
-        lies = next((p.device for p in model.parameters()), torch.device("cpu"))
+        current = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device == "auto":
-        wanted = torch.device("cpu") if lies is None else lies
+        resolved = torch.device("cpu") if current is None else current
     else:
         try:
-            wanted = torch.device(device)
+            resolved = torch.device(device)
         except (RuntimeError, TypeError):
-            wanted = torch.device("meta")
-    if wanted.type not in ("cpu", "cuda"):
+            resolved = torch.device("meta")
+    if resolved.type not in ("cpu", "cuda"):
         raise NotSupported(
             f"device={device!r}: must be 'auto', 'cpu', 'cuda' or 'cuda:0' and so on"
         )
-    if wanted.type == "cuda":
+    if resolved.type == "cuda":
         if not torch.cuda.is_available():
             reason = "sees none" if torch.version.cuda else "was built without CUDA"
             raise NotSupported(f"device={device!r}: no GPU: torch {torch.__version__} {reason}")
-        index = torch.cuda.current_device() if wanted.index is None else wanted.index
+        index = torch.cuda.current_device() if resolved.index is None else resolved.index
         if index >= torch.cuda.device_count():
             raise NotSupported(
                 f"device={device!r}: there are {torch.cuda.device_count()} GPUs, numbered from 0"
             )
-        wanted = torch.device("cuda", index)
-    if lies is not None and lies != wanted:
+        resolved = torch.device("cuda", index)
+    if current is not None and current != resolved:
         raise InvalidRequest(
-            f"device={device!r}: the live module is on {lies}, and is used in place; leave it at 'auto'"
+            f"device={device!r}: the live module is on {current}, and is used in place; leave it at 'auto'"
         )
-    return wanted
+    return resolved
 
 
 def refuse_on_gpu(
     device: Device, *, placement: Any, quantization: Any, kv_dtype: Any, draft: Any
 ) -> None:
-    """What is not done on a GPU is refused by name.
+    """Refuse features that are not supported on a GPU.
 
     Raises:
-        NotSupported: one of these, unless `device` is the CPU.
+        NotSupported: one of them is set, and `device` is a GPU.
     """
     if not device.is_gpu:
         return
@@ -134,7 +132,9 @@ def refuse_on_gpu(
         raise NotSupported(
             f"device={device.torch}: kv_dtype={kv_dtype.name!r} is only supported on the CPU"
         )
-    if draft is not None and not isinstance(draft, Proposer):  # a model, or layers of one
+    if draft is not None and not isinstance(
+        draft, Proposer
+    ):  # a draft model, or layers of this one
         raise NotSupported(
             f"device={device.torch}: draft={draft!r} is only supported on the CPU; 'ngram' is everywhere"
         )

@@ -1,4 +1,4 @@
-"""Opens the proposer of `LLM(draft=...)`."""
+"""Opens the proposer for `LLM(draft=...)`."""
 
 from __future__ import annotations
 

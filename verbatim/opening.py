@@ -1,4 +1,4 @@
-"""From `LLM`'s options to a model that is ready to run: module, KV store, runner, engine."""
+"""Opens an engine from `LLM`'s options: module, KV store, runner, scheduler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
-_PROMPT_LOGITS_BYTES = 256 * 2**20  # what the logits of one chunk of prompt log-probs may take
+_PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
 
 def open_engine(
@@ -51,7 +51,7 @@ def open_engine(
     trust_remote_code: bool = False,
     max_unread: int = 65_536,
 ) -> EngineHandle:
-    """Open the engine of an `LLM`; `weak` holds the module only weakly."""
+    """Open the engine of an `LLM`; with `weak`, keep only a weak reference to the module."""
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
@@ -62,12 +62,12 @@ def open_engine(
             "quantization; use 'ngram' or a smaller model"
         )
     module: Any = loaded.module
-    together: Any = None
+    ranks_group: Any = None
     if speaks_kv_caches(module):
         if options.device.is_gpu:
             raise NotSupported(f"device={options.device.torch}: kv_caches modules run on the CPU")
         config = module.config
-        limit, source = settle_length(options, config.max_seq_len, "max_seq_len")
+        limit, source = resolve_length(options, config.max_seq_len, "max_seq_len")
         runner: Runner = open_kv_caches(module, options, limit, weak=weak)
         if isinstance(drafts.draft, EarlyExit | Mtp):
             raise NotSupported(
@@ -80,7 +80,7 @@ def open_engine(
                 "model"
             )
         config = inner_model(module).config
-        limit, source = settle_length(options, *max_length_of(config))
+        limit, source = resolve_length(options, *max_length_of(config))
         runner, options = open_offloaded(loaded, offload, options, limit)
     elif cluster is not None:
         if isinstance(drafts.draft, EarlyExit):
@@ -90,7 +90,7 @@ def open_engine(
             )
         assert origin is not None
         config = inner_model(module).config
-        limit, source = settle_length(options, *max_length_of(config))
+        limit, source = resolve_length(options, *max_length_of(config))
         runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp)
     elif ranks is not None:
         if isinstance(drafts.draft, EarlyExit) or (
@@ -101,11 +101,11 @@ def open_engine(
                 "model"
             )
         config = inner_model(module).config
-        limit, source = settle_length(options, *max_length_of(config))
+        limit, source = resolve_length(options, *max_length_of(config))
         placed = open_parallel(
             loaded, ranks, options, limit, mtp, trust_remote_code=trust_remote_code
         )
-        runner, together = placed.runner, placed.together
+        runner, ranks_group = placed.runner, placed.together
     else:
         device = options.device
         if device.is_gpu and not loaded.live:
@@ -119,7 +119,7 @@ def open_engine(
                 same_bits=device.same_bits,
             )
         config = inner_model(module).config
-        limit, source = settle_length(options, *max_length_of(config))
+        limit, source = resolve_length(options, *max_length_of(config))
         layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
         runner = open_resident(decoder, loaded, options, limit, layers)
     try:
@@ -135,25 +135,27 @@ def open_engine(
             generation_config=loaded.generation_config,
             drafting=open_drafting(drafts, runner, options, loaded),
             max_unread=max_unread,
-            collective=collective_of(together),
+            collective=collective_of(ranks_group),
         )
         if isinstance(runner, Clustered):
-            _tell_what_is_held(runner, handle.scheduler)
+            _enable_recovery(runner, handle.scheduler)
         return handle
     except BaseException:
         runner.close()
         raise
 
 
-def _tell_what_is_held(runner: Clustered, scheduler: Scheduler) -> None:
-    """Let a runner that has lost K and V compute again those that are in use."""
+def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:
+    """Let the cluster's supervisor recompute the K and V in use after a failure."""
     size, rows = scheduler.block_size, scheduler.max_batch_tokens
     runner.supervisor.held = lambda: recompute_batches(scheduler.keep_running_only(), size, rows)
     runner.supervisor.at_rest = lambda: not any(s.num_computed for s in scheduler.running)
 
 
-def settle_length(options: EngineOptions, limit: int | None, source: str) -> tuple[int | None, str]:
-    """The model's own limit or the `max_length` that was asked for, and where the number comes from."""
+def resolve_length(
+    options: EngineOptions, limit: int | None, source: str
+) -> tuple[int | None, str]:
+    """Return `max_length` or else the model's limit, and the source of the number."""
     if options.max_length is None:
         return limit, source
     if limit is not None and options.max_length > limit:
@@ -181,10 +183,10 @@ def open_runner(
     """Build the engine over a runner.
 
     Args:
-        name: what the model was opened by.
-        tokenizer: a transformers tokenizer, or None where ids go in and out.
-        limit: tokens of prompt and completion together, and where the number comes from.
-        live: somebody else owns the model, and may change its weights.
+        name: name of the model.
+        tokenizer: a transformers tokenizer, or None to work with ids only.
+        limit: maximum length of prompt and completion together, and the source of the number.
+        live: the caller owns the module, and may change its weights.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size

@@ -1,4 +1,4 @@
-"""Results as plain values: what JSON can hold."""
+"""Conversion of results to plain values for JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def to_json(value: Any) -> str:
-    """A result as one JSON line, its keys the names of its fields; infinities become null."""
+    """Return a result as one JSON line, keyed by field names; infinities become null."""
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def to_plain(value: Any) -> Any:
-    """As JSON knows it: objects, lists, numbers. A tensor is its nested lists."""
+    """Return a value as dicts, lists and numbers; a tensor becomes nested lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

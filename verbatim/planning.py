@@ -1,4 +1,4 @@
-"""What opening a model over three tiers would lead to, before any of its weights is read."""
+"""The forecast of an offloaded model, from file headers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from verbatim.model.anatomy import inner_model
 from verbatim.model.limits import max_length_of
-from verbatim.opening import settle_length
+from verbatim.opening import resolve_length
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast
 from verbatim.placement.offload.opening import units_of
@@ -17,7 +17,7 @@ from verbatim.source import open_model
 from verbatim.weights.skeleton import open_skeleton
 
 
-def look_ahead(
+def plan_offload(
     model: Any,
     offload: Offload,
     options: EngineOptions,
@@ -27,18 +27,18 @@ def look_ahead(
     trust_remote_code: bool = False,
     config: Any = None,
 ) -> Forecast:
-    """What opening a model like this would lead to, from the headers of its files alone.
+    """Forecast memory and speed of an offloaded model, from the headers of its files.
 
     Args:
         model, dtype, revision, trust_remote_code, config: as for `LLM`.
 
     Raises:
-        ModelError, NotSupported: the model can't be opened like this. And what `forecast` raises.
+        ModelError, NotSupported: the model can't be opened like this; see also `forecast`.
     """
     no_tokenizer: Any = False
     loaded = open_model(
         model, no_tokenizer, dtype, revision, trust_remote_code, config, skeleton=open_skeleton
     )
     units, _ = units_of(loaded, offload, options)
-    limit, _ = settle_length(options, *max_length_of(inner_model(loaded.module).config))
+    limit, _ = resolve_length(options, *max_length_of(inner_model(loaded.module).config))
     return forecast(loaded, units, offload, options, limit)

@@ -1,4 +1,4 @@
-"""A session as a file: safetensors with ids and, on request, K and V; plain data beside them."""
+"""Session files: safetensors with ids, optional K and V, and metadata."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHAPE = (
     "num_key_value_heads",
     "head_dim",
 )
-_NUM_PROBED = 32  # tokens whose log-probs tell whether K and V are of these weights
+_NUM_PROBED = 32  # tokens of the log-probs that identify the weights
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class SavedKV:
     """K and V of a session's first tokens.
 
     Attributes:
-        layers: (K, V) of each layer, `[blocks, KV head, block size, width]`, as the store has them.
-        num_tokens: positions that are computed; the rest of the last block is zero.
-        probe: of the weights that computed them, as `_probe`.
+        layers: (K, V) of each layer, `[blocks, KV head, block size, width]`, as in the store.
+        num_tokens: computed positions; the rest of the last block is zero.
+        probe: `_probe` of the weights that computed them.
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -58,13 +58,13 @@ class SavedKV:
 
 @dataclass(slots=True)
 class SavedSession:
-    """What a session goes on from.
+    """The state of a session.
 
     Attributes:
-        completions: where each one begins and ends in `token_ids`.
-        text: of the last one.
-        skips_special_tokens: that text leaves them out.
-        kv: None where none were written, or where they are of no use here.
+        completions: start and end of each in `token_ids`.
+        text: text of the last completion.
+        skips_special_tokens: whether `text` omits special tokens.
+        kv: None if not saved, or not usable here.
     """
 
     token_ids: list[int]
@@ -77,8 +77,10 @@ class SavedSession:
     kv: SavedKV | None = None
 
     def put_kv(self, engine: EngineHandle, cache: SessionCache) -> None:
-        """Put K and V in the store, for the session to hold, if they are what it would compute itself and
-        there are free blocks for them; else they are left out, and computed in the next turn.
+        """Load K and V into the session's blocks.
+
+        Without free blocks, or if this engine would compute other values, they are left out and computed
+        in the next turn.
         """
         kv = self.kv
         if (
@@ -109,11 +111,11 @@ def write_session(
     saved: SavedSession,
     cache: SessionCache | None,
 ) -> None:
-    """Write a session, with K and V as far as `cache` has them.
+    """Write a session, with the K and V in `cache`, if given.
 
     Raises:
         NotSupported: K and V, or params, that can't be written.
-        InvalidRequest: the folder can't be written to.
+        InvalidRequest: the file can't be written.
     """
     from safetensors.torch import save
 
@@ -129,7 +131,7 @@ def write_session(
         "model": _identity(engine),
         "numerics_key": _numerics_key(engine),
     }
-    kv = None if cache is None else _taken_kv(engine, saved.token_ids, cache)
+    kv = None if cache is None else _copy_kv(engine, saved.token_ids, cache)
     if kv is not None:
         plain["kv"] = {
             "num_layers": len(kv.layers),
@@ -155,15 +157,15 @@ def write_session(
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise InvalidRequest(f"save: {str(path)!r} can't be written: {error}") from error
 
 
 def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSession:
-    """Read a session that this engine can go on with.
+    """Read a session that this engine can continue.
 
     Raises:
-        InvalidRequest: not a session's file, a damaged one, or one of another model.
+        InvalidRequest: not a session file, a damaged one, or one of another model.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -181,8 +183,8 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
                 raise refuse(f"version {metadata.get('version')} is not known; this is {VERSION}")
             plain = json.loads(metadata["session"])
             tensors = {"token_ids": file.get_tensor("token_ids")}
-            saved = _settled(plain, tensors["token_ids"])
-            their_key = plain["numerics_key"]
+            saved = _parse_session(plain, tensors["token_ids"])
+            saved_key = plain["numerics_key"]
             if "kv" in plain:
                 kv = plain["kv"]
                 names = [(f"k.{i}", f"v.{i}") for i in range(kv["num_layers"])]
@@ -195,11 +197,10 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
                 saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"])
     except InvalidRequest:
         raise
-    except SafetensorError:  # whose message may quote the file
+    except SafetensorError:  # its message may quote the file
         raise refuse("a damaged file, or not a session") from None
-    except (
-        Exception
-    ) as error:  # a damaged file: safetensors, JSON and our own checks raise many kinds
+    # safetensors, JSON and the checks above raise many types for a damaged file.
+    except Exception as error:
         raise refuse(f"a damaged file, or not a session: {error}") from error
     if (reason := _other_model(plain["model"], _identity(engine))) is not None:
         raise refuse(reason)
@@ -212,10 +213,10 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
         )
     if metadata.get("digest") != _digest(metadata["session"], tensors):
         raise refuse("a damaged file: its contents do not match their digest")
-    if their_key != (key := _numerics_key(engine)):
+    if saved_key != (key := _numerics_key(engine)):
         saved.kv = None
         warnings.warn(
-            f"the session was saved with numerics key {their_key} and continues with {key}: "
+            f"the session was saved with numerics key {saved_key} and continues with {key}: "
             "its next tokens may differ from those with the original key",
             RuntimeWarning,
             stacklevel=5,
@@ -223,8 +224,8 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
     return saved
 
 
-def _settled(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
-    """The parts of a file, checked."""
+def _parse_session(plain: dict[str, Any], token_ids: Tensor) -> SavedSession:
+    """Return a session from the validated parts of a file."""
     ids = token_ids.tolist()
     if token_ids.ndim != 1 or token_ids.dtype is not torch.int64:
         raise ValueError(f"token_ids is {token_ids.dtype} of shape {list(token_ids.shape)}")
@@ -253,16 +254,16 @@ def _path(what: str, path: Any) -> Path:
 
 
 def _digest(session: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of everything in a file, to find out damage."""
-    found = hashlib.blake2b(session.encode(), digest_size=16)
+    """Return a digest of the file's contents, to detect damage."""
+    digest = hashlib.blake2b(session.encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _plain_params(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """Return the parameters that differ from the defaults."""
     default = SamplingParams()
     plain = {}
     for name in (field.name for field in dataclasses.fields(params)):
@@ -276,7 +277,7 @@ def _plain_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _identity(engine: EngineHandle) -> dict[str, Any]:
-    """What tells models apart that have nothing to do with each other. Weights are not looked at."""
+    """Return what identifies a model, without its weights."""
     shape = {name: getattr(engine.config, name, None) for name in _SHAPE}
     plain = {name: value for name, value in shape.items() if isinstance(value, int | str)}
     vocabulary = None
@@ -294,17 +295,17 @@ def _identity(engine: EngineHandle) -> dict[str, Any]:
     }
 
 
-def _other_model(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """Why a session of one model can't go on with the other."""
+def _other_model(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """Return why a session of one model can't continue with the other, or None."""
     for name in ("vocab_size", "config"):
-        if theirs.get(name) != ours[name]:
+        if saved.get(name) != current[name]:
             return (
-                f"a session of another model, {theirs.get('name')!r}: its {name} is {theirs.get(name)}, "
-                f"the {name} of {ours['name']!r} is {ours[name]}"
+                f"a session of another model, {saved.get('name')!r}: its {name} is {saved.get(name)}, "
+                f"the {name} of {current['name']!r} is {current[name]}"
             )
-    known = theirs.get("tokenizer") is not None and ours["tokenizer"] is not None
-    if known and theirs["tokenizer"] != ours["tokenizer"]:
-        return f"a session of {theirs.get('name')!r}, which has a different tokenizer"
+    both_known = saved.get("tokenizer") is not None and current["tokenizer"] is not None
+    if both_known and saved["tokenizer"] != current["tokenizer"]:
+        return f"a session of {saved.get('name')!r}, which has a different tokenizer"
     return None
 
 
@@ -313,7 +314,7 @@ def _numerics_key(engine: EngineHandle) -> str:
 
 
 def _why_no_kv(engine: EngineHandle) -> str | None:
-    """Why K and V can't be taken out of the store or put in; None where they can."""
+    """Return why K and V can't be read from or written to the store; None if they can."""
     runner = engine.runner
     if type(runner) is not Resident:
         return (
@@ -327,9 +328,9 @@ def _why_no_kv(engine: EngineHandle) -> str | None:
 
 
 def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
-    """Equal where the weights are: the log-probs of the session's first tokens, bit for bit."""
+    """Return a digest of the log-probs of the session's first tokens, to detect other weights."""
     first = token_ids[: min(_NUM_PROBED, engine.admission.max_length) - 1]
-    # One more behind them: its log-prob is what the last one's K and V are known by.
+    # One more token after them: its log-prob depends on the last one's K and V.
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     (result,) = engine.run([engine.admission.admit([*first, token_ids[0]], params)])
     assert result.prompt_logprobs is not None
@@ -338,8 +339,8 @@ def _probe(engine: EngineHandle, token_ids: list[int]) -> str:
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
-def _taken_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -> SavedKV | None:
-    """A copy of K and V that a session holds; None where it holds none."""
+def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -> SavedKV | None:
+    """Return a copy of the K and V of a session, or None."""
     reason = _why_no_kv(engine)
     if reason is not None:
         raise NotSupported(f"save(kv=True): {reason}; leave kv=False, they are computed again")
@@ -363,12 +364,12 @@ def _taken_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) -
 
 
 def _fits(kv: SavedKV, store: KVStore, count: int) -> bool:
-    """Are these the tensors that this store would hold?"""
+    """Return whether the tensors have the layout of this store."""
     if kv.dtype_name != store.dtype_name or len(kv.layers) != len(store.layers):
         return False
     pairs = zip(kv.layers, store.layers, strict=True)
     return all(
-        theirs.dtype is ours.dtype and theirs.shape == (count, *ours.shape[1:])
-        for saved, layer in pairs
-        for theirs, ours in zip(saved, layer, strict=True)
+        saved.dtype is stored.dtype and saved.shape == (count, *stored.shape[1:])
+        for saved_layer, layer in pairs
+        for saved, stored in zip(saved_layer, layer, strict=True)
     )

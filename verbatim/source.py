@@ -1,4 +1,4 @@
-"""What `LLM`'s first argument means: a name, a folder, a live module."""
+"""Opens the model given by `LLM`'s first argument: a name, a folder, a live module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_model(
     *,
     skeleton: Skeleton | None = None,
 ) -> LoadedModel:
-    """The module and tokenizer that `LLM`'s first arguments mean; with `skeleton`, without its weights."""
+    """Load the module and tokenizer given by `LLM`'s arguments; with `skeleton`, without weights."""
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
@@ -46,9 +46,9 @@ def open_model(
     if dcp is None and isinstance(model, str | os.PathLike):
         gguf = find_gguf(model)
     if skeleton is not None and (gguf or isinstance(model, nn.Module)):
-        what = f"{model} is a GGUF file" if gguf else "a live module is in memory"
+        reason = f"{model} is a GGUF file" if gguf else "a live module is in memory"
         raise NotSupported(
-            f"placement: {what}; all placements but None take a folder with safetensors, such as "
+            f"placement: {reason}; all placements but None take a folder with safetensors, such as "
             "save_pretrained writes, or a torch.distributed.checkpoint"
         )
     if dcp is not None:
@@ -95,7 +95,7 @@ def open_model(
 
 
 def _check_live(module: nn.Module, dtype: str | torch.dtype) -> None:
-    """A live module is used as it is, in a dtype we compute in."""
+    """Refuse a `dtype` with a live module, and parameters of unsupported dtypes."""
     if dtype != "auto":
         raise NotSupported(f"dtype={dtype!r}: a live module keeps its own; leave it at 'auto'")
     for name, parameter in module.named_parameters():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verbatim.bench.machine import Limits, Needs
 from verbatim.bench.ours import Ours
-from verbatim.bench.run import Cell, Plan, measure
+from verbatim.bench.run import BenchPlan, Cell, measure
 from verbatim.cli.bench import bench
 from verbatim.errors import InvalidRequest
 from verbatim.llm import LLM
@@ -126,7 +126,7 @@ class Still:
 def test_a_peer_that_fails_is_left_out_and_the_rest_goes_on() -> None:
     with LLM(path()) as llm:
         report = measure(
-            Plan(rows=(2,), contexts=(16,), prefills=(16,), rounds=2, steps=3, mixed=0),
+            BenchPlan(rows=(2,), contexts=(16,), prefills=(16,), rounds=2, steps=3, mixed=0),
             Ours(llm),
             [Failing()],
             Still(),
@@ -155,13 +155,13 @@ def test_the_engine_really_reads_so_many_tokens_and_is_as_before() -> None:
             return forward(batch)
 
         ours = Ours(llm)
-        take_in = ours._take_in
+        skip_prefill = ours._skip_prefill
 
         def then_count(requests):  # type: ignore[no-untyped-def]
-            take_in(requests)
+            skip_prefill(requests)
             runner.forward = counted
 
-        ours._take_in = then_count
+        ours._skip_prefill = then_count
         times = ours.decode(3, 40, 4)
         assert len(times) == 4 and len(seen) == 6 and min(seen) >= 40
 

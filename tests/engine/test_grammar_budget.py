@@ -16,7 +16,7 @@ from support.requests_mixed import facts
 from verbatim import LLM, FinishReason, InvalidRequest, RequestFailed, SamplingParams, VerbatimError
 from verbatim.core import Request
 from verbatim.sampling import grammar
-from verbatim.sampling.grammar import GrammarState
+from verbatim.sampling.grammar import StructureState
 
 PROMPT = "Once upon a time"
 WORDS = "start: /[a-z ]{2,20}/ start | /[A-Z]/\n"
@@ -51,15 +51,15 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, held: int = 1) -> None:
         self.release, self.entered = threading.Event(), threading.Event()
-        original = GrammarState._compute
+        original = StructureState._compute
 
-        def compute(state: GrammarState) -> Any:
+        def compute(state: StructureState) -> Any:
             if state.compiled.key[1] == WORDS and len(state._ids) >= held:
                 self.entered.set()
                 assert self.release.wait(60)
             return original(state)
 
-        monkeypatch.setattr(GrammarState, "_compute", compute)
+        monkeypatch.setattr(StructureState, "_compute", compute)
 
 
 @pytest.fixture

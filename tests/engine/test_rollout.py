@@ -180,13 +180,15 @@ class TestNoise:
             ]
 
     def test_seeds_of_neighbours_have_nothing_in_common(self) -> None:
-        from verbatim.rl.rollout import _mixed
+        from verbatim.rl.rollout import _mix_seed
 
-        seeds = {_mixed(s, r, b) for s in range(20) for r in range(8) for b in range(20)}
+        seeds = {_mix_seed(s, r, b) for s in range(20) for r in range(8) for b in range(20)}
         assert len(seeds) == 20 * 8 * 20
         assert all(0 <= seed < 2**53 for seed in seeds)
         # Each bit of the seed turns about half of the bits.
-        turned = [(_mixed(9, 0, 0) ^ _mixed(9 ^ (1 << k), 0, 0)).bit_count() for k in range(64)]
+        turned = [
+            (_mix_seed(9, 0, 0) ^ _mix_seed(9 ^ (1 << k), 0, 0)).bit_count() for k in range(64)
+        ]
         assert 22 < sum(turned) / 64 < 31
 
 

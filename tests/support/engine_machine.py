@@ -116,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert steps < 5_000, "it goes on for ever"
         check(self.engine)
         assert self.engine.scheduler.pool.num_used == 0
-        assert not self.engine.scheduler.prefixes._promised
+        assert not self.engine.scheduler.prefixes._in_flight
         for request in self.requests:
             _check_answer(request, self.deltas[request.request_id], self.aborted)
 

@@ -136,7 +136,7 @@ class Life:
         for row in self.random.sample(self.rows, len(self.rows) // 3):
             self.rows.remove(row)
             self.pool.give_back(row.blocks)
-            self.stale.update(b for b in row.blocks if not self.pool._holders[b])
+            self.stale.update(b for b in row.blocks if not self.pool._ref_counts[b])
         while len(self.rows) < 4:
             self.rows.append(Row())
         whole = [row for row in self.rows if row.computed]

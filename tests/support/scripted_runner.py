@@ -170,7 +170,7 @@ def check(engine: Engine) -> None:
         assert sequence.num_computed < sequence.num_tokens or sequence.candidates is not None
         for block in sequence.blocks:
             held[block] += 1
-    assert held == pool._holders
+    assert held == pool._ref_counts
     assert pool.num_used == sum(count > 0 for count in held)
     active = {request.request_id for request, _ in engine._active.values()}
     assert {s.request.request_id for s in [*scheduler.running, *waiting]} <= active

@@ -18,7 +18,7 @@ from verbatim import storyteller
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.params import SamplingParams
 from verbatim.sampling import grammar
-from verbatim.sampling.grammar import GrammarCompiler, GrammarState
+from verbatim.sampling.grammar import GrammarCompiler, StructureState
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.detokenizer import Detokenizer
 from verbatim.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), V, EOS)
 
 
-def start(ends: bool = True, **structure: Any) -> GrammarState:
+def start(ends: bool = True, **structure: Any) -> StructureState:
     state = compiler().start(SamplingParams(**structure), ends=ends)
     assert state is not None
     return state
@@ -50,7 +50,7 @@ def allowed(mask: Tensor) -> list[int]:
 
 
 def walk(
-    state: GrammarState, rng: random.Random, vocabulary: Vocabulary, limit: int = 300
+    state: StructureState, rng: random.Random, vocabulary: Vocabulary, limit: int = 300
 ) -> list[int] | None:
     """Ids of a random completion without its end of sequence; None if it would not end."""
     ids: list[int] = []
@@ -74,7 +74,7 @@ def texts(structure: dict[str, Any], count: int, seed: int = 0) -> list[str]:
     return [tokenizer().decode(ids) for ids in walks if ids is not None]
 
 
-def spell(state: GrammarState, text: str) -> bool:
+def spell(state: StructureState, text: str) -> bool:
     """Push the longest allowed pieces of a text; return whether the structure is complete."""
     rest = text.encode()
     pieces = compiler().vocabulary.tokens
@@ -86,7 +86,7 @@ def spell(state: GrammarState, text: str) -> bool:
     return state.is_complete()
 
 
-def push_last(state: GrammarState, count: int) -> None:
+def push_last(state: StructureState, count: int) -> None:
     for _ in range(count):
         state.push(allowed(state.mask())[-1])
 

@@ -1,1 +1,1 @@
-"""Rooms of `verbatim bench`: how fast a model runs here, beside other systems and the machine's limits."""
+"""`verbatim bench`: speed of a model, compared with other systems and the machine's limits."""

@@ -1,4 +1,4 @@
-"""What the machine allows: bytes read and numbers multiplied a second, measured in turn with the rest."""
+"""The machine's limits: memory bandwidth and compute throughput."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch.nn.functional as F
 
 from verbatim.bench.timing import seconds
 
-_READ_BYTES = 1 << 29  # far more than any cache holds
+_READ_BYTES = 1 << 29  # far more than any cache
 _ROWS, _DEPTH, _COLS = 512, 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes a second from memory, and floating-point operations a second in the model's dtype."""
+    """Memory bandwidth in bytes/s, and floating-point operations/s in the model's dtype."""
 
     bandwidth: float
     flops: float
 
 
-class Machine:
-    """Measures both; the best of several, since whatever else runs can only lessen them."""
+class LimitMeter:
+    """Measures both limits, as the best of several runs."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._data = torch.ones(_READ_BYTES // 4)
@@ -39,12 +39,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a step must read and multiply at least.
+    """The minimum of bytes and operations of a step.
 
     Attributes:
-        weight_bytes: of all weights but an embedding that is no head as well.
-        weights: elements of those.
-        kv_bytes: of one token.
+        weight_bytes: bytes of all weights, without an untied embedding.
+        weights: number of these weights.
+        kv_bytes: KV bytes per token.
     """
 
     weight_bytes: int
@@ -53,7 +53,7 @@ class Needs:
 
     @classmethod
     def of(cls, config: Any, info: dict[str, Any]) -> Needs:
-        """Of an opened model, by its config and what `LLM.info()` tells of it."""
+        """Return the minimum of an open model, by its config and `LLM.info()`."""
         total, elements = info["weight_bytes"], info["parameters"]
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         if not getattr(text, "tie_word_embeddings", True):
@@ -63,10 +63,10 @@ class Needs:
         return cls(total, elements, info["kv_bytes_per_token"])
 
     def decode_s(self, limits: Limits, rows: int, context: int) -> float:
-        """The least seconds of a step: reading weights and KV, or the products, whichever is longer."""
+        """Return the minimum time of a decode step: reading weights and KV, or computing."""
         nbytes = self.weight_bytes + rows * context * self.kv_bytes
         return max(nbytes / limits.bandwidth, 2 * rows * self.weights / limits.flops)
 
     def prefill_s(self, limits: Limits, length: int) -> float:
-        """The least seconds of a prompt, without its attention."""
+        """Return the minimum time of a prompt, without its attention."""
         return max(self.weight_bytes / limits.bandwidth, 2 * length * self.weights / limits.flops)

@@ -1,4 +1,4 @@
-"""Verbatim itself: whole steps of its engine, from scheduling to the ids that are handed out."""
+"""Timings of Verbatim's engine steps, from scheduling to output."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verbatim.protocols import Forward
 
 
 class Ours:
-    """An open engine, stepped by hand.
+    """An open engine, stepped by the benchmark.
 
     Args:
-        llm: nobody else uses it meanwhile.
+        llm: not used by anything else meanwhile.
     """
 
     name = "Verbatim"
@@ -33,11 +33,11 @@ class Ours:
         self._budget = llm.engine.scheduler.max_batch_tokens
 
     def prefill(self, length: int) -> float:
-        """Seconds from a prompt of so many ids to its next id."""
+        """Return the seconds for a random prompt of this length, to its next token."""
         return self.prefill_of(random_ids(length, self._vocab))
 
     def prefill_of(self, prompt: list[int]) -> float:
-        """Seconds from a prompt to its next id."""
+        """Return the seconds for a prompt, to its next token."""
 
         def answer() -> None:
             request = self.add([prompt], max_tokens=1)[0]
@@ -47,24 +47,24 @@ class Ours:
         return seconds(answer)
 
     def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Seconds of each step of `rows` sequences behind `context` tokens each."""
+        """Return the seconds of each decode step of `rows` sequences with `context` tokens each."""
         return self.decode_of([random_ids(context, self._vocab) for _ in range(rows)], steps)
 
     def decode_of(
         self, prompts: list[list[int]], steps: int, most_s: float = math.inf
     ) -> list[float]:
-        """Seconds of each step behind prompts; `most_s` as of `step_times`.
+        """Return the seconds of each decode step after these prompts; `most_s` as in `step_times`.
 
         Raises:
-            InvalidRequest: the first are as long as may be before the last is taken in.
+            InvalidRequest: a sequence reaches the length limit before all prompts are processed.
         """
         rows, longest = len(prompts), max(map(len, prompts))
-        # Those that are in grow by a token in each step in which others come in.
-        taken_in = math.ceil(sum(map(len, prompts)) / max(1, self._budget - rows)) + rows
+        # Running sequences grow by a token in each step that processes further prompts.
+        num_prefill_steps = math.ceil(sum(map(len, prompts)) / max(1, self._budget - rows)) + rows
         room = self._llm.max_length - longest
-        requests = self.add(prompts, max_tokens=min(taken_in + steps + WARM + 1, room))
+        requests = self.add(prompts, max_tokens=min(num_prefill_steps + steps + WARM + 1, room))
         try:
-            self._take_in(requests)
+            self._skip_prefill(requests)
             times = step_times(self._handle.step, steps, most_s)
             if any(request.result is not None for request in requests):
                 raise InvalidRequest(
@@ -77,7 +77,7 @@ class Ours:
                 self._handle.abort(request)
 
     def mixed(self, requests: list[tuple[list[int], int]]) -> tuple[int, float]:
-        """All prompts at once, each with so many new tokens: tokens made, and the seconds."""
+        """Run all (prompt, number of new tokens) at once; return the number of new tokens and the seconds."""
         start = time.perf_counter()
         admitted = [self._admit(ids, count) for ids, count in requests]
         for request in admitted:
@@ -86,18 +86,18 @@ class Ours:
             self._handle.step()
         return sum(count for _, count in requests), time.perf_counter() - start
 
-    def _take_in(self, requests: list[Request]) -> None:
-        """As if the prompts had been computed: what decoding costs doesn't depend on the numbers in KV.
+    def _skip_prefill(self, requests: list[Request]) -> None:
+        """Process the prompts without forwards, as the cost of decoding does not depend on K and V.
 
-        Prompts come in over several steps, in which those that are through grow by some tokens. Rows go on
-        from ids of their own: equal ones would choose the same experts.
+        This takes several steps, in which earlier rows grow by some tokens. Rows continue with different
+        ids, as equal ones would select the same experts.
         """
 
-        def nothing(batch: Any) -> Forward:
+        def random_logits(batch: Any) -> Forward:
             return Forward(torch.rand(len(batch.logit_rows), self._vocab))
 
         runner: Any = self._handle.runner
-        runner.forward = nothing
+        runner.forward = random_logits
         try:
             while not requests[-1].sequences[0].output_ids:
                 self._handle.step()
@@ -105,7 +105,7 @@ class Ours:
             del runner.forward
 
     def add(self, prompts: list[list[int]], *, max_tokens: int) -> list[Request]:
-        """Greedy requests, none of which has had a step yet."""
+        """Submit greedy requests, without a step."""
         requests = [self._admit(prompt, max_tokens) for prompt in prompts]
         for request in requests:
             self._handle.submit(request)
@@ -117,5 +117,5 @@ class Ours:
 
 
 def random_ids(length: int, vocab: int) -> list[int]:
-    """A prompt that no other one begins like."""
+    """Return a random prompt, without a prefix in common with others."""
     return [random.randrange(vocab) for _ in range(length)]

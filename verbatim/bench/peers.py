@@ -1,4 +1,4 @@
-"""Other systems on the same machine: transformers, and llama.cpp and OpenVINO with a copy in their format."""
+"""Other systems to compare with: transformers, llama.cpp and OpenVINO (with converted weights)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from verbatim.errors import InvalidRequest, ModelError, NotSupported
 
 
 class Peer(Protocol):
-    """A system that generates, called as its own generation loop calls it."""
+    """An inference system, called like its own generation loop calls it."""
 
     name: str
 
     def prefill(self, length: int) -> float:
-        """Seconds from a prompt of so many ids to its next id."""
+        """Return the seconds for a random prompt of this length, to its next token."""
         ...
 
     def decode(self, rows: int, context: int, steps: int) -> list[float]:
-        """Seconds of each step of `rows` sequences behind `context` tokens each."""
+        """Return the seconds of each decode step of `rows` sequences with `context` tokens each."""
         ...
 
 
 class Transformers:
-    """The model called as `generate` calls it, without generate's own work: a dynamic cache, and SDPA
-    attention where transformers has it for the model.
+    """transformers' forward as `generate` calls it, with a dynamic cache and, if supported, SDPA.
 
     Raises:
         ModelError: transformers can't open it.
@@ -43,7 +42,7 @@ class Transformers:
 
     def __init__(self, source: str, dtype: torch.dtype, **options: Any) -> None:
         transformers: Any = importlib.import_module("transformers")
-        transformers.logging.set_verbosity_error()  # what it says of weights was said, or not asked for
+        transformers.logging.set_verbosity_error()  # no warnings about weights
         transformers.logging.disable_progress_bar()
         try:
             self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -60,7 +59,7 @@ class Transformers:
         return self.prefill_of(random_ids(length, self._vocab))
 
     def prefill_of(self, prompt: list[int]) -> float:
-        """Seconds from a prompt to its next id."""
+        """Return the seconds for a prompt, to its next token."""
         ids, cache = torch.tensor([prompt]), self._make_cache()
         return seconds(lambda: self._next(ids, cache))
 
@@ -70,8 +69,10 @@ class Transformers:
     def decode_of(
         self, prompt: list[int], rows: int, steps: int, most_s: float = math.inf
     ) -> list[float]:
-        """Seconds of each step of `rows` copies of a prompt, which go on differently; `most_s` as of
-        `step_times`."""
+        """Return the seconds of each decode step of `rows` copies of a prompt, with different next ids.
+
+        `most_s` is as in `step_times`.
+        """
         cache = self._make_cache()
         self._next(torch.tensor([prompt]), cache)
         cache.batch_repeat_interleave(rows)
@@ -84,7 +85,7 @@ class Transformers:
         return step_times(step, steps, most_s)
 
     def logits_behind(self, prompts: list[list[int]], forced: list[list[int]]) -> torch.Tensor:
-        """`[rows, vocab]`, behind prompts of one length and the ids that follow them, one by one."""
+        """Return logits `[rows, vocab]` after prompts of one length and forced ids, decoded one by one."""
         cache = self._make_cache()
         logits = self._logits(torch.tensor(prompts), cache)
         for ids in zip(*forced, strict=True):
@@ -102,14 +103,14 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp by llama-cpp-python's low-level calls: all rows in one batch of one decode call.
+    """llama.cpp by llama-cpp-python's low-level API: all rows in one decode call.
 
     Raises:
         ModelError: it can't open the file.
     """
 
     name = "llama.cpp"
-    _BATCH = 2048  # tokens of a call
+    _BATCH = 2048  # tokens per call
 
     def __init__(self, file: str, threads: int) -> None:
         self._lib: Any = importlib.import_module("llama_cpp")
@@ -179,13 +180,13 @@ class LlamaCpp:
             status = self._lib.llama_decode(handle, batch)
             if status != 0:
                 raise ModelError(f"llama.cpp: llama_decode says {status}")
-            self._lib.llama_get_logits(handle)  # waits until they are there
+            self._lib.llama_get_logits(handle)  # waits for the result
         finally:
             self._lib.llama_batch_free(batch)
 
 
 class OpenVINO:
-    """OpenVINO's CPU plugin on a stateful export (as `optimum-cli export openvino` makes it).
+    """OpenVINO's CPU plugin with a stateful export of `optimum-cli export openvino`.
 
     Raises:
         ModelError: no such export.
@@ -231,27 +232,27 @@ class OpenVINO:
 
     def _run(self, request: Any, ids: Any, before: int) -> Any:
         rows, length = ids.shape
-        given = {
+        values = {
             "input_ids": ids.astype("int64"),
             "attention_mask": self._np.ones((rows, before + length), "int64"),
             "position_ids": self._np.arange(before, before + length)[None].repeat(rows, 0),
             "beam_idx": self._np.arange(rows, dtype="int32"),
         }
-        request.infer({name: value for name, value in given.items() if name in self._inputs})
+        request.infer({name: value for name, value in values.items() if name in self._inputs})
         return request.get_output_tensor(0).data[:, -1].argmax(-1)
 
 
 def installed(package: str) -> bool:
-    """Could it be imported?"""
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def need(package: str, option: str, value: str) -> None:
-    """Refuse an option whose system is not there.
+    """Refuse an option if its package or path is missing.
 
     Raises:
         NotSupported: the package is not installed.
-        InvalidRequest: there is nothing at the path.
+        InvalidRequest: the path does not exist.
     """
     if not installed(package):
         raise NotSupported(f"{option} {value}: the package {package} is not installed")

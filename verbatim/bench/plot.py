@@ -1,18 +1,18 @@
-"""The table as a picture."""
+"""The benchmark's bar chart."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from verbatim.bench.run import Report
+from verbatim.bench.run import BenchReport
 
 
-def plot(report: Report, path: Path) -> None:
-    """Tokens a second of each system by cell, and above Verbatim's bars the fraction of the limit.
+def plot(report: BenchReport, path: Path) -> None:
+    """Plot tokens/s of each system by cell, with the fraction of the limit above Verbatim's bars.
 
     Raises:
         ImportError: matplotlib is not installed (`pip install 'verbatim[bench]'`).
-        OSError, ValueError: the file can't be written, or not in a format of that name.
+        OSError, ValueError: the file can't be written, or its format is unknown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The run: every cell in turns, all systems in each turn; medians, ratios, fractions of the limit."""
+"""The benchmark run: interleaved measurements of all systems; medians, ratios, fractions of the limit."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.bench.machine import Limits, Machine, Needs
+from verbatim.bench.machine import LimitMeter, Limits, Needs
 from verbatim.bench.ours import Ours, random_ids
 from verbatim.bench.peers import Peer
 from verbatim.errors import VerbatimError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured.
+class BenchPlan:
+    """The measurements of a run.
 
     Attributes:
-        rows: of the decode cells.
-        contexts: tokens before each row of them.
-        prefills: lengths of timed prompts.
-        rounds: turns of every system in each cell.
-        steps: decode steps of a turn.
-        mixed: requests of a mixed workload, 0 for none; Verbatim alone.
+        rows: batch sizes of the decode cells.
+        contexts: context lengths of the decode cells.
+        prefills: lengths of the prefill cells.
+        rounds: measurements of every system in each cell.
+        steps: decode steps per measurement.
+        mixed: requests of a mixed workload, for Verbatim only; 0 for none.
     """
 
     rows: tuple[int, ...] = (1, 8, 32)
@@ -34,24 +34,24 @@ class Plan:
     steps: int = 8
     mixed: int = 32
 
-    def fitting(self, max_length: int) -> tuple[Plan, list[str]]:
-        """The same without what is longer than the model can be, and what that was."""
+    def fitting(self, max_length: int) -> tuple[BenchPlan, list[str]]:
+        """Return the plan without lengths over the model's limit, and remarks on what was left out."""
         room = max_length - max(self.rows, default=0) - self.steps - 4
         contexts = tuple(n for n in self.contexts if n <= room)
         prefills = tuple(n for n in self.prefills if n < max_length)
-        left = [f"a context of {n}" for n in self.contexts if n not in contexts]
-        left += [f"a prompt of {n}" for n in self.prefills if n not in prefills]
-        plan = Plan(self.rows, contexts, prefills, self.rounds, self.steps, self.mixed)
-        return plan, [f"{what} is left out: at most {max_length} tokens fit" for what in left]
+        dropped = [f"a context of {n}" for n in self.contexts if n not in contexts]
+        dropped += [f"a prompt of {n}" for n in self.prefills if n not in prefills]
+        plan = BenchPlan(self.rows, contexts, prefills, self.rounds, self.steps, self.mixed)
+        return plan, [f"{item} is left out: at most {max_length} tokens fit" for item in dropped]
 
 
 @dataclass(slots=True)
 class Cell:
-    """One thing that is measured; `rows` 0 is the prefill of one prompt.
+    """One measured workload; `rows` 0 is the prefill of one prompt.
 
     Attributes:
-        seconds: of each step or prompt, by system.
-        limits_s: the least that the machine allowed, one a round.
+        seconds: seconds of each step or prompt, by system.
+        limits_s: minimum time by the machine's limits, one per round.
     """
 
     rows: int
@@ -66,19 +66,19 @@ class Cell:
         )
 
     def speed(self, system: str) -> float | None:
-        """Tokens a second, by the median."""
+        """Return tokens/s, by the median time."""
         times = self.seconds.get(system)
         return (self.rows or self.context) / statistics.median(times) if times else None
 
     def fraction(self, system: str) -> float | None:
-        """Of what the machine allows."""
+        """Return the fraction of the machine's limit."""
         times = self.seconds.get(system)
         return statistics.median(self.limits_s) / statistics.median(times) if times else None
 
     def ratio(self, peer: str) -> float | None:
-        """Verbatim's speed to a peer's."""
-        ours, theirs = self.speed(Ours.name), self.speed(peer)
-        return None if ours is None or theirs is None else ours / theirs
+        """Return the ratio of Verbatim's speed to a peer's."""
+        ours, other = self.speed(Ours.name), self.speed(peer)
+        return None if ours is None or other is None else ours / other
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -93,14 +93,14 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Report:
-    """What came out.
+class BenchReport:
+    """The results of a run.
 
     Attributes:
-        systems: in the order of the table, Verbatim first.
-        limits: the machine's, one a round of each cell.
-        mixed: requests, tokens made and seconds of the mixed workload.
-        remarks: what was left out, and why.
+        systems: names in table order, Verbatim first.
+        limits: the machine's limits, one per round of each cell.
+        mixed: requests, new tokens and seconds of the mixed workload.
+        remarks: what was left out, with the reason.
     """
 
     systems: list[str]
@@ -111,7 +111,7 @@ class Report:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second, the median of the run."""
+        """Median memory bandwidth, in bytes/s."""
         return statistics.median(limit.bandwidth for limit in self.limits)
 
     @property
@@ -134,19 +134,19 @@ class Report:
 
 
 def measure(
-    plan: Plan,
+    plan: BenchPlan,
     ours: Ours,
     peers: list[Peer],
-    machine: Machine,
+    machine: LimitMeter,
     needs: Needs,
     *,
     vocab: int,
     max_length: int,
     say: Callable[[str], None],
-) -> Report:
-    """All cells, each in `plan.rounds` turns of all systems. A peer that fails is left out from there on."""
+) -> BenchReport:
+    """Measure all cells, `plan.rounds` times with all systems in turn; drop a peer when it fails."""
     plan, remarks = plan.fitting(max_length)
-    report = Report([ours.name, *(p.name for p in peers)], [], [], None, remarks)
+    report = BenchReport([ours.name, *(p.name for p in peers)], [], [], None, remarks)
     systems: list[Peer] = [ours, *peers]
     for prompt in plan.prefills:
         report.cells.append(Cell(0, prompt))
@@ -157,12 +157,12 @@ def measure(
         for turn in range(plan.rounds):
             limits = machine.measure()
             report.limits.append(limits)
-            least = (
+            limit_s = (
                 needs.decode_s(limits, cell.rows, cell.context)
                 if cell.rows
                 else needs.prefill_s(limits, cell.context)
             )
-            cell.limits_s.append(least)
+            cell.limits_s.append(limit_s)
             for system in list(systems):
                 try:
                     times = _turn(system, cell, plan, first=turn == 0)
@@ -181,22 +181,22 @@ def measure(
     return report
 
 
-def _turn(system: Peer, cell: Cell, plan: Plan, *, first: bool) -> list[float]:
+def _turn(system: Peer, cell: Cell, plan: BenchPlan, *, first: bool) -> list[float]:
     if cell.rows:
         return system.decode(cell.rows, cell.context, plan.steps)
-    if first:  # what is set up for a length at its first use
+    if first:  # warm up: some systems compile for a new length
         system.prefill(cell.context)
     return [system.prefill(cell.context)]
 
 
 def _mixed(count: int, vocab: int, max_length: int) -> list[tuple[list[int], int]]:
-    """Prompts of 16 to 512 and completions of 8 to 256 tokens, or what fits; the same in each run."""
-    drawn = random.Random(7)
+    """Return (prompt, number of new tokens), 16 to 512 and 8 to 256 tokens if they fit, with a fixed seed."""
+    rng = random.Random(7)
     longest, most = min(512, max_length // 2), min(256, max_length // 4)
     return [
         (
-            random_ids(drawn.randint(min(16, longest), longest), vocab),
-            drawn.randint(min(8, most), most),
+            random_ids(rng.randint(min(16, longest), longest), vocab),
+            rng.randint(min(8, most), most),
         )
         for _ in range(count)
     ]

@@ -1,4 +1,4 @@
-"""How long calls take, and steps that follow one another."""
+"""Timing of calls and of consecutive steps."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 import time
 from collections.abc import Callable
 
-WARM = 2  # steps that are not timed
+WARM = 2  # untimed warm-up steps
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def step_times(step: Callable[[], object], steps: int, most_s: float = math.inf) -> list[float]:
-    """Seconds of each step behind `WARM` others.
+    """Return the seconds of each step, after `WARM` untimed ones.
 
     Args:
-        steps: how many are timed, at most.
-        most_s: of those in all; three are timed in any case.
+        steps: maximum number of timed steps.
+        most_s: stop after this total time and at least three steps.
     """
     for _ in range(WARM):
         step()

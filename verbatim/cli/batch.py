@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.offload import OFFLOAD, report_stats
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
 from verbatim.errors import VerbatimError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verbatim.serve.batch import BatchRun
     from verbatim.serve.records import Records
 
-_TELL_S = 30.0  # between two progress lines, if stderr is not a terminal
+_PROGRESS_S = 30.0  # between progress lines, if stderr is not a terminal
 
 
 @command
@@ -67,7 +67,7 @@ def batch(
     from verbatim.serve.batch import BatchRun
 
     with Records(target) as records, open_llm(values, placement) as llm:
-        tell_placement(llm, placement)
+        report_placement(llm, placement)
         run = BatchRun(llm, source, records, name=name, in_flight=in_flight)
         _warn(run, records)
         resume = "the same command resumes there"
@@ -79,7 +79,7 @@ def batch(
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except VerbatimError as error:
             raise VerbatimError(f"{error}; {_count(records)} in {target}; {resume}") from error
-        tell_stats(llm, values)
+        report_stats(llm, values)
     note(_summary(run, records))
     if records.num_errors:
         raise typer.Exit(EXIT_ERROR)
@@ -137,7 +137,7 @@ def _clock(seconds: float) -> str:
 def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
     """Show a progress bar on a terminal, or periodic lines elsewhere; yield the per-record callback."""
     if sys.stderr is None or not sys.stderr.isatty():
-        yield _Lines(run).tell
+        yield _Lines(run).update
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
@@ -156,15 +156,15 @@ def _shown(run: BatchRun) -> Iterator[Callable[[], object]]:
 
 
 class _Lines:
-    """Print progress lines, at most one per `_TELL_S` seconds."""
+    """Print progress lines, at most one per `_PROGRESS_S` seconds."""
 
     def __init__(self, run: BatchRun) -> None:
         self._run = run
         self._last = time.monotonic()
 
-    def tell(self) -> None:
+    def update(self) -> None:
         now = time.monotonic()
-        if now - self._last >= _TELL_S:
+        if now - self._last >= _PROGRESS_S:
             self._last = now
             share = self._run.bytes_done / max(1, self._run.num_bytes)
             note(f"{share:.0%}: {_progress(self._run)}")

@@ -1,4 +1,4 @@
-"""`verbatim bench`: measure a model's speed beside other systems and the machine's limit."""
+"""`verbatim bench`: measure a model's speed, compared with other systems and the machine's limit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import WrongUsage, command, note
 
 if TYPE_CHECKING:
     from verbatim.bench.peers import Peer
-    from verbatim.bench.run import Plan, Report
+    from verbatim.bench.run import BenchPlan, BenchReport
     from verbatim.llm import LLM
 
 _WORK, _PEERS = "Workload", "Other systems"
@@ -83,9 +83,9 @@ def bench(
     Compare ratios rather than speeds: other work on the machine slows all systems alike. The limit is the
     time to read weights and KV cache once, or to compute the matrix products, measured in the same turns.
     """
-    from verbatim.bench.run import Plan
+    from verbatim.bench.run import BenchPlan
 
-    plan = Plan(
+    plan = BenchPlan(
         _numbers("rows", rows),
         _numbers("contexts", contexts),
         _numbers("prefills", prefills),
@@ -99,15 +99,15 @@ def bench(
     if settings.get("max_sequences") is None:
         settings["max_sequences"] = max(plan.rows, default=1)
     with open_llm(settings, placement) as llm:
-        tell_placement(llm, placement)
-        beside = placement is None and peers
-        report = _measure(llm, plan, settings, beside, gguf, openvino)
+        report_placement(llm, placement)
+        with_transformers = placement is None and peers
+        report = _measure(llm, plan, settings, with_transformers, gguf, openvino)
     if plot is not None:
         _draw(report, plot)
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
-        _tell(report)
+        _print(report)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _check(plan: Plan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
+def _check(plan: BenchPlan, plot: str | None, gguf: str | None, openvino: str | None) -> None:
     """Check up front what would otherwise fail after minutes."""
     from verbatim.bench.peers import installed, need
 
@@ -141,15 +141,15 @@ def _check(plan: Plan, plot: str | None, gguf: str | None, openvino: str | None)
 
 def _measure(
     llm: LLM,
-    plan: Plan,
+    plan: BenchPlan,
     settings: dict[str, Any],
-    beside: bool,
+    with_transformers: bool,
     gguf: str | None,
     openvino: str | None,
-) -> Report:
+) -> BenchReport:
     import torch
 
-    from verbatim.bench.machine import Machine, Needs
+    from verbatim.bench.machine import LimitMeter, Needs
     from verbatim.bench.ours import Ours
     from verbatim.bench.run import measure
 
@@ -157,13 +157,13 @@ def _measure(
     dtype = getattr(torch, info["dtype"])
     if settings.get("num_threads"):
         torch.set_num_threads(settings["num_threads"])
-    others, remarks = _peers(settings, dtype, beside, gguf, openvino)
+    others, remarks = _peers(settings, dtype, with_transformers, gguf, openvino)
     note(f"{info['model']}: {info['architecture']}, {info['dtype']}, {info['numerics_key']}")
     report = measure(
         plan,
         Ours(llm),
         others,
-        Machine(dtype),
+        LimitMeter(dtype),
         Needs.of(llm.engine.config, info),
         vocab=info["vocab_size"],
         max_length=llm.max_length,
@@ -174,17 +174,21 @@ def _measure(
 
 
 def _peers(
-    settings: dict[str, Any], dtype: Any, beside: bool, gguf: str | None, openvino: str | None
+    settings: dict[str, Any],
+    dtype: Any,
+    with_transformers: bool,
+    gguf: str | None,
+    openvino: str | None,
 ) -> tuple[list[Peer], list[str]]:
     import torch
 
     from verbatim.bench.peers import LlamaCpp, OpenVINO, Transformers, installed
     from verbatim.errors import ModelError
 
-    found: list[Peer] = []
+    peers: list[Peer] = []
     remarks: list[str] = []
     threads = torch.get_num_threads()
-    if beside:
+    if with_transformers:
         from verbatim.storyteller import path
 
         options = {
@@ -193,21 +197,21 @@ def _peers(
             if settings.get(name) is not None
         }
         try:
-            found.append(Transformers(settings["model"] or str(path()), dtype, **options))
+            peers.append(Transformers(settings["model"] or str(path()), dtype, **options))
         except ModelError as error:
             remarks.append(str(error))
     if gguf is not None:
-        found.append(LlamaCpp(gguf, threads))
+        peers.append(LlamaCpp(gguf, threads))
     elif installed("llama_cpp"):
         remarks.append("llama.cpp is installed: use --gguf FILE to measure it")
     if openvino is not None:
-        found.append(OpenVINO(openvino, threads))
+        peers.append(OpenVINO(openvino, threads))
     elif installed("openvino"):
         remarks.append("OpenVINO is installed: use --openvino FOLDER to measure it")
-    return found, remarks
+    return peers, remarks
 
 
-def _draw(report: Report, path: str) -> None:
+def _draw(report: BenchReport, path: str) -> None:
     from verbatim.bench.plot import plot
     from verbatim.errors import InvalidRequest
 
@@ -217,7 +221,7 @@ def _draw(report: Report, path: str) -> None:
         raise InvalidRequest(f"--plot {path}: {error}") from None
 
 
-def _tell(report: Report) -> None:
+def _print(report: BenchReport) -> None:
     from rich.console import Console
     from rich.table import Table
 

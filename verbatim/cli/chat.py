@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.offload import OFFLOAD, report_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     MODEL,
@@ -19,7 +19,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import (
     WrongUsage,
     command,
@@ -56,13 +56,13 @@ def chat(
     SamplingParams(**fields)  # reject invalid options before a model is opened
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
-        tell_placement(llm, placement)
+        report_placement(llm, placement)
         conversation = Conversation(llm, _params(llm, fields), system)
         note(f"{_described(conversation.params)}\n/help lists the commands")
         for line in _lines():
             if not conversation.take(line):
                 break
-        tell_stats(llm, values)
+        report_stats(llm, values)
 
 
 def _params(llm: LLM, fields: dict[str, Any]) -> SamplingParams:
@@ -113,9 +113,9 @@ class Conversation:
 
     def turn(self, text: str) -> None:
         """Send one message, print the answer as it is generated, and append both."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            answer = self.answer(asked)
+            answer = self.answer(messages)
         except EngineClosed:
             raise
         except PromptTooLong as error:
@@ -123,7 +123,7 @@ class Conversation:
         except VerbatimError as error:
             note(f"{one_line(error)}\nthis turn was dropped")
         else:
-            self.messages = [*asked, {"role": "assistant", "content": answer}]
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
 
     def answer(self, messages: list[dict[str, str]]) -> str:
         """Stream one answer to stdout; Ctrl-C ends it early."""

@@ -58,22 +58,22 @@ def start(
         _check_own(node_ip_address)
     from verbatim.placement.cluster.contact import settle_token
 
-    token, made = settle_token()
+    token, is_new = settle_token()
     where = [] if node_ip_address is None else [f"--node-ip-address={node_ip_address}"]
-    said = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
-    address = f"{node_ip_address or _said_address(said)}:{port}"
-    named = "RAY_AUTH_TOKEN" if token is None else str(token)
-    bring = (
+    output = _ray("start", "--head", f"--port={port}", *where, *_FRUGAL, *(extra or []))
+    address = f"{node_ip_address or _head_address(output)}:{port}"
+    source = "RAY_AUTH_TOKEN" if token is None else str(token)
+    copy_token = (
         "export RAY_AUTH_TOKEN=...  # the same"
         if token is None
         else f"mkdir -p ~/.ray && scp {address.rpartition(':')[0]}:{token} ~/.ray/auth_token"
     )
     typer.echo(f"""\
-This machine is the head of a cluster at {address}, with the {"new " if made else ""}token in {named}.
+This machine is the head of a cluster at {address}, with the {"new " if is_new else ""}token in {source}.
 
 On each of the other machines, with the same Verbatim and the same model files:
 
-  {bring}
+  {copy_token}
   verbatim cluster join {address}
 
 Then, on any of them:
@@ -125,9 +125,11 @@ def join(
 def stop() -> None:
     """Stop every Ray process on this machine, including those it did not start."""
     _check_ray()
-    said = _ray("stop")
-    found = "Did not find any active Ray processes" not in said
-    typer.echo("Ray stopped on this machine." if found else "Ray was not running on this machine.")
+    output = _ray("stop")
+    was_running = "Did not find any active Ray processes" not in output
+    typer.echo(
+        "Ray stopped on this machine." if was_running else "Ray was not running on this machine."
+    )
 
 
 @cluster.command()
@@ -147,11 +149,11 @@ def status(
     _check_ray()
     from verbatim.placement.cluster.looking import look
 
-    found = look(address)
-    typer.echo(json.dumps(found.as_dict()) if as_json else _text(found))
+    status = look(address)
+    typer.echo(json.dumps(status.as_dict()) if as_json else _text(status))
 
 
-# Ray's own commands.
+# ---- Ray's commands
 
 _FRUGAL = (
     "--include-dashboard=false",
@@ -169,7 +171,7 @@ def _check_ray() -> None:
 
 
 def _check_own(address: str) -> None:
-    """Check that the address is this machine's; Ray would wait for ever otherwise."""
+    """Check that the address is this machine's; otherwise Ray would wait forever."""
     try:
         family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -202,9 +204,9 @@ def _ray(*arguments: str) -> str:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     line = [sys.executable, "-m", "ray.scripts.scripts", *arguments, "--log-style=record"]
-    with tempfile.TemporaryFile() as said:  # a pipe would stay open in the daemons
+    with tempfile.TemporaryFile() as output:  # a pipe would stay open in the daemons
         process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment
+            line, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
         )
         try:
             status = process.wait(_LIMIT_S)
@@ -215,25 +217,25 @@ def _ray(*arguments: str) -> str:
                 "/tmp/ray/session_latest/logs"
             ) from None
         finally:
-            said.seek(0)
-            text = said.read().decode(errors="replace")
+            output.seek(0)
+            text = output.read().decode(errors="replace")
     if status:
         raise VerbatimError(_reason(arguments[0], text))
     return text
 
 
-def _reason(what: str, text: str) -> str:
+def _reason(command: str, text: str) -> str:
     if "InvalidAuthToken" in text or "AuthenticationError" in text:
         return (
             "this machine's token (~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN) differs from "
             "the cluster's: copy it from the head"
         )
     lines = [line.rpartition(" -- ")[2].strip() for line in text.splitlines()]
-    said = [line for line in lines if line and set(line) - set("-=^~ ")]
-    return f"`ray {what}` failed: {said[-1] if said else 'no reason given'}"
+    reasons = [line for line in lines if line and set(line) - set("-=^~ ")]
+    return f"`ray {command}` failed: {reasons[-1] if reasons else 'no reason given'}"
 
 
-def _said_address(text: str) -> str:
+def _head_address(text: str) -> str:
     """Return the head's address from the output of `ray start`."""
     for line in text.splitlines():
         _, found, address = line.partition("Local node IP: ")
@@ -242,20 +244,20 @@ def _said_address(text: str) -> str:
     return socket.gethostname()
 
 
-# Output.
+# ---- output
 
 
-def _text(found: Look) -> str:
-    lines = [f"cluster at {found.address}"]
+def _text(status: Look) -> str:
+    lines = [f"cluster at {status.address}"]
     lines += [
         f"  machine {m['machine']}: {m['cores']:.0f} cores, {_bytes(m['memory_bytes'])} of memory"
         + ("" if m["reachable"] else ", unreachable")
-        for m in found.machines
+        for m in status.machines
     ]
-    for name, stages in found.clusters.items():
+    for name, stages in status.clusters.items():
         lines += ["", f"model {name}"]
         lines += _table([_HEADER, *(_row(stage) for stage in stages)])
-    if not found.clusters:
+    if not status.clusters:
         lines += ["", "no open models"]
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
-from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.offload import OFFLOAD, report_stats
 from verbatim.cli.options import (
     DEFAULT_MAX_TOKENS,
     GENERATE_ONLY,
@@ -21,7 +21,7 @@ from verbatim.cli.options import (
     seeded,
     takes,
 )
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import (
     Interrupt,
     WrongUsage,
@@ -70,11 +70,11 @@ def generate(
     params = seeded(SamplingParams(**fields))
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
-        tell_placement(llm, placement)
+        report_placement(llm, placement)
         try:
             _run(llm, source, params, as_json)
         finally:
-            tell_stats(llm, values)
+            report_stats(llm, values)
 
 
 def _run(llm: LLM, source: str | list[int], params: SamplingParams, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Signals in the whole of the command, from the first milliseconds on: this module imports little."""
+"""Signal handling of all commands, from startup on; this module imports little."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def handle() -> None:
     if _terminal.open():
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _give_way)
+                signal.signal(number, _restore_and_signal)
 
 
 def opened() -> None:
@@ -58,13 +58,13 @@ def _interrupt(_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _give_way(number: int, _frame: FrameType | None) -> None:
+def _restore_and_signal(number: int, _frame: FrameType | None) -> None:
     """Restore the terminal before a signal takes its effect, and change it back after a stop."""
     changed = _terminal.restore()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
     # Only a stopped process gets here, once it is continued.
-    signal.signal(number, _give_way)
+    signal.signal(number, _restore_and_signal)
     _terminal.change(changed)
 
 
@@ -76,18 +76,18 @@ class _Terminal:
 
     def __init__(self) -> None:
         self._fd = -1
-        self._found: list[Any] = []
+        self._initial: list[Any] = []
 
     def open(self) -> bool:
         """Note the terminal's state; return whether there is a terminal."""
         self._fd = next((fd for fd in (2, 1, 0) if os.isatty(fd)), -1)
         if self._fd >= 0:
-            self._found = termios.tcgetattr(self._fd)
+            self._initial = termios.tcgetattr(self._fd)
         return self._fd >= 0
 
     def restore(self) -> list[Any]:
         """Restore the state at the start; return the one before."""
-        changed = self.change(self._found)
+        changed = self.change(self._initial)
         if changed:
             os.write(self._fd, _SHOW_CURSOR)
         return changed

@@ -114,13 +114,13 @@ def offload_of(values: Mapping[str, Any]) -> Offload | None:
     return Offload(**settings)
 
 
-def tell_plan(llm: LLM, placement: Offload | None) -> None:
+def report_plan(llm: LLM, placement: Offload | None) -> None:
     """Print the plan's summary on stderr."""
     if placement is not None:
         note(llm.info()["plan_summary"])
 
 
-def tell_stats(llm: LLM, values: Mapping[str, Any]) -> None:
+def report_stats(llm: LLM, values: Mapping[str, Any]) -> None:
     """Print predicted beside actual figures on stderr, with `--stats`."""
     if values.get("stats"):
         from verbatim.placement.offload.report import compared

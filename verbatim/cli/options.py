@@ -247,14 +247,14 @@ def takes(
     def add(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
         hints = get_type_hints(command, include_extras=True)
-        own = [
+        declared = [
             parameter.replace(annotation=hints[name])
             for name, parameter in signature.parameters.items()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
         shared = [option.parameter(_defaults() if show_defaults else None) for option in options]
-        parameters = own + shared
-        typed: Any = command  # what typer reads, in both of its ways
+        parameters = declared + shared
+        typed: Any = command  # typer reads both attributes
         typed.__signature__ = signature.replace(parameters=parameters)
         typed.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
         return command
@@ -264,12 +264,12 @@ def takes(
 
 def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
     """Return the options that were given, as Python values."""
-    found = {}
+    settings = {}
     for option in options:
         value = values[option.name]
         if value is not None and value != []:
-            found[option.name] = value if option.read is None else option.read(value)
-    return found
+            settings[option.name] = value if option.read is None else option.read(value)
+    return settings
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
@@ -285,7 +285,7 @@ def prepare() -> None:
     from verbatim import kernels
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", message=kernels.MISSING)  # said here, in our own way
+    warnings.filterwarnings("ignore", message=kernels.MISSING)  # reported below
     if kernels.missing():
         typer.echo(f"verbatim: {kernels.MISSING}", err=True)
 

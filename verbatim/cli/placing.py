@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.offload import offload_of, tell_plan
+from verbatim.cli.offload import offload_of, report_plan
 from verbatim.cli.options import Option, given
 from verbatim.cli.terminal import WrongUsage, note
 
@@ -58,9 +58,9 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
     if not settings:
         return offload_of(values)
     if offload_of({**values, "stats": None}) is not None:
-        named = "--" + next(iter(settings)).replace("_", "-")
+        option = "--" + next(iter(settings)).replace("_", "-")
         raise WrongUsage(
-            f"{named} runs the model in stages, which can't be combined with offloading"
+            f"{option} runs the model in stages, which can't be combined with offloading"
         )
     if values.get("stats"):
         raise WrongUsage("--stats is for offloading; `verbatim cluster status` shows stages")
@@ -69,7 +69,7 @@ def placement_of(values: Mapping[str, Any]) -> Offload | Cluster | None:
     return Cluster(address=settings.pop("cluster", None), **settings)
 
 
-def tell_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
+def report_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
     """Print one line on stderr about an offloaded model or one in stages."""
     from verbatim.placement.cluster.choice import Cluster
 
@@ -82,4 +82,4 @@ def tell_placement(llm: LLM, placement: Offload | Cluster | None) -> None:
         )
         note(f"{len(stages)} stage{'' if len(stages) == 1 else 's'}: {places}")
     else:
-        tell_plan(llm, placement)
+        report_plan(llm, placement)

@@ -1,4 +1,4 @@
-"""`verbatim plan`: show where an offloaded model would be placed, its expected speed, and why."""
+"""`verbatim plan`: show the placement and the expected speed of an offloaded model."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def plan(
     Measures the machine for a second or two, which includes reading the model's files.
     """
     offload, settings = offload_of(values), given(values, _OPTIONS)
-    found = _forecast(model, offload, settings)
+    forecast = _forecast(model, offload, settings)
     if as_json:
-        typer.echo(json.dumps(found.as_dict()))
+        typer.echo(json.dumps(forecast.as_dict()))
         return
     from verbatim.placement.offload.report import plan_text
 
-    typer.echo(plan_text(found.plan, found.prediction))
+    typer.echo(plan_text(forecast.plan, forecast.prediction))
 
 
 def _forecast(model: str | None, offload: Offload | None, settings: dict[str, Any]) -> Forecast:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from verbatim.placement.offload.choice import Offload
     from verbatim.placement.options import engine_options
-    from verbatim.planning import look_ahead
+    from verbatim.planning import plan_offload
 
     source = {name: settings.pop(name) for name in _SOURCE if name in settings}
-    return look_ahead(model, offload or Offload(), engine_options(**settings), **source)
+    return plan_offload(model, offload or Offload(), engine_options(**settings), **source)

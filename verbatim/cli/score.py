@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.generate import parse_ids
-from verbatim.cli.offload import OFFLOAD, tell_stats
+from verbatim.cli.offload import OFFLOAD, report_stats
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import WrongUsage, command
 from verbatim.files import read_file, read_stdin
 from verbatim.params import SamplingParams
@@ -57,19 +57,19 @@ def score(
     sources = _sources(prompts or [], file or [], ids or [])
     placement = placement_of(values)
     with open_llm(values, placement) as llm:
-        tell_placement(llm, placement)
+        report_placement(llm, placement)
         # The request of LLM.score, whose results have the token ids as well.
         results = llm.generate(sources, SamplingParams(max_tokens=0, prompt_logprobs=0))
         scores = [_score(llm, result) for result in results]
-        tell_stats(llm, values)
-    for number, found in enumerate(scores, start=1):
+        report_stats(llm, values)
+    for number, score in enumerate(scores, start=1):
         if as_json:
-            sys.stdout.write(to_json(found) + "\n")
+            sys.stdout.write(to_json(score) + "\n")
             continue
         if not summary:
-            sys.stdout.write(_table(found))
+            sys.stdout.write(_table(score))
         head = f"{number}: " if len(scores) > 1 else ""
-        sys.stdout.write(f"{head}{_sentence(found)}\n")
+        sys.stdout.write(f"{head}{_sentence(score)}\n")
         if not summary and number < len(scores):
             sys.stdout.write("\n")
 
@@ -78,11 +78,11 @@ def _sources(prompts: list[str], files: list[str], ids: list[str]) -> list[str |
     """Return all inputs: texts, then files, then ids."""
     if files.count("-") > 1:
         raise WrongUsage("--file -: stdin can only be read once")
-    found: list[str | list[int]] = list(prompts)
-    found += [_read(path) for path in files]
-    found += [parse_ids(text) for text in ids]
-    if found:
-        return found
+    sources: list[str | list[int]] = list(prompts)
+    sources += [_read(path) for path in files]
+    sources += [parse_ids(text) for text in ids]
+    if sources:
+        return sources
     if sys.stdin is None or sys.stdin.isatty():
         raise WrongUsage("no text: pass it as an argument, with --file or --ids, or pipe it in")
     return [_read("-")]
@@ -122,22 +122,22 @@ def _exp(value: float) -> float:
         return math.inf
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(score: dict[str, Any]) -> str:
     """Format one line per token: position, id, log-prob, probability and text."""
-    ids: Sequence[int] = found["ids"]
-    tokens = found["tokens"] or [""] * len(ids)
+    ids: Sequence[int] = score["ids"]
+    tokens = score["tokens"] or [""] * len(ids)
     wide = max(2, len(str(len(ids) - 1))), max(2, *(len(str(i)) for i in ids))
     lines = [f"{'at':>{wide[0]}}  {'id':>{wide[1]}}  {'log-prob':>10}  {'prob':>8}  token"]
-    for at, (i, p, token) in enumerate(zip(ids, found["logprobs"], tokens, strict=True)):
+    for at, (i, p, token) in enumerate(zip(ids, score["logprobs"], tokens, strict=True)):
         numbers = f"{'-':>10}  {'-':>8}" if p is None else f"{p:>10.4f}  {math.exp(p):>8.2%}"
-        shown = repr(token) if found["tokens"] is not None else ""
+        shown = repr(token) if score["tokens"] is not None else ""
         lines.append(f"{at:>{wide[0]}}  {i:>{wide[1]}}  {numbers}  {shown}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def _sentence(found: dict[str, Any]) -> str:
-    count = len(found["ids"])
+def _sentence(score: dict[str, Any]) -> str:
+    count = len(score["ids"])
     tokens = f"{count} token{'' if count == 1 else 's'}"
-    if not found["num_scored"]:
+    if not score["num_scored"]:
         return f"{tokens}; the first token has no log-prob, so there is no perplexity"
-    return f"{tokens}, log-prob {found['logprob']:.4f}, perplexity {found['perplexity']:.4f}"
+    return f"{tokens}, log-prob {score['logprob']:.4f}, perplexity {score['perplexity']:.4f}"

@@ -10,7 +10,7 @@ import typer
 
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.options import MODEL, open_llm, takes
-from verbatim.cli.placing import CLUSTER, placement_of, tell_placement
+from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import WrongUsage, command, note
 from verbatim.files import read_file
 
@@ -187,10 +187,10 @@ def serve(
     placement = placement_of({**values, "stats": None})
     from verbatim.serve.server import run
 
-    # A log that can't be written, on a full disk or a pipe that nobody reads, is not the server's end.
+    # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
     with open_llm({**values, "model": model}, placement) as llm:
-        tell_placement(llm, placement)
+        report_placement(llm, placement)
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
 
 
@@ -218,10 +218,10 @@ def _settings(
 def _keys(path: str | None) -> tuple[str, ...]:
     keys = _lines(os.environ.get(KEYS, ""))
     if path is not None:
-        found = _lines(read_file(path, path))
-        if not found:  # the server would otherwise accept everything
+        file_keys = _lines(read_file(path, path))
+        if not file_keys:  # otherwise the server would accept every request
             raise WrongUsage(f"--api-key-file {path}: the file has no key")
-        keys += found
+        keys += file_keys
     return tuple(dict.fromkeys(keys))
 
 

@@ -54,12 +54,14 @@ def verify(
     prepare()
     from transformers.utils import logging
 
-    from verbatim import verify as room
+    from verbatim import verify as package
 
     logging.disable_progress_bar()  # of loading weights, which happens many times
 
-    with _shown(room.NAMES if not only else [name for name in room.NAMES if name in only]) as tell:
-        report = room.verify(model, seed=seed, only=only or None, on_row=tell, **settings)
+    with _shown(
+        package.NAMES if not only else [name for name in package.NAMES if name in only]
+    ) as show:
+        report = package.verify(model, seed=seed, only=only or None, on_row=show, **settings)
     if as_json:
         sys.stdout.write(to_json(report.as_dict()) + "\n")
     else:
@@ -79,13 +81,13 @@ def _shown(names: Any) -> Iterator[Callable[[Row], object]]:
         return
     with console.status("opening the model") as status:
 
-        def tell(row: Row) -> None:
+        def show(row: Row) -> None:
             del left[0]
             if row.status in ("differs", "failed"):
                 console.print(f"{row.name} {row.status}", style="red", highlight=False)
             status.update(left[0] if left else "done")
 
-        yield tell
+        yield show
 
 
 def _print(report: Report) -> None:

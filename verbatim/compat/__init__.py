@@ -1,5 +1,5 @@
-"""The doors: the documented calls of other systems, on Verbatim's engine.
+"""Adapters: the documented calls of other systems, on Verbatim's engine.
 
-A door translates arguments and results. It has no loop over tokens and never calls a model; a test
+An adapter translates arguments and results. It has no loop over tokens and never calls a model; a test
 holds it to that.
 """

@@ -1,4 +1,4 @@
-"""Integers as callers hand them over: Python's, numpy's, tensors of one."""
+"""Validation of integer arguments: Python's, numpy's, tensors with one element."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from verbatim.errors import InvalidRequest
 
 
 def integer(name: str, value: Any, low: int) -> int:
-    """`value` as a Python integer.
+    """Return `value` as a Python integer.
 
     Raises:
-        InvalidRequest: it is none, or below `low`.
+        InvalidRequest: `value` is not an integer, or is below `low`.
     """
     try:
-        found = low - 1 if isinstance(value, bool) else operator.index(value)
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
     except (TypeError, RuntimeError):  # a tensor without data is the latter
-        found = low - 1
-    if found < low:
+        number = low - 1
+    if number < low:
         raise InvalidRequest(f"{name}={value!r}: must be an integer, {low} or more")
-    return found
+    return number

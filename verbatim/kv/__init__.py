@@ -1,1 +1,1 @@
-"""Keys and values: the tensors that hold them and who owns which block."""
+"""The KV cache: tensors, block allocation, prefix cache and attention."""

@@ -1,9 +1,9 @@
-"""Attention over KV blocks: one contract, a C++ kernel, and a plain reference beside it.
+"""Attention over KV blocks: a C++ kernel and a plain reference with one contract.
 
 K and V live in stores `[blocks, Hkv, block_size, D]`. A row attends to every position of its
-sequence up to its own, through the sequence's block table. The bits of a row depend on its query,
-on the keys and values it sees and on the options; not on the other rows, on how the prompt was cut,
-on which blocks were given out, or on the number of threads. (The two backends agree closely, not bit
+sequence up to its own, through the sequence's block table. Attention is batch-invariant: the bits of a
+row depend on its query, on the K and V it attends to and on the options; not on the other rows, the
+prompt's chunks, the block numbers or the number of threads. (The two backends agree closely, not bit
 for bit.)
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 
-_TILE = 64  # keys between two rescalings of the reference, at absolute positions
+_TILE = 64  # keys per tile of the reference, at absolute positions
 _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
 def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
-    """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` into the stores.
+    """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
     Slot `[T]` int64 is block * block_size + offset. Other dtypes are converted to the stores'.
     """
@@ -78,7 +78,7 @@ def paged_attention(
     backend: str = "auto",
     same_bits: bool = True,
 ) -> Tensor:
-    """Causal attention of flat query rows over the stored keys and values of their sequences.
+    """Compute causal attention of flat query rows over the stored K and V of their sequences.
 
     Args:
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
@@ -86,16 +86,16 @@ def paged_attention(
         query_starts: `[S + 1]` int32; rows query_starts[s] to query_starts[s + 1] are sequence s.
         context_lens: `[S]` int32; the last row of sequence s has position context_lens[s] - 1.
         block_tables: `[S, max_blocks]` int32.
-        backend: "kernel", "reference", or "auto" for the kernel where it can serve.
-        same_bits: on a GPU, False lets a chunk round otherwise than its rows would alone, to be faster.
+        backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
+        same_bits: False allows faster kernels on a GPU that are not batch-invariant.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    served = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
-    library = library_for(q.device) if served and backend != "reference" else None
+    supported = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
+    library = library_for(q.device) if supported and backend != "reference" else None
     if library is not None:
         return kernel_attention(
             library, q, k_store, v_store, query_starts, context_lens, block_tables, options
@@ -128,7 +128,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def library_for(device: torch.device) -> ctypes.CDLL | None:
-    """The compiled kernels for tensors on `device`, or None where the reference must serve."""
+    """Return the compiled kernels for tensors on `device`, or None for the reference."""
     return _bound(kernels.library()) if device.type == "cpu" else None
 
 
@@ -150,7 +150,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-@functools.cache  # by the library: a process may change VERBATIM_KERNELS
+@functools.cache  # keyed by library: a process may change VERBATIM_KERNELS
 def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
     return None if library is None else bind(library)
 
@@ -167,9 +167,9 @@ def kernel_attention(
     *,
     packed: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`paged_attention` by one compiled library.
+    """Compute `paged_attention` with a compiled library.
 
-    `packed` is (bits, Dv) where the stores hold uint8 rows as `verbatim.kv.quantized` packs them.
+    `packed` is (bits, Dv) if the stores hold uint8 rows of `verbatim.kv.quantized`.
     """
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, value_size = v_store.shape
@@ -228,9 +228,10 @@ def reference_attention(
     block_tables: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """`paged_attention` in torch, on any device: slow, and invariant because it is made of nothing
-    but elementwise operations. Sums are trees of additions, never torch reductions, whose order
-    changes with shapes and threads.
+    """Compute `paged_attention` in torch, on any device; slow.
+
+    It is batch-invariant because all operations are elementwise: sums are trees of additions, as the
+    order of torch's reductions changes with shapes and threads.
     """
     out = q.new_zeros((q.shape[0], q.shape[1], v_store.shape[3]))
     row_products = q.shape[1] * _TILE * max(q.shape[2], v_store.shape[3])
@@ -254,13 +255,13 @@ def _reference_rows(
     position: int,
     options: AttentionOptions,
 ) -> Tensor:
-    """Rows of one sequence, the first at `position`: `[R, H, Dk]` to `[R, H, Dv]`."""
+    """Compute the rows of one sequence, the first at `position`: `[R, H, Dk]` to `[R, H, Dv]`."""
     rows, heads, key_size = q.shape
     kv_heads, block_size, value_size = v_store.shape[1:]
     grouped = (kv_heads, heads // kv_heads)
     queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
-    # A sink is a logit that is there before the first key, and has no value.
+    # A sink is a logit before the first key, without a value.
     logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
     if options.sinks is not None:
         logits = options.sinks
@@ -272,12 +273,12 @@ def _reference_rows(
         if options.window and first + _TILE <= position + 1 - options.window:
             continue
         keys = torch.arange(first, first + _TILE, device=q.device)
-        seen = keys <= positions
+        visible = keys <= positions
         if options.window:
-            seen = seen & (positions - keys < options.window)
-        # Keys past the end read block 0 of the table: whatever it holds, it is masked.
-        held = torch.where(keys < position + rows, keys, 0)
-        blocks, offsets = block_table[held // block_size].long(), held % block_size
+            visible = visible & (positions - keys < options.window)
+        # Keys past the end read block 0 of the table, and are masked.
+        valid_keys = torch.where(keys < position + rows, keys, 0)
+        blocks, offsets = block_table[valid_keys // block_size].long(), valid_keys % block_size
         k = k_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)  # [Hkv, 1, tile, Dk]
         v = v_store[blocks, :, offsets].float().transpose(0, 1).unsqueeze(1)
         scores = tree_sum(queries * k, -1).squeeze(-1) * options.scale
@@ -285,12 +286,14 @@ def _reference_rows(
             scores = options.softcap * torch.tanh(scores / options.softcap)
         if slopes is not None:
             scores = scores + slopes * (keys - positions)
-        scores = torch.where(seen, scores, -torch.inf)
-        active = seen.any(-1, keepdim=True)  # else the tile must leave a row as it is
+        scores = torch.where(visible, scores, -torch.inf)
+        active = visible.any(
+            -1, keepdim=True
+        )  # a row without visible keys in the tile is unchanged
         highest = torch.maximum(largest, scores.amax(-1, keepdim=True))
         factor = torch.exp(largest - highest)
         weights = torch.exp(scores - highest)
-        values = torch.where(seen.unsqueeze(-1), weights.unsqueeze(-1) * v, 0.0)
+        values = torch.where(visible.unsqueeze(-1), weights.unsqueeze(-1) * v, 0.0)
         total = torch.where(active, total * factor + tree_sum(weights, -1), total)
         acc = torch.where(active, acc * factor + tree_sum(values, -2).squeeze(-2), acc)
         largest = torch.where(active, highest, largest)
@@ -298,7 +301,7 @@ def _reference_rows(
 
 
 def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """The sum over `dim`, kept as size 1, by adding halves: the same bits for any other shape."""
+    """Sum over `dim`, kept as size 1, by adding halves: batch-invariant."""
     while (size := x.shape[dim]) > 1:
         half = size // 2
         total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)

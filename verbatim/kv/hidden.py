@@ -1,4 +1,4 @@
-"""Hidden states of every position whose K and V are kept, block by block."""
+"""The store of hidden states, by the same blocks as K and V."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class HiddenStore:
-    """One hidden state a position, `[block, position in it, H]`, in the blocks that hold K and V.
+    """One hidden state per position, `[block, position in it, H]`, in the same blocks as K and V.
 
-    As with K and V, memory is reserved at once and touched only where it is written.
+    As for K and V, memory is reserved at once, and committed by the OS when first written.
 
     Attributes:
         block_size: positions in a block.
-        rows: `[blocks * block_size, H]`, by slot (`Batch.slots`); of no row once released.
+        rows: `[blocks * block_size, H]`, by slot (`Batch.slots`); empty after `release`.
     """
 
     def __init__(
@@ -34,11 +34,13 @@ class HiddenStore:
         return self.rows.nbytes
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
-        """Put `hidden` `[T, H]` at `slots` `[T]`."""
-        self.rows.index_copy_(0, slots, hidden.to(self.rows))  # indexing wakes all threads for it
+        """Write `hidden` `[T, H]` at `slots` `[T]`."""
+        self.rows.index_copy_(
+            0, slots, hidden.to(self.rows)
+        )  # plain indexing would wake all threads
 
     def read(self, slots: Tensor) -> Tensor:
-        """What lies at `slots` `[T]`: `[T, H]`, a copy."""
+        """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
         return self.rows.index_select(0, slots)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -48,15 +50,15 @@ class HiddenStore:
             blocks[[b for _, b in copies]] = blocks[[a for a, _ in copies]]
 
     def poison(self, blocks: list[int]) -> None:
-        """Make everything in `blocks` read as NaN, so that a test sees who reads it."""
+        """Fill `blocks` with NaN, so that tests detect reads of unwritten states."""
         self._blocks()[blocks] = torch.nan
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.rows = self.rows.new_empty(0, self._shape[1])
 
     def allocate(self) -> None:
-        """Take memory again after `release`; what was in it is gone."""
+        """Allocate memory again after `release`, uninitialized."""
         if not len(self.rows):
             with torch.inference_mode(False):  # as for K and V
                 self.rows = self.rows.new_empty(self._shape)

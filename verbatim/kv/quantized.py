@@ -1,18 +1,18 @@
-"""K and V in 8 or 4 bits: how a token's vector becomes a row of bytes, and attention over such rows.
+"""Quantized K and V, in 8 or 4 bits: packing of rows, and attention over packed rows.
 
 A row is one token's vector of one KV head. It is cut into groups of neighbouring elements (the last
-one may be short), and an element of a group is held as a whole number:
+one may be short), and an element of a group is stored as an integer:
 
     code = round((x - low) / scale)        x is read back as low + scale * code
 
-with `low` the group's least element and `scale` its range over 2^bits - 1, both bf16 and rounded
-outwards, so that no element is more than half a step off. A group never leaves its row: what is held
-for a token depends on nothing but the token. `scale * code` is exact in float32 (8 bits times 8), so
+with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded
+outwards, so that no element is more than half a step off. A group never spans rows: the row of a
+token depends on that token alone. `scale * code` is exact in float32 (8 bits times 8), so
 an element is read back with one rounding and the same bits by every backend.
 
-At equal bytes, `low` is worth its two: groups of 64 with both ends err less than groups of 32 with a
-symmetric scale at 8 bits, and groups of 32 less than groups of 16 at 4, most of all where a few
-channels stand out (benchmarks/kv.py --formats).
+At equal bytes, asymmetric scales err less: groups of 64 with both ends than groups of 32 with a
+symmetric scale at 8 bits, and groups of 32 than groups of 16 at 4 bits, most of all with outlier
+channels (benchmarks/kv.py --formats).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from verbatim.kv.attention import (
 )
 
 _HEAD_BYTES = 4  # (scale, low) of a group, two bf16
-_HIGH_BITS = -0x10000  # of a float32: those that a bf16 keeps
+_HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A way to hold K and V in few bits.
+    """A quantized format of K and V.
 
     Attributes:
-        name: what `kv_dtype` calls it.
-        bits: of a code.
-        group: elements that share a scale and a lower end.
+        name: its value of `kv_dtype`.
+        bits: bits per code.
+        group: elements per (scale, low).
     """
 
     name: str
@@ -55,7 +55,7 @@ class Packing:
         return (width * self.bits + 7) // 8
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of one head's vector of `width` elements: the codes, then each group's head."""
+        """Return the bytes of one head's vector of `width` elements: codes, then (scale, low) of groups."""
         return self.code_bytes(width) + -(-width // self.group) * _HEAD_BYTES
 
 
@@ -67,10 +67,10 @@ _FLOATS: dict[str, KVDtype] = {"float32": torch.float32, "bfloat16": torch.bfloa
 
 
 def settle_kv_dtype(kv_dtype: str | torch.dtype) -> KVDtype:
-    """What `kv_dtype` names.
+    """Return the dtype or packing named by `kv_dtype`.
 
     Raises:
-        NotSupported: K and V are not held in that.
+        NotSupported: an unsupported dtype.
     """
     known = {**_FLOATS, **PACKINGS}
     found = known.get(str(kv_dtype).removeprefix("torch."))
@@ -80,9 +80,9 @@ def settle_kv_dtype(kv_dtype: str | torch.dtype) -> KVDtype:
 
 
 def pack(x: Tensor, packing: Packing) -> Tensor:
-    """`[..., D]` in any float dtype to rows `[..., row_bytes(D)]` uint8.
+    """Quantize `[..., D]` of any float dtype to rows `[..., row_bytes(D)]` uint8.
 
-    A group that holds a NaN or an infinity is read back as NaN throughout.
+    All elements of a group with a NaN or an infinity are read back as NaN.
     """
     levels = 2**packing.bits - 1
     codes, heads = [], []
@@ -100,13 +100,13 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
             code = code[..., :half] | last << 4
         codes.append(code)
         heads.append(torch.where(finite, torch.cat([scale, low], -1), torch.nan))
-    # The bits are taken over, for torch's conversion has more than one NaN.
+    # Copy the upper bits, as torch's conversion yields different NaNs.
     head_bytes = (torch.cat(heads, -1).view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
     return torch.cat([*codes, head_bytes], -1)
 
 
 def unpack(rows: Tensor, width: int, packing: Packing) -> Tensor:
-    """Rows `[..., row_bytes(width)]` uint8 back to `[..., width]` float32."""
+    """Dequantize rows `[..., row_bytes(width)]` uint8 to `[..., width]` float32."""
     sizes = [min(packing.group, width - e) for e in range(0, width, packing.group)]
     codes, head_bytes = rows.split([packing.code_bytes(width), _HEAD_BYTES * len(sizes)], -1)
     heads = head_bytes.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
@@ -125,12 +125,12 @@ def unpack(rows: Tensor, width: int, packing: Packing) -> Tensor:
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """To the next bf16 away from zero, in float32."""
+    """Round to the next bf16 away from zero, in float32."""
     return (x.view(torch.int32) + 0xFFFF & _HIGH_BITS).view(torch.float32)
 
 
 def _round_down(x: Tensor) -> Tensor:
-    """To the next bf16 that is not above, in float32."""
+    """Round down to a bf16, in float32."""
     truncated = (x.view(torch.int32) & _HIGH_BITS).view(torch.float32)
     return torch.where(x < 0, _round_up(x), truncated)
 
@@ -138,10 +138,10 @@ def _round_down(x: Tensor) -> Tensor:
 def write_packed(
     k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor, packing: Packing
 ) -> None:
-    """`write_kv` into stores `[blocks, Hkv, block_size, row_bytes]` uint8."""
+    """Quantize and write rows to stores `[blocks, Hkv, block_size, row_bytes]` uint8."""
     library = library_for(k_store.device)
-    served = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
-    if library is None or not served or k.stride(2) != 1 or v.stride(2) != 1:
+    supported = k.dtype == v.dtype and k.dtype in KERNEL_DTYPES
+    if library is None or not supported or k.stride(2) != 1 or v.stride(2) != 1:
         write_kv(pack(k, packing), pack(v, packing), k_store, v_store, slots)
         return
     kernel_pack(library, k, v, k_store, v_store, slots, packing)
@@ -156,7 +156,7 @@ def kernel_pack(
     slots: Tensor,
     packing: Packing,
 ) -> None:
-    """`write_packed` by one compiled library."""
+    """Run `write_packed` with a compiled library."""
     assert k_store.is_contiguous() and v_store.is_contiguous() and slots.is_contiguous()
     assert slots.dtype == torch.int64 and len(slots) == len(k) == len(v)
     assert k_store.shape[3] == packing.row_bytes(k.shape[2])
@@ -192,16 +192,16 @@ def packed_attention(
     packing: Packing,
     backend: str = "auto",
 ) -> Tensor:
-    """`paged_attention` over stores `[blocks, Hkv, block_size, row_bytes]` uint8.
+    """Compute `paged_attention` over stores `[blocks, Hkv, block_size, row_bytes]` uint8.
 
-    An element is read back in the dtype of the queries: in bf16, `unpack`'s float32 is rounded once
-    more, which is far less than its own step. The kernel unpacks a tile of rows at a time; the
-    reference unpacks all blocks of the batch and hands them on. Both then compute as for stores of
-    that dtype, so the kernel's bits are those that it gives for the unpacked values.
+    Elements are dequantized to the dtype of the queries: for bf16, `unpack`'s float32 is rounded once
+    more, by far less than a quantization step. The kernel unpacks a tile of rows at a time; the
+    reference unpacks all blocks of the batch. Both then compute as for stores of that dtype, so the
+    kernel's result equals its result for the unpacked values, bit for bit.
 
     Args:
-        value_size: Dv, which the bytes of a row do not tell.
-        backend: "kernel", "reference", or "auto" for the kernel where it can serve.
+        value_size: Dv, which does not follow from the bytes of a row.
+        backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")

@@ -1,4 +1,4 @@
-"""The tensors that hold K and V, block by block."""
+"""The tensors of K and V, by blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_pack
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention call stores for each token."""
+    """The K and V of one token in one layer."""
 
     kv_heads: int
     key_dim: int
@@ -33,13 +33,13 @@ class LayerShape:
 class KVStore:
     """K and V of `num_blocks` blocks in every layer, laid out `[block, KV head, token, width]`.
 
-    A head's tokens lie together, so a decode step reads each tile of keys as one run of memory. The
-    memory is reserved at once and touched by the operating system only where it is written.
+    A head's tokens are adjacent, so a decode step reads each tile of keys as contiguous memory. The
+    memory is reserved at once, and committed by the OS when first written.
 
     Attributes:
-        layers: (K, V) of each layer; empty once released.
-        dtype_name: what K and V are held in: "float32", "bfloat16", "int8" or "int4".
-        device: where they lie.
+        layers: (K, V) of each layer; empty after `release`.
+        dtype_name: "float32", "bfloat16", "int8" or "int4".
+        device: device of the tensors.
         same_bits: as for `paged_attention`.
     """
 
@@ -63,7 +63,7 @@ class KVStore:
             return torch.empty(num_blocks, heads, block_size, width, dtype=dtype, device=device)
 
         def all_blocks() -> list[tuple[Tensor, Tensor]]:
-            # Outside of the caller's inference mode, or it could be written in there only.
+            # Inference tensors could only be written in inference mode.
             with torch.inference_mode(False):
                 return [
                     (blocks(s.kv_heads, s.key_dim), blocks(s.kv_heads, s.value_dim)) for s in layers
@@ -71,27 +71,27 @@ class KVStore:
 
         self._all_blocks = all_blocks
         self.layers: list[tuple[Tensor, Tensor]] = all_blocks()
-        self._addresses: Any = None  # of them, once asked for
+        self._addresses: Any = None  # computed on first use
 
     @property
     def nbytes(self) -> int:
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
     def addresses(self) -> Any:
-        """Those of K and V of the first layer, of the second, and so on, as an array for the kernels."""
+        """Return the addresses of K and V of each layer in turn, as an array for the kernels."""
         if self._addresses is None:
-            found = [held.data_ptr() for pair in self.layers for held in pair]
-            self._addresses = (ctypes.c_void_p * len(found))(*found)
+            pointers = [tensor.data_ptr() for pair in self.layers for tensor in pair]
+            self._addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         return self._addresses
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
+        """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
         write_kv(k, v, *self.layers[layer], slots)
 
     def write_turned(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
     ) -> Tensor:
-        """On a GPU: turn `q` and `k` by angles `[T, R]`, `write` `k` and `v`, and return `q`."""
+        """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""
         from verbatim.kernels.triton import rope
 
         return rope.rope_and_write(q, k, v, cos, sin, *self.layers[layer], slots)
@@ -105,7 +105,7 @@ class KVStore:
         block_tables: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """`paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
+        """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
         k, v = self.layers[layer]
         return paged_attention(
             q,
@@ -120,7 +120,7 @@ class KVStore:
 
     @contextmanager
     def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
-        """For each of the micro-batches of one forward, the store that it writes to and attends in."""
+        """Yield the store to use for each micro-batch of one forward."""
         yield [self] * len(batches)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -134,24 +134,24 @@ class KVStore:
             v[target] = v[source]
 
     def poison(self, blocks: list[int]) -> None:
-        """Make everything in `blocks` read as NaN, so that a test sees who reads it."""
+        """Fill `blocks` with NaN, so that tests detect reads of unwritten K and V."""
         for k, v in self.layers:
             k[blocks] = torch.nan
             v[blocks] = torch.nan
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.layers.clear()
         self._addresses = None
 
     def allocate(self) -> None:
-        """Take memory again after `release`; what was in it is gone."""
+        """Allocate memory again after `release`, uninitialized."""
         if not self.layers:
             self.layers.extend(self._all_blocks())
 
 
 class QuantizedKVStore(KVStore):
-    """A `KVStore` whose rows are packed: `layers` hold uint8, `width` bytes to a row."""
+    """A `KVStore` with quantized rows: `layers` are uint8, of `width` bytes per row."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class QuantizedKVStore(KVStore):
         )
 
     def poison(self, blocks: list[int]) -> None:
-        for k, v in self.layers:  # a bf16 of all ones, such as every scale becomes, is a NaN
+        for k, v in self.layers:  # all ones make every bf16 scale a NaN
             k[blocks] = 0xFF
             v[blocks] = 0xFF
 
@@ -208,14 +208,14 @@ def make_store(
     dtype: KVDtype,
     device: torch.device,
 ) -> KVStore:
-    """The store that holds K and V in `dtype`."""
+    """Return a store for K and V in `dtype`."""
     if isinstance(dtype, Packing):
         return QuantizedKVStore(layers, num_blocks, block_size, dtype, device)
     return KVStore(layers, num_blocks, block_size, dtype, device)
 
 
 def bytes_per_token(layers: list[LayerShape], dtype: KVDtype) -> int:
-    """KV bytes that one token takes over all layers."""
+    """Return the KV bytes of one token in all layers."""
     if isinstance(dtype, Packing):
         return sum(
             s.kv_heads * (dtype.row_bytes(s.key_dim) + dtype.row_bytes(s.value_dim)) for s in layers

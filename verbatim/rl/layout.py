@@ -12,7 +12,7 @@ PADDING_SIDES = ("left", "right")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RolloutLayout:
     """The layout of G rows for each of B prompts.
 
     Attributes:
@@ -28,7 +28,7 @@ class Layout:
     @classmethod
     def of(
         cls, prompts: list[int], responses: list[list[int]], group: int, *, left: bool
-    ) -> Layout:
+    ) -> RolloutLayout:
         """Return the layout of these lengths; there may be no prompts."""
         lengths = torch.tensor(responses, dtype=torch.int64).reshape(len(prompts), group)
         return cls(torch.tensor(prompts, dtype=torch.int64), lengths, left)
@@ -72,30 +72,30 @@ class Layout:
 
     def sequences(self, rows: list[list[list[Any]]], pad: Any, dtype: torch.dtype) -> Tensor:
         """Return `[B, G, P + N]` with rows of prompt and completion values."""
-        found = torch.full((*self.shape, self.width), pad, dtype=dtype)
+        padded = torch.full((*self.shape, self.width), pad, dtype=dtype)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
                 start = int(self.starts[b])
-                found[b, g, start : start + len(row)] = torch.tensor(row, dtype=dtype)
-        return found
+                padded[b, g, start : start + len(row)] = torch.tensor(row, dtype=dtype)
+        return padded
 
     def responses(self, rows: list[list[list[Any]]], pad: Any, dtype: torch.dtype) -> Tensor:
         """Return `[B, G, N]` with rows of one value per completion token."""
-        found = torch.full((*self.shape, self.longest_response), pad, dtype=dtype)
+        padded = torch.full((*self.shape, self.longest_response), pad, dtype=dtype)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
-                found[b, g, : len(row)] = torch.tensor(row, dtype=dtype)
-        return found
+                padded[b, g, : len(row)] = torch.tensor(row, dtype=dtype)
+        return padded
 
     def records(self, rows: list[list[Tensor | None]], shape: tuple[int, ...]) -> Tensor:
         """Return `[B, G, P + N, *shape]` int16 with records `[tokens, *shape]`; -1 without a record."""
-        found = torch.full((*self.shape, self.width, *shape), -1, dtype=torch.int16)
+        padded = torch.full((*self.shape, self.width, *shape), -1, dtype=torch.int16)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
                 if row is not None:
                     start = int(self.starts[b])
-                    found[b, g, start : start + len(row)] = row
-        return found
+                    padded[b, g, start : start + len(row)] = row
+        return padded
 
     def per_row(self, rows: list[list[Any]], dtype: torch.dtype) -> Tensor:
         """Return `[B, G]` with one value per row."""

@@ -17,7 +17,7 @@ from verbatim.llm import LLM
 from verbatim.options import rank_of, switch
 from verbatim.params import SamplingParams
 from verbatim.prompts import as_prompts
-from verbatim.rl.layout import PADDING_SIDES, Layout
+from verbatim.rl.layout import PADDING_SIDES, RolloutLayout
 from verbatim.tensors import check_padded, engine_of, rows_of
 
 
@@ -43,7 +43,7 @@ class Rollout:
         truncated: `[B, G]` bool: True unless the finish reason is a stop.
         seeds: `[B, G]` int64. A group has one seed, and completion g is its sample g: `SamplingParams` with
             this seed and `n=G` reproduces the group.
-        weight_versions: `[B, G, N]` int64: version of the weights that made each token; -1 on padding.
+        weight_versions: `[B, G, N]` int64: version of the weights that generated each token; -1 on padding.
         routing: `[B, G, P + N, layers, k]` int16: experts of each token; -1 on padding and for a completion's
             last token, which was not computed. None if not recorded.
         pad_token_id: id that pads `sequences` and `responses`.
@@ -84,16 +84,16 @@ class Rollout:
             raise InvalidRequest(
                 f"groups={groups!r}: must be a slice or a list; use [b:b+1] for a single group"
             )
-        picked: dict[str, Any] = {}
+        selected: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                picked[field.name] = value[chosen]
+                selected[field.name] = value[chosen]
             elif isinstance(value, list):
-                picked[field.name] = [value[b] for b in chosen.tolist()]
+                selected[field.name] = [value[b] for b in chosen.tolist()]
             else:
-                picked[field.name] = value
-        return Rollout(**picked)
+                selected[field.name] = value
+        return Rollout(**selected)
 
     def of_responses(self, values: Tensor) -> Tensor:
         """Select the completion tokens of `values` `[B, G, P + N]`, such as log-probs.
@@ -148,35 +148,37 @@ def rollout(
         InvalidRequest, NotSupported: before any forward runs, on every rank.
         RequestFailed: no token can be drawn for a request, or another rank failed.
     """
-    plan: _Plan | None = None
+    shape: _OutputShape | None = None
 
     def begin() -> tuple[EngineHandle, list[Request]]:
-        nonlocal plan
-        settled = _settle(params, group_size, padding_side)
+        nonlocal shape
+        checked = _check_params(params, group_size, padding_side)
         llm = engine_of(model)
         pad = llm.pad_token_id if pad_token_id is None else _pad(pad_token_id)
         record = record_routing
         if record is None:
-            record = settled.record_routing or llm.can_record_routing
-        settled = dataclasses.replace(settled, record_routing=switch("record_routing", record))
+            record = checked.record_routing or llm.can_record_routing
+        checked = dataclasses.replace(checked, record_routing=switch("record_routing", record))
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
         first, rank = _first_seed(seed), rank_of(process_group)
         requests = [
             llm.engine.admission.admit(
-                row, dataclasses.replace(settled, seed=_mixed(first, rank, b))
+                row, dataclasses.replace(checked, seed=_mix_seed(first, rank, b))
             )
             for b, row in enumerate(rows)
         ]
-        plan = _Plan(group_size, padding_side == "left", pad, llm.routing_shape if record else None)
+        shape = _OutputShape(
+            group_size, padding_side == "left", pad, llm.routing_shape if record else None
+        )
         return llm.engine, requests
 
     results = run_together(begin, process_group)
-    assert plan is not None
-    return _tensors(results, plan)
+    assert shape is not None
+    return _tensors(results, shape)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _OutputShape:
     """The layout of the results."""
 
     group_size: int
@@ -185,7 +187,9 @@ class _Plan:
     routing: tuple[int, int] | None  # layers, k; None: not recorded
 
 
-def _settle(params: SamplingParams | None, group_size: Any, padding_side: Any) -> SamplingParams:
+def _check_params(
+    params: SamplingParams | None, group_size: Any, padding_side: Any
+) -> SamplingParams:
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
@@ -232,7 +236,7 @@ def _first_seed(seed: Any) -> int:
     return seed
 
 
-def _mixed(seed: int, rank: int, prompt: int) -> int:
+def _mix_seed(seed: int, rank: int, prompt: int) -> int:
     """Return a 53-bit seed per prompt; seeds of neighbouring arguments are unrelated.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood 2014), once over each argument.
@@ -246,16 +250,16 @@ def _mixed(seed: int, rank: int, prompt: int) -> int:
     return state >> 11
 
 
-def _tensors(results: list[Result], plan: _Plan) -> Rollout:
+def _tensors(results: list[Result], shape: _OutputShape) -> Rollout:
     """Lay out the rows, outside the caller's inference mode, so that a loss may use them."""
-    groups, pad = [result.outputs for result in results], plan.pad
+    groups, pad = [result.outputs for result in results], shape.pad
     rows = [[result.prompt_token_ids + c.token_ids for c in result.outputs] for result in results]
     with torch.inference_mode(False), torch.no_grad():
-        layout = Layout.of(
+        layout = RolloutLayout.of(
             [len(result.prompt_token_ids) for result in results],
             [[len(c.token_ids) for c in group] for group in groups],
-            plan.group_size,
-            left=plan.left,
+            shape.group_size,
+            left=shape.left,
         )
         return Rollout(
             sequences=layout.sequences(rows, pad, torch.int64),
@@ -274,13 +278,13 @@ def _tensors(results: list[Result], plan: _Plan) -> Rollout:
                 [[c.weight_versions for c in group] for group in groups], -1, torch.int64
             ),
             routing=None
-            if plan.routing is None
-            else layout.records([[c.routing for c in group] for group in groups], plan.routing),
+            if shape.routing is None
+            else layout.records([[c.routing for c in group] for group in groups], shape.routing),
             pad_token_id=pad,
             results=results,
             columns=layout.columns(),
         )
 
 
-def _of_tokens(layout: Layout, groups: list[list[Completion]], name: str) -> Tensor:
+def _of_tokens(layout: RolloutLayout, groups: list[list[Completion]], name: str) -> Tensor:
     return layout.responses([[getattr(c, name) for c in g] for g in groups], 0.0, torch.float32)

@@ -1,4 +1,4 @@
-"""Log-probs of given rows: with the rollout's bits, or with gradients for the loss."""
+"""Log-probs of given rows: equal to the rollout's bit for bit, or with gradients for the loss."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def score(
     Raises:
         InvalidRequest, NotSupported: before any forward runs.
     """
-    some: list[int] = []
+    nonempty: list[int] = []
 
     def begin() -> tuple[EngineHandle, list[Request]]:
         flat, mask = _flat(sequences, attention_mask)
-        some.extend(r for r, row in enumerate(mask.tolist()) if any(row))
-        params = _params(sequences, routing, mask, some)
+        nonempty.extend(r for r, row in enumerate(mask.tolist()) if any(row))
+        params = _params(sequences, routing, mask, nonempty)
         llm = engine_of(model)
-        rows = rows_of(flat[some], mask[some])
+        rows = rows_of(flat[nonempty], mask[nonempty])
         return llm.engine, [
             llm.engine.admission.admit(*each) for each in zip(rows, params, strict=True)
         ]
@@ -63,19 +63,21 @@ def score(
     results = run_together(begin, process_group)
     flat, mask = _flat(sequences, attention_mask)
     with torch.inference_mode(False), torch.no_grad():
-        found = torch.zeros(flat.shape, dtype=torch.float32)
-        for r, result in zip(some, results, strict=True):
+        token_logprobs = torch.zeros(flat.shape, dtype=torch.float32)
+        for r, result in zip(nonempty, results, strict=True):
             assert result.prompt_logprobs is not None
-            found[r, mask[r].nonzero()[1:, 0]] = torch.tensor(
+            token_logprobs[r, mask[r].nonzero()[1:, 0]] = torch.tensor(
                 result.prompt_logprobs[1:], dtype=torch.float32
             )
-        return found.reshape(sequences.shape)
+        return token_logprobs.reshape(sequences.shape)
 
 
-def _params(sequences: Tensor, routing: Any, mask: Tensor, some: list[int]) -> list[SamplingParams]:
-    """Return the parameters of each of `some` rows."""
+def _params(
+    sequences: Tensor, routing: Any, mask: Tensor, nonempty: list[int]
+) -> list[SamplingParams]:
+    """Return the parameters of the rows in `nonempty`."""
     if routing is None:
-        return [SamplingParams(max_tokens=0, prompt_logprobs=0)] * len(some)
+        return [SamplingParams(max_tokens=0, prompt_logprobs=0)] * len(nonempty)
     if not isinstance(routing, Tensor) or routing.shape[:-2] != sequences.shape:
         raise InvalidRequest(
             f"routing has shape {list(getattr(routing, 'shape', []))}; it must be "
@@ -84,7 +86,7 @@ def _params(sequences: Tensor, routing: Any, mask: Tensor, some: list[int]) -> l
     records = routing.reshape(*mask.shape, *routing.shape[-2:])
     return [
         SamplingParams(max_tokens=0, prompt_logprobs=0, replay_routing=records[r][mask[r]])
-        for r in some
+        for r in nonempty
     ]
 
 
@@ -144,19 +146,19 @@ def logprobs(
     flat, mask = flat.to(device), mask.to(device)
     size = micro_batch_size or max(1, len(flat))
     pieces = zip(flat.split(size), mask.split(size), strict=True)
-    found = torch.cat([_own_forward(module, *piece, temperature) for piece in pieces])
-    found = found.reshape(sequences.shape)
+    token_logprobs = torch.cat([_own_forward(module, *piece, temperature) for piece in pieces])
+    token_logprobs = token_logprobs.reshape(sequences.shape)
     if scores is None:
-        return found
-    replaced: Tensor = _Replaced.apply(found, scores.detach().to(found))  # type: ignore[no-untyped-call]
+        return token_logprobs
+    replaced: Tensor = _ReplaceValues.apply(token_logprobs, scores.detach().to(token_logprobs))  # type: ignore[no-untyped-call]
     return replaced
 
 
-class _Replaced(torch.autograd.Function):
-    """Return `values` in the forward; pass the gradient to `found` in the backward."""
+class _ReplaceValues(torch.autograd.Function):
+    """Return `values` in the forward; pass the gradient to `token_logprobs` in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, token_logprobs: Tensor, values: Tensor) -> Tensor:
         return values.clone()
 
     @staticmethod
@@ -175,17 +177,17 @@ def _own_forward(module: nn.Module, ids: Tensor, mask: Tensor, temperature: floa
     width = max(2, int(lengths.max()))
     start = mask.int().argmax(dim=1, keepdim=True)
     at = torch.arange(width, device=ids.device)
-    inside = at < lengths[:, None]
-    rows = ids.gather(1, (start + at).clamp(max=ids.shape[1] - 1)).masked_fill(~inside, 0)
-    logits = _logits(module, rows, inside)[:, :-1].float() / temperature
-    found = logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None])[..., 0]
-    found = found.masked_fill(~inside[:, 1:], 0)
-    found = torch.cat([torch.zeros_like(found[:, :1]), found], dim=1)
+    valid = at < lengths[:, None]
+    rows = ids.gather(1, (start + at).clamp(max=ids.shape[1] - 1)).masked_fill(~valid, 0)
+    logits = _logits(module, rows, valid)[:, :-1].float() / temperature
+    token_logprobs = logits.log_softmax(dim=-1).gather(-1, rows[:, 1:, None])[..., 0]
+    token_logprobs = token_logprobs.masked_fill(~valid[:, 1:], 0)
+    token_logprobs = torch.cat([torch.zeros_like(token_logprobs[:, :1]), token_logprobs], dim=1)
     back = (torch.arange(ids.shape[1], device=ids.device) - start).clamp(0, width - 1)
-    return found.gather(1, back).masked_fill(~mask, 0)[:num_rows, :length]
+    return token_logprobs.gather(1, back).masked_fill(~mask, 0)[:num_rows, :length]
 
 
-def _logits(module: nn.Module, rows: Tensor, inside: Tensor) -> Tensor:
+def _logits(module: nn.Module, rows: Tensor, valid: Tensor) -> Tensor:
     """Return logits `[R, W, V]` of right-padded rows."""
     inner = unwrap(module)
     if speaks_kv_caches(inner):
@@ -193,9 +195,9 @@ def _logits(module: nn.Module, rows: Tensor, inside: Tensor) -> Tensor:
             raise InvalidRequest(f"{type(inner).__name__} can't run without kv_caches")
         logits: Tensor = module(rows)
         return logits
-    output: Any = module(input_ids=rows, attention_mask=inside.long(), use_cache=False)
-    found: Tensor = output["logits"] if isinstance(output, dict) else output.logits
-    return found
+    output: Any = module(input_ids=rows, attention_mask=valid.long(), use_cache=False)
+    token_logprobs: Tensor = output["logits"] if isinstance(output, dict) else output.logits
+    return token_logprobs
 
 
 def _check_ids(module: nn.Module, ids: Tensor, mask: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Logits in, ids out: noise from identity, the filters, the one sampler, in float32."""
+"""The sampler: counter-based noise, logits processors and filters, in float32."""

@@ -1,4 +1,4 @@
-"""The compiled sampler (`verbatim/kernels/sampling.cpp`) behind its ctypes face."""
+"""The ctypes interface of the compiled sampler (`verbatim/kernels/sampling.cpp`)."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class _Row(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the kernel was built for this processor."""
+    """Return whether the kernel was built for this processor."""
     return hasattr(library(), "vb_sample_rows")
 
 
-def serves(row: SampleRow) -> bool:
-    """Whether the kernel knows all that the row asks for; the typical filter and beams it leaves to torch."""
+def supports(row: SampleRow) -> bool:
+    """Return whether the kernel supports the row: all but the typical filter and beams."""
     return not row.num_candidates and (row.target is not None or row.params.typical_p == 1)
 
 
 def sample_rows(
-    logits: Tensor, rows: list[SampleRow], places: list[int], num_threads: int
+    logits: Tensor, rows: list[SampleRow], logits_rows: list[int], num_threads: int
 ) -> Draws:
-    """The draws of rows that the kernel `serves`, each from its place in logits `[R, V]` on the CPU."""
+    """Draw supported rows on the CPU, row i from `logits[logits_rows[i]]` of `[R, V]`."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     if logits.stride(1) != 1:
@@ -55,9 +55,9 @@ def sample_rows(
     num_rows, vocab_size = len(rows), logits.shape[1]
     edited: list[Tensor] = []  # keeps them alive until the kernel has read them
     specs = (_Row * num_rows)()
-    for spec, row, place in zip(specs, rows, places, strict=True):
-        spec.logits_row = place
-        _fill(spec, row, logits[place], edited)
+    for spec, row, logits_row in zip(specs, rows, logits_rows, strict=True):
+        spec.logits_row = logits_row
+        _fill(spec, row, logits[logits_row], edited)
     width = max((spec.num_top for spec in specs), default=0)
     top_ids = torch.empty(num_rows, width, dtype=torch.int32)
     top_logprobs = torch.empty(num_rows, width, dtype=torch.float32)
@@ -75,18 +75,18 @@ def sample_rows(
         ctypes.c_int64(width),
         ctypes.c_int(max(1, min(num_threads, num_rows))),
     )
-    found = [spec.found_top for spec in specs]
+    counts = [spec.found_top for spec in specs]
     return Draws(
         ids=[spec.id for spec in specs],
         logprobs=[spec.logprob for spec in specs],
         sampled_logprobs=[spec.sampled_logprob for spec in specs],
-        top_ids=[ids[:n] for ids, n in zip(top_ids.tolist(), found, strict=True)],
-        top_logprobs=[values[:n] for values, n in zip(top_logprobs.tolist(), found, strict=True)],
+        top_ids=[ids[:n] for ids, n in zip(top_ids.tolist(), counts, strict=True)],
+        top_logprobs=[values[:n] for values, n in zip(top_logprobs.tolist(), counts, strict=True)],
     )
 
 
 def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None:
-    """Write a row's parameters; `raw` is its logits in any dtype, and new tensors go to `edited`."""
+    """Fill in a row's parameters; `raw` are its logits in any dtype, and new tensors go to `edited`."""
     params, vocab_size = row.params, raw.shape[0]
     spec.target = -1 if row.target is None else row.target
     spec.num_top = min(row.num_logprobs, vocab_size)
@@ -103,7 +103,7 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
 
 
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """The noise of ids 0 to `vocab_size - 1` as the kernel makes it: [V] float32."""
+    """Return the kernel's noise of ids 0 to `vocab_size - 1`: [V] float32."""
     out = torch.empty(vocab_size, dtype=torch.float32)
     kernels = library()
     assert kernels is not None

@@ -1,4 +1,4 @@
-"""Rows of logits that lie on a GPU and are drawn there (`verbatim/kernels/triton/sampling.py`)."""
+"""The sampler for logits on a GPU (`verbatim/kernels/triton/sampling.py`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from verbatim.batch import DRAW_FAILED, Draws, SampleRow
 from verbatim.sampling.processors import is_edited
 
 
-def serves(row: SampleRow) -> bool:
-    """Does nothing stand between this row's logits and its draw but the temperature? Lists of likely
-    ids, filters, penalties, structures and beams are for the CPU.
+def supports(row: SampleRow) -> bool:
+    """Return whether the row needs at most a temperature.
+
+    Top log-probs, filters, penalties, structures and beams are computed on the CPU.
     """
     if row.num_candidates or row.num_logprobs:
         return False
@@ -25,15 +26,15 @@ def serves(row: SampleRow) -> bool:
 
 
 def sample_rows(
-    logits: Tensor, rows: list[SampleRow], places: list[int]
+    logits: Tensor, rows: list[SampleRow], logits_rows: list[int]
 ) -> tuple[Draws, list[int]]:
-    """The draws of rows that the kernel `serves`, and which of them the CPU has to draw after all."""
+    """Draw supported rows; return the draws, and the indices of rows that the CPU must draw."""
     from verbatim.kernels.triton.sampling import draw
 
     seeds = [row.seed - (row.seed >> 63 << 64) for row in rows]  # as a signed number
     drawn = draw(
         logits,
-        torch.tensor(places),
+        torch.tensor(logits_rows),
         torch.tensor(seeds),
         torch.tensor([row.position for row in rows]),
         torch.tensor([row.sample_index for row in rows]),
@@ -44,8 +45,8 @@ def sample_rows(
     logprobs = _logprobs(drawn.logits, drawn.tops, drawn.totals, ~failed)
     warped = drawn.logits / torch.tensor([row.params.temperature for row in rows])
     targets = torch.tensor([row.target is not None for row in rows])
-    drawn_so = ~(failed | targets | drawn.greedy)
-    sampled = _logprobs(warped, drawn.warped_tops, drawn.warped_totals, drawn_so)
+    sampled_rows = ~(failed | targets | drawn.greedy)
+    sampled = _logprobs(warped, drawn.warped_tops, drawn.warped_totals, sampled_rows)
     sampled[drawn.greedy & ~failed & ~targets] = 0.0
     nothing: list[list[int]] = [[] for _ in rows]
     draws = Draws(
@@ -59,7 +60,7 @@ def sample_rows(
 
 
 def _logprobs(logits: Tensor, tops: Tensor, totals: Tensor, which: Tensor) -> Tensor:
-    """`Mass.row` of one logit of each row, NaN where not asked for: `[R]` float32."""
+    """Return `Mass.row` of one logit per row, NaN where `which` is False: `[R]` float32."""
     logs = [math.log(t) if w else 0.0 for t, w in zip(totals.tolist(), which.tolist(), strict=True)]
-    found = (logits.double() - tops.double() - torch.tensor(logs, dtype=torch.float64)).float()
-    return torch.where(which, found, torch.nan)
+    values = (logits.double() - tops.double() - torch.tensor(logs, dtype=torch.float64)).float()
+    return torch.where(which, values, torch.nan)

@@ -1,13 +1,12 @@
-"""`GrammarCompiler` and `GrammarState`: structured outputs, by the library llguidance.
+"""`GrammarCompiler` and `StructureState`: structured outputs, by the library llguidance.
 
-A structure speaks of the completion's own text, special tokens left out. So every id is handed to
-llguidance as the bytes that it adds to that text, which also settles which tokenizers can be served:
-those whose pieces add the same text wherever they stand. Of ids that add another text at the beginning
-(a SentencePiece tokenizer drops its first space) none may come first.
+A structure constrains the completion's text without special tokens. So llguidance gets every id as the
+bytes that it adds to that text, which requires a tokenizer with context-free pieces. Ids that add another
+text at the beginning (a SentencePiece tokenizer drops its first space) can't come first.
 
-llguidance is given an end of sequence of its own, one id past the model's; the real ones are set
+llguidance uses an additional end of sequence, one id past the model's; the real ones are allowed
 wherever the structure may end. Where the structure leaves no choice of text, llguidance allows only the
-token that the tokenizer itself would put there.
+tokenizer's own encoding.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from verbatim.sampling.processors import bitmask
 from verbatim.sampling.vocabulary import Vocabulary
 from verbatim.text.tokenizer import Tokenizer
 
-MAX_COMPILED = 32  # structures that are kept
+MAX_COMPILED = 32  # cached structures
 MAX_COMPILED_CHARS = 2 * MAX_STRUCTURE_CHARS  # of their sources; the largest one takes up to 170 MB
-# llguidance walks a chain of rules, or of references, by recursion. The longest that MAX_STRUCTURE_CHARS
-# allow take less than a quarter of this; a thread's usual stack they would overrun, which ends the process.
+# llguidance recurses along chains of rules and references. The longest within MAX_STRUCTURE_CHARS
+# take less than a quarter of this; they would overflow a thread's default stack, which ends the process.
 _STACK_BYTES = 256 << 20
 
-# The budget of one mask, which a request ends with an error that goes over it. It counts steps of the parser
-# and the lexer, never time: a request fails at the same token on every machine.
+# The budget of one mask; a request that exceeds it fails. It counts steps of the parser and the lexer, never
+# time, so a request fails at the same token on every machine.
 LIMITS: dict[str, int] = {
     "step_max_items": 16_000,  # Earley items, and one for each `_IDS_PER_ITEM` ids of the vocabulary
     "max_items_in_row": 4000,  # ... at one position
@@ -59,7 +58,7 @@ LIMITS: dict[str, int] = {
     "max_grammar_size": 500_000,  # symbols
 }
 _IDS_PER_ITEM = 4
-# CPU time of a mask from which on the masks after it are computed by `_slow_pool`. Short, as threads of the
+# CPU time of a mask above which later masks are computed by `_slow_pool`. Short, as threads of the
 # usual priority that compute one mask after the other delay the steps.
 SLOW_S = 2.5e-4
 _QUICK_PER_SLOW = (
@@ -72,22 +71,22 @@ _LITERAL = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
 
 NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
 
-_Key = tuple[str, Any, bool]  # which of STRUCTURES, its text or choices, `any_whitespace`
+_Key = tuple[str, Any, bool]  # the name in STRUCTURES, its text or choices, `any_whitespace`
 _TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
 
 class GrammarCompiler:
-    """Turns what requests ask for into states; one per engine, made on the first such request.
+    """Compiles structures of requests; one per engine, created on the first such request.
 
-    Compiled structures are kept, the last used `MAX_COMPILED` of at most `MAX_COMPILED_CHARS`.
+    The `MAX_COMPILED` last used ones, of at most `MAX_COMPILED_CHARS`, are cached.
 
     Args:
         tokenizer: the model's.
         vocab_size: `V`, the width of the model's logits; the tokenizer may have fewer or more ids.
-        eos_ids: what ends a completion; ids outside `V` are left out.
+        eos_ids: ids that end a completion; those outside `V` are ignored.
 
     Raises:
-        InvalidRequest: the tokenizer is not of a kind that this can be done with.
+        InvalidRequest: the tokenizer does not support structures.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -97,30 +96,30 @@ class GrammarCompiler:
         self.real = bitmask(self.vocabulary.real_ids, vocab_size)
         self.first = ~bitmask(self.vocabulary.never_first, vocab_size)
         self.eos = bitmask((i for i in eos_ids if 0 <= i < vocab_size), vocab_size)
-        wrapper: Any = self.vocabulary  # it has what llguidance reads of a TokenizerWrapper
+        wrapper: Any = self.vocabulary  # implements llguidance's TokenizerWrapper
         self._ll = LLTokenizer(wrapper)
         self.vocabulary.greedy = self._ll.greedy_tokenize
         self.max_items = LIMITS["step_max_items"] + vocab_size // _IDS_PER_ITEM
         limits: dict[str, Any] = LIMITS | {"step_max_items": self.max_items}
         self._limits = LLParserLimits(verbose_errors=False, **limits)
         self._compiled: OrderedDict[_Key, _Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # of `_compiled`: many threads are admitted at once
+        self._lock = threading.Lock()  # guards `_compiled`, used by many threads
 
     def knows(self, params: SamplingParams) -> bool:
-        """Is the structure that `params` ask for there already, compiled?"""
+        """Return whether the structure of `params` is cached."""
         with self._lock:
             return any(_key(name, params) in self._compiled for name in STRUCTURES)
 
-    def start(self, params: SamplingParams, *, ends: bool) -> GrammarState | None:
-        """The state before the first token, None where `params` ask for no structure.
+    def start(self, params: SamplingParams, *, ends: bool) -> StructureState | None:
+        """Return the state before the first token, or None if `params` have no structure.
 
         Args:
             params: at most one of `json_schema`, `regex`, `grammar` and `choice` is set.
             ends: whether an id of `eos_ids` ends the completion.
 
         Raises:
-            InvalidRequest: the structure can't be read, asks for something that is not done, or nothing
-                fits it; the message names the field and gives llguidance's reason.
+            InvalidRequest: the structure is invalid, unsupported or unsatisfiable; the message has the
+                field and llguidance's reason.
         """
         kind = next((name for name in STRUCTURES if getattr(params, name) is not None), None)
         if kind is None:
@@ -129,7 +128,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.pop(key, None)
         compiled = compiled or self.compile(key)
-        state = GrammarState(self, compiled, ends)
+        state = StructureState(self, compiled, ends)
         try:
             empty = not bool(state.mask().any())
         except RequestFailed as error:
@@ -138,7 +137,7 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"{kind}: only the empty text fits it, and no end of sequence ends it"
             )
-        with self._lock:  # only what proved good is kept, the one used last at the end
+        with self._lock:  # cache valid structures only, the last used one at the end
             if state.compiled is compiled:
                 self._compiled[key] = compiled
                 self._compiled.move_to_end(key)
@@ -156,7 +155,7 @@ class GrammarCompiler:
                 del self._compiled[compiled.key]
 
     def compile(self, key: _Key) -> _Compiled:
-        """Compile a structure, whether it is kept or not; raises InvalidRequest, as `start`."""
+        """Compile a structure, cached or not; raise InvalidRequest as `start`."""
         kind, text, any_whitespace = key
 
         def make() -> LLMatcher:
@@ -173,7 +172,7 @@ class GrammarCompiler:
             if isinstance(error, InvalidRequest):
                 raise
             raise InvalidRequest(f"{kind}: {_one_line(str(error))}") from None
-        warnings = matcher.get_grammar_warnings()  # of what llguidance would leave out
+        warnings = matcher.get_grammar_warnings()  # parts that llguidance would ignore
         if matcher.is_error() or warnings:
             reason = matcher.get_error() or "; ".join(warnings)
             raise InvalidRequest(f"{kind}: {_one_line(reason)}")
@@ -181,12 +180,12 @@ class GrammarCompiler:
 
 
 class _Compiled:
-    """A compiled structure, and what all states made from it share: llguidance's lexer.
+    """A compiled structure, with llguidance's lexer, which all its states share.
 
     Attributes:
-        lock: held while one of the states computes. llguidance has a lock of its own for the lexer, which a
+        lock: held while one of the states computes. llguidance has its own lock for the lexer, which a
             thread that holds the GIL would wait for.
-        slow_for: the masks still to be quick before this structure counts as quick.
+        slow_for: number of quick masks needed before this structure counts as quick again.
     """
 
     def __init__(self, key: _Key, matcher: LLMatcher, failed: LLMatcher) -> None:
@@ -211,11 +210,11 @@ class _Compiled:
         self.slow_for = max(self.slow_for - 1, slow)
 
 
-class GrammarState:
-    """The state of one completion in its structure. Depends on the ids pushed and on nothing else.
+class StructureState:
+    """The state of one completion in its structure. It depends only on the pushed ids.
 
-    Masks are computed by `mask`, or ahead of it in a thread (`prepare`). Nothing else touches llguidance's
-    matcher, so a thread that computes has it for itself.
+    Masks are computed by `mask`, or before it in a thread (`prepare`). Nothing else uses llguidance's
+    matcher, so it needs no lock.
 
     Args:
         ends: whether an id of `eos_ids` ends the completion.
@@ -226,21 +225,21 @@ class GrammarState:
         self._compiler = compiler
         self._matcher = compiled.matcher.deep_copy()
         self._ends = ends
-        self._ids: list[int] = []  # pushed
-        self._num_consumed = 0  # of those, by the matcher
+        self._ids: list[int] = []  # pushed ids
+        self._num_consumed = 0  # ids pushed to the matcher
         self._has_text = False
-        self._owns_lexer = False  # no other state has used it
+        self._owns_lexer = False  # no other state uses it
         self._mask: Tensor | None = None
         self._job: Future[Tensor] | None = None
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks take long."""
+        """True if its masks take long."""
         return self.compiled.slow_for > 0
 
     @property
     def ready(self) -> bool:
-        """Whether `mask` returns at once."""
+        """True if `mask` returns at once."""
         return self._mask is not None or (self._job is not None and self._job.done())
 
     def prepare(self) -> Future[Tensor] | None:
@@ -253,11 +252,11 @@ class GrammarState:
     def mask(self) -> Tensor:
         """Return the ids that may come next: int32 `[ceil(V / 32)]`, bit `i % 32` of word `i // 32`.
 
-        The ids of `eos_ids` are among them where the structure may end. All zero once it is complete
-        and no end of sequence ends it. The tensor is never written to again.
+        They include `eos_ids` where the structure may end. The mask is zero once it is complete
+        and no end of sequence ends it. The tensor is not modified later.
 
         Raises:
-            RequestFailed: over one of the `LIMITS`, or no id of the vocabulary can go on.
+            RequestFailed: over one of the `LIMITS`, or no id of the vocabulary fits.
         """
         if self._mask is None:
             self._mask = self._compute() if self._job is None else self._job.result()
@@ -283,11 +282,11 @@ class GrammarState:
         """Return whether nothing can follow, not even an end of sequence; raises as `mask`."""
         return not self._ends and not bool(self.mask().any())
 
-    def fork(self) -> GrammarState:
+    def fork(self) -> StructureState:
         """Return an independent copy."""
         if self._job is not None:  # it uses the matcher
             wait([self._job])
-        copy = GrammarState.__new__(GrammarState)
+        copy = StructureState.__new__(StructureState)
         self._owns_lexer = False
         copy.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy(), _ids=[*self._ids])
         return copy
@@ -303,8 +302,8 @@ class GrammarState:
         except _LexerFailed:
             if self._owns_lexer:
                 raise
-        # The lexer's limits also count what other requests have made it do, and it has failed for all of
-        # them. What this completion does to a lexer of its own depends on the completion alone.
+        # The lexer's limits also count the work of other requests, and it has failed for all of them.
+        # Repeat this completion with a separate lexer, so that its result depends on it alone.
         self._compiler.drop(self.compiled)
         try:
             self.compiled = self._compiler.compile(self.compiled.key)
@@ -328,7 +327,7 @@ class GrammarState:
                 self._check()
                 self._num_consumed += 1
                 self._has_text = self._has_text or compiler.vocabulary.has_text(token_id)
-            begin = time.thread_time()  # not what the system gave to other threads
+            begin = time.thread_time()  # without the time of other threads
             self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
             compiled.note_time(time.thread_time() - begin)
             self._check()
@@ -336,9 +335,9 @@ class GrammarState:
         kind = compiled.key[0]
         mask = words[: compiler.num_words] & compiler.real
         if not self._has_text:
-            found = bool(mask.any())
+            has_ids = bool(mask.any())
             mask &= compiler.first
-            if found and not accepting and not bool(mask.any()):
+            if has_ids and not accepting and not bool(mask.any()):
                 raise RequestFailed(
                     f"{kind}: every text that fits begins with a space, which the tokenizer drops there"
                 )
@@ -366,7 +365,7 @@ class GrammarState:
 
 
 class _LexerFailed(RequestFailed):
-    """The lexer, which the states of one structure share, is over one of its limits."""
+    """The shared lexer of a structure exceeded one of its limits."""
 
 
 @cache
@@ -377,19 +376,19 @@ def _quick_pool() -> ThreadPoolExecutor:
 
 @cache
 def _slow_pool() -> ThreadPoolExecutor:
-    """Return the threads for slow masks, which leave the CPU to all others."""
+    """Return the threads for slow masks, of the lowest priority."""
     return ThreadPoolExecutor(2, "grammar-slow-masks", initializer=_lower_priority)
 
 
 @cache
 def _executor() -> LLExecutor:
-    """Return what pushes tokens without the GIL; its threads have the priority of the one that creates it."""
+    """Return the executor that pushes tokens without the GIL, in threads of the lowest priority."""
     with ThreadPoolExecutor(1, initializer=_lower_priority) as thread:
         return thread.submit(LLExecutor, 2).result()
 
 
 def _lower_priority() -> None:
-    """Let the other threads of the machine go first. On Linux a thread has a priority of its own."""
+    """Give this thread the lowest priority, on Linux, where priorities are per thread."""
     if hasattr(os, "setpriority") and sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -404,14 +403,14 @@ os.register_at_fork(after_in_child=_after_fork)  # a child has none of the threa
 
 
 def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
-    """What `make` gives, called in a thread with `_STACK_BYTES` of stack."""
-    made: list[LLMatcher] = []
+    """Call `make` in a thread with `_STACK_BYTES` of stack."""
+    results: list[LLMatcher] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         _lower_priority()
         try:
-            made.append(make())
+            results.append(make())
         except BaseException as error:
             raised.append(error)
 
@@ -425,7 +424,7 @@ def _with_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     thread.join()
     if raised:
         raise raised[0]
-    return made[0]
+    return results[0]
 
 
 _stack_lock = threading.Lock()
@@ -437,20 +436,19 @@ def _num_chars(key: _Key) -> int:
 
 
 def _key(kind: str, params: SamplingParams) -> _Key:
-    """Return what a compiled structure is kept by."""
+    """Return the cache key of a structure."""
     return kind, getattr(params, kind), params.any_whitespace
 
 
 def _one_line(message: str) -> str:
-    message = re.split(r"\n\s*\d+ \| ", message)[
-        0
-    ]  # llguidance shows the line, with a mark under it
+    # Drop llguidance's excerpt of the source line.
+    message = re.split(r"\n\s*\d+ \| ", message)[0]
     line = " ".join(message.replace("<non-verbose/>", "").split())
     return line if len(line) <= 600 else f"{line[:600]} ..."
 
 
 def _source(kind: str, text: Any, any_whitespace: bool) -> str:
-    """What llguidance compiles."""
+    """Return the source that llguidance compiles."""
     if kind == "json_schema":
         schema = json.loads(text)
         if schema is False:

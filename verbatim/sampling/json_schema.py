@@ -1,4 +1,4 @@
-"""`check_schema`: what of JSON Schema is served, and what is refused by name; how the JSON is written."""
+"""`check_schema`: the supported subset of JSON Schema; and options for the format of the JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from verbatim.errors import InvalidRequest
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# No \uXXXX: a string has one spelling only, so that no key can be another one in disguise.
+# No \uXXXX: a string has one spelling only, so that keys can't be repeated under another spelling.
 _ESCAPES: JsonCompileOptions = {"json_allowed_escapes": 'nrbtf\\"'}
-# Options of llguidance. A compact document has no whitespace but one space behind a colon or comma. In one
-# with any whitespace there may stand, between its parts, one space, or one line break with up to 32 spaces or
-# 16 tabs behind it: with no bound at all, a model can go on printing whitespace for ever.
+# Options of llguidance. A compact document has no whitespace but one space after a colon or comma. "Any
+# whitespace" is one space between parts, or one line break with up to 32 spaces or 16 tabs after it: without
+# a bound, a model can generate whitespace forever.
 COMPACT: JsonCompileOptions = _ESCAPES | {
     "whitespace_flexible": False,
     "key_separator": r":\x20?",
@@ -44,9 +44,9 @@ _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # only \uXXXX could w
 
 
 def check_schema(root: dict[str, Any]) -> None:
-    """Refuse by name what llguidance would leave out silently, or get wrong.
+    """Refuse by name what llguidance ignores silently, or gets wrong.
 
-    That is: keywords it does not know (it takes them for annotations, as JSON Schema does), integers
+    That is: unknown keywords (annotations, by JSON Schema), integers
     beyond double precision, control characters in constants, and counts of keys that repeated keys
     would satisfy.
     """
@@ -81,7 +81,7 @@ def check_schema(root: dict[str, Any]) -> None:
             )
         for key, value in schema.items():
             if key in ("const", "enum") or key in _NUMBERS:
-                if why := _unfit(value):
+                if why := _why_unsupported(value):
                     refuse(f"{key}: {why}")
             elif key in _MAPS and isinstance(value, dict):
                 todo += [(f"{path}/{key}/{name}", part) for name, part in value.items()]
@@ -90,15 +90,17 @@ def check_schema(root: dict[str, Any]) -> None:
             elif key in _SINGLES:
                 todo.append((f"{path}/{key}", value))
             elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
-                todo.append((value, _at(root, value)))  # it may lie where no schema is expected
+                todo.append(
+                    (value, _at(root, value))
+                )  # the target may be outside of schema keywords
 
 
-# llguidance intersects what `allOf`, `$ref` and the keywords beside them ask of one value, in a time and
-# memory that grow with the product of the automata; its own limits do not count that. `multipleOf` has as
+# llguidance intersects the automata of `allOf`, `$ref` and the keywords beside them, in a time and
+# memory that grow with their product, which its own limits do not count. `multipleOf` has as
 # many states as its value; the factor of a pattern is measured: 8 patterns take milliseconds, 20 seconds.
 MAX_PRODUCT = 100_000
 _PATTERN_STATES = 4
-MAX_PATTERN_PROPERTIES = 100  # of a whole schema: each is compared with each
+MAX_PATTERN_PROPERTIES = 100  # in a whole schema: each is compared with each
 MAX_MULTIPLES = 1_000_000  # the sum of all multipleOf
 
 
@@ -150,9 +152,9 @@ def check_cost(root: Any) -> None:
 
 
 def _parts(root: Any, path: str, schema: Any) -> list[tuple[str, str, Any]]:
-    """Return the parts of a schema, or of any JSON: how they apply to its value, their paths and they."""
+    """Return (how it applies to the value, path, part) for each part of a schema or any JSON."""
     items = enumerate(schema) if isinstance(schema, list) else schema.items()
-    found = []
+    parts = []
     for key, value in items:
         if (
             isinstance(schema, dict)
@@ -160,12 +162,12 @@ def _parts(root: Any, path: str, schema: Any) -> list[tuple[str, str, Any]]:
             and isinstance(value, list)
         ):
             how = "all" if key == "allOf" else "any"
-            found += [(how, f"{path}/{key}/{i}", part) for i, part in enumerate(value)]
+            parts += [(how, f"{path}/{key}/{i}", part) for i, part in enumerate(value)]
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found.append(("all", value, _at(root, value) if value != "#" else root))
+            parts.append(("all", value, _at(root, value) if value != "#" else root))
         elif isinstance(value, dict | list):
-            found.append(("none", f"{path}/{key}", value))
-    return found
+            parts.append(("none", f"{path}/{key}", value))
+    return parts
 
 
 def check_embedded(grammar: str) -> None:
@@ -175,13 +177,13 @@ def check_embedded(grammar: str) -> None:
         try:
             check_cost(decoder.raw_decode(grammar, match.end())[0])
         except json.JSONDecodeError:
-            continue  # no schema; llguidance says what is wrong with it
+            continue  # not a schema; llguidance reports the error
         except InvalidRequest as error:
             raise InvalidRequest(f"grammar: %json: {error}") from None
 
 
 def _coprime(value: Any) -> int:
-    """Return a number's digits without the factors 2 and 5, which cost a decimal automaton nothing."""
+    """Return a number's digits without the factors 2 and 5, which add no states to a decimal automaton."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value:
         return 1
     digits = Decimal(str(abs(value))).as_tuple().digits
@@ -192,12 +194,12 @@ def _coprime(value: Any) -> int:
     return max(1, number)
 
 
-def _unfit(value: Any) -> str | None:
-    """Why a constant can't be promised."""
+def _why_unsupported(value: Any) -> str | None:
+    """Return why a constant is not supported, or None."""
     if isinstance(value, list):
-        return next(filter(None, map(_unfit, value)), None)
+        return next(filter(None, map(_why_unsupported, value)), None)
     if isinstance(value, dict):
-        return _unfit(list(value.values()))
+        return _why_unsupported(list(value.values()))
     if isinstance(value, str) and _UNWRITABLE.search(value):
         return f"{value!r} has control characters, which are not supported"
     if isinstance(value, int) and abs(value) > 2**53:
@@ -206,7 +208,7 @@ def _unfit(value: Any) -> str | None:
 
 
 def _at(root: Any, pointer: str) -> Any:
-    """What a JSON pointer leads to; None where nothing is there, which llguidance then says."""
+    """Return the target of a JSON pointer, or None if missing, which llguidance reports."""
     for part in pointer[2:].split("/"):
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and part.isdecimal() and int(part) < len(root):

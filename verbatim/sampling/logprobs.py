@@ -1,9 +1,9 @@
-"""Masses and log-probs of one row of logits, with bits that nothing but the row decides.
+"""Masses and log-probs of one row of logits, batch-invariant.
 
-A mass is a sum of `exp(logit - max)` in float64. The exponential is spelled out in additions and
+A mass is a sum of `exp(logit - max)` in float64. The exponential consists of explicit additions and
 products, and id `i` is always added to lane `i % 32`, so that one row alone, a row of a batch, any
-number of threads and the kernel (`verbatim/kernels/logits.h`) agree in every bit: `torch.logsumexp`
-does not promise that.
+number of threads and the kernel (`verbatim/kernels/logits.h`) agree bit for bit, unlike with
+`torch.logsumexp`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verbatim.kernels.options import EXP_COEFFICIENTS, NUM_LANES
 
 
 def exp_falling(x: Tensor) -> Tensor:
-    """`exp(x)` for float64 `x <= 0`: exactly 1 at 0, and never below `2**-1000`."""
+    """Return `exp(x)` for float64 `x <= 0`: exactly 1 at 0, and never below `2**-1000`."""
     t = (x * 1.4426950408889634).clamp(min=-1000.0)
     n = torch.round(t)
     r = t - n
@@ -29,15 +29,15 @@ def exp_falling(x: Tensor) -> Tensor:
 
 
 def masses(logits: Tensor, top: float) -> Tensor:
-    """`exp(logit - top)` for each of some float32 logits, float64."""
+    """Return `exp(logit - top)` of float32 logits, as float64."""
     return exp_falling(logits.double() - top)
 
 
 def lane_sum(values: Tensor) -> float:
-    """The sum of float64 values `[V]`, in the fixed order of this module."""
+    """Sum float64 values `[V]`, in the fixed order of this module."""
     padding = -values.shape[0] % NUM_LANES
     lanes = torch.nn.functional.pad(values, (0, padding)).view(-1, NUM_LANES)
-    # A running sum goes from one row to the next; `sum` would choose an order of its own.
+    # A running sum adds row after row; the order of `sum` is not defined.
     lanes = lanes.cumsum(0)[-1]
     while lanes.shape[0] > 1:
         half = lanes.shape[0] // 2
@@ -47,34 +47,34 @@ def lane_sum(values: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Mass:
-    """What turns the logits of one row into log-probs: the largest logit, and the row's mass."""
+    """The largest logit and the mass of one row, which turn logits into log-probs."""
 
     top: float
     total: float
 
     @classmethod
     def of(cls, logits: Tensor) -> Mass | None:
-        """Of float32 logits `[V]`; None where they hold NaN or +inf, or nothing above -inf."""
+        """Return the mass of float32 logits `[V]`; None if they have NaN or +inf, or nothing above -inf."""
         top = logits.max().item()  # NaN if any is NaN
         if not math.isfinite(top):
             return None
         return cls(top, lane_sum(masses(logits, top)))
 
     def logprobs(self, logits: Tensor) -> list[float]:
-        """The log-probs of some of the row's logits, rounded to float32."""
+        """Return the log-probs of some of the row's logits, rounded to float32."""
         values: list[float] = self.row(logits).tolist()
         return values
 
     def row(self, logits: Tensor) -> Tensor:
-        """The same as a float32 tensor."""
+        """Return the log-probs of some of the row's logits, as a float32 tensor."""
         return (logits.double() - self.top - math.log(self.total)).float()
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """The ids of the `n` largest logits `[V]`, largest first, ties by id; without those at -inf."""
+    """Return the ids of the `n` largest logits `[V]`, largest first, ties by id, without -inf."""
     n = min(n, int((logits > -math.inf).sum()))
     if n == 0:
         return torch.empty(0, dtype=torch.int64)
-    least = torch.topk(logits, n).values[-1]
-    ids = (logits >= least).nonzero().squeeze(1)
+    nth_largest = torch.topk(logits, n).values[-1]
+    ids = (logits >= nth_largest).nonzero().squeeze(1)
     return ids[torch.sort(logits[ids], descending=True, stable=True).indices[:n]]

@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: a pure function of seed, sample index, position and token id.
 
 `argmax(logits + noise)` draws from `softmax(logits)` (Gumbel 1954; Yellott 1977). The words come
-from Philox4x32-10 (Salmon et al. 2011), so there is no generator and no state: nothing that a
-scheduler does can change a draw. This is the readable reference of `verbatim/kernels/philox.h`.
+from Philox4x32-10 (Salmon et al. 2011), without a generator and its state, so scheduling can't
+change a draw. This is the readable reference of `verbatim/kernels/philox.h`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10: four random words for each counter of four; int64 tensors of one shape."""
+    """Return the four random words of Philox4x32-10 for each counter; int64 tensors of one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -32,7 +32,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product, in halves because int64 has no 64th bit."""
+    """Return the high and low word of a 32 x 32 bit product, in halves as int64 is signed."""
     high_half, low_half = a * (m >> 16), a * (m & 0xFFFF)  # each below 2**48
     high = (high_half + (low_half >> 16)) >> 16
     low = (((high_half & 0xFFFF) << 16) + low_half) & _WORD
@@ -40,7 +40,7 @@ def _product(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def random_words(seed: int, sample_index: int, position: int, groups: Tensor) -> Words:
-    """The words of ids `4 * groups` to `4 * groups + 3`; groups int64."""
+    """Return the words of ids `4 * groups` to `4 * groups + 3`; groups int64."""
     for name, value in (("sample_index", sample_index), ("position", position)):
         if not 0 <= value <= _WORD:
             raise ValueError(f"{name}={value}: must be 0 to {_WORD}")
@@ -51,7 +51,7 @@ def random_words(seed: int, sample_index: int, position: int, groups: Tensor) ->
 
 
 def gumbel(seed: int, sample_index: int, position: int, token_ids: Tensor) -> Tensor:
-    """The noise of some token ids, float32 of their shape, on their device.
+    """Return the noise of some token ids, float32 of their shape, on their device.
 
     Word `id % 4` of Philox with counter `(id // 4, position, sample_index, 0)` and the seed as key
     (low word first), as `-log(-log1p(-(bits + 1/2) / 2**32))` in float64, rounded once to float32.
@@ -61,19 +61,18 @@ def gumbel(seed: int, sample_index: int, position: int, token_ids: Tensor) -> Te
 
 
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:
-    """`gumbel` of ids 0 to `vocab_size - 1`, with one Philox call for every four: [V] float32."""
+    """Return `gumbel` of ids 0 to `vocab_size - 1`, with one Philox call for every four: [V] float32."""
     groups = torch.arange((vocab_size + 3) // 4)
     words = random_words(seed, sample_index, position, groups)
     return _transform(torch.stack(words, dim=-1).flatten()[:vocab_size])
 
 
 def _transform(bits: Tensor) -> Tensor:
-    """Words to Gumbel variates: the same bits for the same word on every path and every machine.
+    """Convert words to Gumbel variates, with the same bits on every path and every machine.
 
     Logarithms in float64 may differ in the last place between libraries, and between the vector
     body and the scalar tail of one. That matters only where a value lies next to the middle of two
-    float32 numbers, about once in a million; there the C library's logarithm decides, as it does in
-    the kernel.
+    float32 numbers, about once in a million; there the C library's logarithm is used, as in the kernel.
     """
     uniform = (bits.double() + 0.5) * 2.0**-32
     noise = -torch.log(-torch.log1p(-uniform))

@@ -1,7 +1,7 @@
-"""What stands between a model's logits and a draw: penalties, biases, bans, temperature, filters.
+"""Logits processing before a draw: penalties, biases, bans, temperature, filters.
 
-Plain functions of one float32 row `[V]`; each returns a new row and leaves its argument alone. They
-are the readable reference of the kernel, and equal to transformers' warpers on logits without ties.
+Plain functions of one float32 row `[V]` that return a new row. They are the readable reference of the
+kernel, and equal to transformers' warpers on logits without ties.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _MINUS_INF = int(torch.tensor(-math.inf).view(torch.int32))
 
 
 def process(logits: Tensor, row: SampleRow) -> Tensor:
-    """One row of raw logits `[V]` to the row that the noise is added to; filtered ids are -inf.
+    """Process one row of raw logits `[V]` before the noise is added; filtered ids become -inf.
 
-    Where `is_greedy` the row is edited and not filtered: its largest logit will be taken.
+    If `is_greedy`, the row is edited but not filtered, as its largest logit is taken.
     """
     logits = edit(logits.float(), row)
     return logits if is_greedy(logits, row.params.temperature) else warp(logits, row.params)
 
 
 def warp(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Temperature and the filters, in order."""
+    """Apply temperature and the filters, in order."""
     logits = temperature(logits, params.temperature)
     if params.top_k:
         logits = top_k(logits, params.top_k)
@@ -47,8 +47,9 @@ def warp(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def edit(logits: Tensor, row: SampleRow) -> Tensor:
-    """Penalties, biases, bans and the structure, in order, as float32; the tensor itself where there
-    are none. The request's own processors have gone before: what they made takes the logits' place.
+    """Apply penalties, biases, bans and the structure, in order, as float32.
+
+    Without any, return the tensor itself. The output of the request's own processors replaces the logits.
     """
     params, size = row.params, logits.shape[0]
     if row.processed is not None:
@@ -66,16 +67,16 @@ def edit(logits: Tensor, row: SampleRow) -> Tensor:
     if params.logit_bias:
         logits = bias(logits, params.logit_bias)
     if row.banned_ids:
-        logits = logits.index_fill(0, _known(row.banned_ids, size), -math.inf)
+        logits = logits.index_fill(0, _in_vocabulary(row.banned_ids, size), -math.inf)
     if row.mask is not None:
         logits = only(logits, row.mask)
     return logits
 
 
 def only(logits: Tensor, mask: Tensor) -> Tensor:
-    """Drop the ids whose bit is not set: float32 `[V]`, int32 `[ceil(V / 32)]`.
+    """Set ids without their bit in the mask to -inf: float32 `[V]`, int32 `[ceil(V / 32)]`.
 
-    On bit patterns, since `masked_fill` takes ten times as long over a mask without long runs.
+    It works on bit patterns, as `masked_fill` takes ten times as long for a mask without long runs.
     """
     size = logits.shape[0]
     bits = np.unpackbits(mask.numpy().view(np.uint8), count=size, bitorder="little")
@@ -85,7 +86,7 @@ def only(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_edited(row: SampleRow) -> bool:
-    """Do penalties, biases, bans or a structure change this row's logits?"""
+    """Return whether penalties, biases, bans or a structure change this row's logits."""
     params = row.params
     return bool(
         params.repetition_penalty != 1
@@ -97,16 +98,18 @@ def is_edited(row: SampleRow) -> bool:
     )
 
 
-def _known(ids: Iterable[int], size: int) -> Tensor:
-    """The distinct ids that the vocabulary has; a row can't draw the others anyway."""
+def _in_vocabulary(ids: Iterable[int], size: int) -> Tensor:
+    """Return the distinct ids within the vocabulary."""
     return torch.tensor([i for i in set(ids) if 0 <= i < size], dtype=torch.int64)
 
 
 def repetition_penalty(logits: Tensor, penalty: float, seen: Sequence[int]) -> Tensor:
-    """Positive logits of seen ids over the penalty, negative ones times it (Keskar et al. 2019)."""
-    ids = _known(seen, logits.shape[0])
-    picked = logits[ids]
-    return logits.index_copy(0, ids, torch.where(picked < 0, picked * penalty, picked / penalty))
+    """Divide positive logits of seen ids by the penalty, and multiply negative ones (Keskar et al. 2019)."""
+    ids = _in_vocabulary(seen, logits.shape[0])
+    selected = logits[ids]
+    return logits.index_copy(
+        0, ids, torch.where(selected < 0, selected * penalty, selected / penalty)
+    )
 
 
 def count_penalties(
@@ -127,13 +130,13 @@ def bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
 
 @lru_cache(maxsize=64)  # a request's biases are the same in each of its rows and steps
 def _columns(biases: tuple[tuple[int, float], ...], size: int) -> tuple[Tensor, Tensor]:
-    known = {i: value for i, value in biases if i < size}
-    ids = torch.tensor(list(known), dtype=torch.int64)
-    return ids, torch.tensor(list(known.values())).float()
+    valid = {i: value for i, value in biases if i < size}
+    ids = torch.tensor(list(valid), dtype=torch.int64)
+    return ids, torch.tensor(list(valid.values())).float()
 
 
 def is_greedy(logits: Tensor, temperature: float) -> bool:
-    """Whether the largest logit is simply taken: at temperature 0, or where dividing overflows."""
+    """Return whether the largest logit is taken: at temperature 0, or if dividing by it overflows."""
     return not torch.isfinite(logits.max() / temperature)
 
 
@@ -144,8 +147,8 @@ def temperature(logits: Tensor, temperature: float) -> Tensor:
 
 def top_k(logits: Tensor, k: int) -> Tensor:
     """Keep the `k` largest; ties at the k-th survive."""
-    least = torch.topk(logits, min(k, logits.shape[0])).values[-1]
-    return logits.masked_fill(logits < least, -math.inf)
+    kth_largest = torch.topk(logits, min(k, logits.shape[0])).values[-1]
+    return logits.masked_fill(logits < kth_largest, -math.inf)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
@@ -183,7 +186,7 @@ def bitmask(ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters that name token ids which the model does not have.
+    """Refuse parameters with token ids outside of the vocabulary.
 
     Raises:
         InvalidRequest: with the field, the id and the limit.

@@ -16,7 +16,7 @@ def draw_row(
 ) -> SampleRow:
     """Return the row that draws the next token of `sequence` followed by the ids `ahead`.
 
-    It is the row with which plain decoding would draw that token if those ids were drawn before.
+    It equals the row of plain decoding after those ids.
 
     Args:
         mask: the ids that the sequence's grammar allows there, as `SampleRow.mask`; None allows all.

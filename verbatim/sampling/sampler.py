@@ -1,9 +1,9 @@
-"""The one sampler: rows of logits to token ids and log-probs.
+"""The sampler: rows of logits to token ids and log-probs.
 
-Everything happens in float32, row by row: no number of a row depends on the rows beside
-it, on their count or on the number of threads. `backend="kernel"` is the compiled one pass sampler,
-`backend="reference"` the plain torch one; both draw the same ids. Where logits lie on a GPU, rows that
-nothing filters are drawn there, with the same bits, and the others on the CPU.
+Everything happens in float32, row by row, and is batch-invariant: no result depends on other rows or on
+the number of threads. `backend="kernel"` is the compiled one-pass sampler, `backend="reference"` the plain
+torch one; both draw the same ids. With logits on a GPU, unfiltered rows are drawn there, with the same
+bits, and the others on the CPU.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ def sample_rows(
     A drawn id is `argmax(process(logits) + gumbel)`, ties to the lowest id; at temperature 0 the
     largest logit after penalties, biases and bans, ties to the lowest id.
 
-    A row that can't be drawn must not end the others: where the logits hold NaN or +inf, or where
-    nothing above -inf is left to draw from, the row's id is -1, both of its log-probs are NaN and
-    its lists are empty. The engine turns that into a failure of that request.
+    A row that can't be drawn does not affect the others: if its logits have NaN or +inf, or nothing above
+    -inf, its id is -1, both log-probs are NaN and its lists are empty. The engine then fails that request.
 
     Args:
         logits: `[R, V]`, any floating dtype and device; never written to.
-        plan: one `SampleRow` per row of logits, or rows that name theirs: several samples may be drawn
+        plan: one `SampleRow` per row of logits, or with `logits_rows`: several samples may be drawn
             from one row.
-        backend: "auto" takes the kernel where it was built.
-        num_threads: of the kernel; None takes torch's number. No result depends on it.
+        backend: "auto" takes the kernel if it was built.
+        num_threads: for the kernel; None takes torch's number. No result depends on it.
 
     Returns:
         `Draws` in the order of the rows. `logprobs` are of the raw logits at temperature 1,
@@ -52,7 +51,7 @@ def sample_rows(
         the top lists leave out ids of probability 0.
 
     Raises:
-        NotSupported: an unknown backend, or `backend="kernel"` where no kernel was built.
+        NotSupported: an unknown backend, or `backend="kernel"` without a kernel.
     """
     if backend not in BACKENDS:
         raise NotSupported(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
@@ -67,16 +66,18 @@ def sample_rows(
 def _on_gpu(
     logits: Tensor, rows: list[SampleRow], places: list[int], num_threads: int | None
 ) -> Draws:
-    """Rows that nothing filters where their logits are, and the others from a copy of theirs."""
-    mine = [i for i, row in enumerate(rows) if gpu.serves(row)]
-    rest = [i for i, row in enumerate(rows) if not gpu.serves(row)]
+    """Draw supported rows on the GPU, and the others from a copy of their logits on the CPU."""
+    supported = [i for i, row in enumerate(rows) if gpu.supports(row)]
+    rest = [i for i, row in enumerate(rows) if not gpu.supports(row)]
     parts, parts_places = [], []
-    if mine:
-        draws, left = gpu.sample_rows(logits, [rows[i] for i in mine], [places[i] for i in mine])
-        rest += [mine[i] for i in left]  # once in some hundred thousand
-        done = [i for i in range(len(mine)) if i not in set(left)]
+    if supported:
+        draws, left = gpu.sample_rows(
+            logits, [rows[i] for i in supported], [places[i] for i in supported]
+        )
+        rest += [supported[i] for i in left]  # once in some hundred thousand
+        done = [i for i in range(len(supported)) if i not in set(left)]
         parts.append(draws.some(done))
-        parts_places.append([mine[i] for i in done])
+        parts_places.append([supported[i] for i in done])
     if rest:
         used = sorted({places[i] for i in rest})
         copied = {place: i for i, place in enumerate(used)}
@@ -97,20 +98,20 @@ def _on_cpu(
     if backend == "reference" or not fast.available():
         return _reference(logits, rows, places)
     threads = num_threads or torch.get_num_threads()
-    if all(fast.serves(row) for row in rows):
+    if all(fast.supports(row) for row in rows):
         return fast.sample_rows(logits, rows, places, threads)
-    mine = [i for i, row in enumerate(rows) if fast.serves(row)]
-    rest = [i for i, row in enumerate(rows) if not fast.serves(row)]
-    kernel_rows, torch_rows = [rows[i] for i in mine], [rows[i] for i in rest]
+    supported = [i for i, row in enumerate(rows) if fast.supports(row)]
+    rest = [i for i, row in enumerate(rows) if not fast.supports(row)]
+    kernel_rows, torch_rows = [rows[i] for i in supported], [rows[i] for i in rest]
     parts = (
-        fast.sample_rows(logits, kernel_rows, [places[i] for i in mine], threads),
+        fast.sample_rows(logits, kernel_rows, [places[i] for i in supported], threads),
         _reference(logits, torch_rows, [places[i] for i in rest]),
     )
-    return merge(parts, (mine, rest))
+    return merge(parts, (supported, rest))
 
 
 def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
-    """The row of logits of each row of the plan, checked."""
+    """Return the row of logits of each row of the plan, checked."""
     num_rows = len(plan.rows if plan.logits_rows is None else plan.logits_rows)
     fits = plan.logits_rows is not None or (logits.dim() == 2 and logits.shape[0] == num_rows)
     if logits.dim() != 2 or len(plan.rows) != num_rows or not fits:
@@ -125,7 +126,7 @@ def _places(logits: Tensor, plan: SamplePlan) -> list[int]:
 
 
 def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draws:
-    """One `Draws` of several, whose rows belong at these places."""
+    """Merge draws; `places` are the output indices of the rows of each part."""
     order = sorted(
         (place, part, i)
         for part, part_places in enumerate(places)
@@ -153,13 +154,13 @@ def _reference(logits: Tensor, rows: list[SampleRow], places: list[int]) -> Draw
 
 
 def _reference_row(raw: Tensor, row: SampleRow, draws: Draws) -> None:
-    """One row `[V]`, a tensor of its own, appended to the draws."""
+    """Draw one row `[V]`, a tensor that may be modified, and append it to the draws."""
     mass = Mass.of(raw)
     token_id, sampled_logprob = -1, math.nan
     if mass is not None and row.num_candidates:
-        found = _candidates(raw, mass, row)
-        if found is not None:
-            draws.candidates[len(draws.ids)] = found
+        candidates = _candidates(raw, mass, row)
+        if candidates is not None:
+            draws.candidates[len(draws.ids)] = candidates
             token_id = 0  # nothing is drawn, and nothing has failed
     elif mass is not None and row.target is not None:
         token_id = row.target
@@ -194,7 +195,7 @@ def _candidates(raw: Tensor, mass: Mass, row: SampleRow) -> Candidates | None:
 
 
 def _draw(edited: Tensor, row: SampleRow) -> tuple[int, float]:
-    """The drawn id and its log-prob in an edited row `[V]`; (-1, NaN) where nothing is left."""
+    """Draw an id from an edited row `[V]`; return it and its log-prob, or (-1, NaN) if nothing is left."""
     if not torch.isfinite(edited.max()):
         return -1, math.nan
     if is_greedy(edited, row.params.temperature):
@@ -222,8 +223,8 @@ def sample(
 ) -> Tensor:
     """Draw one token id per row of logits: `[B, V]` to `[B]` int64, on the logits' device.
 
-    Row `b` draws with sample index `b`. With `generate`'s seed and positions a loop of one's own
-    over `sample` draws `generate`'s tokens.
+    Row `b` draws with sample index `b`. With `generate`'s seed and positions, a custom loop draws
+    `generate`'s tokens.
 
     Args:
         logits: `[B, V]`, any floating dtype.
@@ -232,13 +233,12 @@ def sample(
         top_p: as in `SamplingParams`.
         seed: 64-bit seed of the noise; None takes one number from torch's default generator, so
             that `torch.manual_seed` repeats a run.
-        position: absolute position of the token to be drawn, one for all rows or one for each.
-            Given exactly when the seed is: with one seed and no position every step of a loop
-            would draw with the same noise.
+        position: absolute position of the token to draw, one for all rows or one for each.
+            Required with a seed, as otherwise every step of a loop would draw with the same noise.
 
     Raises:
         InvalidRequest: a value out of its range, a seed without a position, a position without a
-            seed, or a row in which nothing can be drawn.
+            seed, or a row without a token that can be drawn.
     """
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():

@@ -1,4 +1,4 @@
-"""`StopWatch`: follows one completion, says when it ends, and hands out its text."""
+"""`StopWatch`: detects the end of a completion, and returns its text."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ StopReason = int | str | tuple[int, ...] | None
 
 
 class StopWatch:
-    """One completion, token by token: ids in, verdicts and text out.
+    """Detects stops in one completion, token by token, and returns its text.
 
-    `push` decides at each token, first come first: end of sequence and single stop ids, sequences of
-    ids, stop strings, length. Stops are looked for in the completion only. Below `min_tokens`
-    tokens nothing but length ends it, and what was complete before then is no stop later. Ids keep
-    every token through the one that completes a stop; only text is cut.
+    `push` checks, in this order: end of sequence and single stop ids, sequences of ids, stop strings,
+    length. Only the completion is searched. Below `min_tokens` tokens only the length ends it, and stops
+    completed before then do not count later. Ids keep every token through the one that completes a stop;
+    only text is cut.
 
-    A stop string is met by the first token after which the text of the completion's ids contains it
-    (an incomplete character at the end doesn't count). Where one token completes several, the one
-    that begins earliest ends the text, and of those the longest.
+    A stop string ends the completion at the first token after which the text contains it (without an
+    incomplete character at the end). If one token completes several, the text ends at the one that
+    begins earliest, and of those the longest.
 
     Attributes:
         num_tokens: tokens pushed.
-        finish_reason, stop_reason: None while it grows. `stop_reason` is the id for end of sequence and
+        finish_reason, stop_reason: None until it ends. `stop_reason` is the id for end of sequence and
             stop ids, the tuple for a sequence of ids, the string for a stop string, else None.
 
     Raises:
@@ -56,19 +56,19 @@ class StopWatch:
         self._min_tokens = params.min_tokens
         self._stop_ids = single_stop_ids(params, eos_ids)
         self._sequences = sorted((s for s in _stop_ids(params) if len(s) > 1), key=len)[::-1]
-        self._ids: list[int] = []  # the last ones, where sequences are looked for
+        self._ids: list[int] = []  # the last ones, to match stop sequences
         self._stops = tuple(params.stop)
         self._longest_stop = max(map(len, self._stops), default=1)
         firsts = "".join(re.escape(stop[0]) for stop in self._stops)
         self._first_char = re.compile(f"[{firsts}]" if firsts else "(?!)")  # (?!) is never found
         self._keeps_stop = params.include_stop_str_in_output
         self._detokenizer = detokenizer
-        self._parts: list[str] = []  # text that no stop string can claim any more
-        self._num_taken = 0  # parts handed out
-        self._held = ""  # final text behind them that may begin a stop string
-        self._pending = ""  # text behind that which later tokens may yet change
-        self._told = ""  # of the whole text, what was told before it was resumed
-        self._retold = ""  # the rest of that, which comes again and is not handed out
+        self._parts: list[str] = []  # text that can't be part of a stop string
+        self._num_taken = 0  # parts returned by `take`
+        self._held = ""  # final text after them that may begin a stop string
+        self._pending = ""  # text after that which later tokens may change
+        self._sent = ""  # text sent before the resume
+        self._unmatched = ""  # the rest of it, not generated again yet
 
     @property
     def finished(self) -> bool:
@@ -76,21 +76,21 @@ class StopWatch:
 
     @property
     def whole_text(self) -> str:
-        """The completion's text as far as it is certain; all of it when finished."""
+        """The final text so far; all of it when finished."""
         return "".join(self._parts) + self._held
 
     @property
     def text(self) -> str:
-        """The same without what was told before it was resumed."""
+        """The final text so far, without text sent before the resume."""
         whole = self.whole_text
-        return whole[_in_common(whole, self._told) :] if self._told else whole
+        return whole[_common_prefix(whole, self._sent) :] if self._sent else whole
 
-    def resume(self, token_ids: Iterable[int], told: str) -> None:
-        """Begin behind tokens that are there already, none of which ends anything.
+    def resume(self, token_ids: Iterable[int], sent: str) -> None:
+        """Start after existing tokens, none of which ends the completion.
 
         Args:
-            told: what was handed out as their text. It can't be taken back where later tokens show that it
-                was half a character, or the beginning of a stop string.
+            sent: their text as already sent. It is not revised, even if later tokens show that it ended in
+                an incomplete character or began a stop string.
         """
         assert self.num_tokens == 0
         ids = list(token_ids)
@@ -99,11 +99,11 @@ class StopWatch:
         for token_id in ids:
             self.push(token_id)
         self._min_tokens, self._max_tokens = limits
-        self._told, self._retold = told, told
+        self._sent, self._unmatched = sent, sent
         self.take()
 
     def push(self, token_id: int) -> tuple[FinishReason, StopReason] | None:
-        """Add a token. The verdict if it ends the completion, else None."""
+        """Add a token; return the finish and stop reason if it ends the completion."""
         assert not self.finished, "a token after the end of a completion"
         self.num_tokens += 1
         new = pending = ""
@@ -127,25 +127,25 @@ class StopWatch:
         return None
 
     def finish(self, reason: FinishReason) -> None:
-        """End it from outside (abort, the length limit): what text there is becomes final."""
+        """End the completion (abort, the length limit): all text becomes final."""
         if not self.finished:
             self._end(reason, None, "")
 
     def take(self) -> str:
-        """The text that became certain since the last call and that no stop string can still claim.
+        """Return the new text since the last call that can't be part of a stop string.
 
-        Joined, these are `text` when finished.
+        The returned texts join to `text` when finished.
         """
         text = "".join(self._parts[self._num_taken :])
         self._num_taken = len(self._parts)
-        if self._retold and text:
-            again = _in_common(text, self._retold)
-            self._retold = self._retold[again:] if again == len(text) else ""
-            text = text[again:]
+        if self._unmatched and text:
+            num_repeated = _common_prefix(text, self._unmatched)
+            self._unmatched = self._unmatched[num_repeated:] if num_repeated == len(text) else ""
+            text = text[num_repeated:]
         return text
 
     def fork(self) -> Self:
-        """A copy that goes its own way from here; what `take` handed out before, it won't again."""
+        """Return an independent copy, without the text already returned by `take`."""
         fork = copy.copy(self)
         fork._ids = self._ids.copy()
         fork._parts = self._parts.copy()
@@ -173,32 +173,32 @@ class StopWatch:
         return None
 
     def _find(self, new: str, pending: str) -> tuple[int, str] | None:
-        """The stop string that this token completed, and where it begins in held + new + pending.
+        """Return the stop string that this token completed, and its start in held + new + pending.
 
-        Whatever ends in the new text begins in `held` at the earliest, so nothing else is searched.
+        A match that ends in the new text begins in `held` at the earliest.
         """
         text = self._held + new + pending
-        seen = len(self._held)  # what the last token showed already
+        seen = len(self._held)  # the text already searched
         for old, now in zip(self._pending, text[seen:], strict=False):
             if old != now:
                 break
             seen += 1
         if seen == len(text):
             return None
-        found = []
+        matches = []
         for stop in self._stops:
             start = text.find(stop, max(0, seen - len(stop) + 1))
             if start >= 0:
-                found.append((start, -len(stop), stop))
-        if not found:
+                matches.append((start, -len(stop), stop))
+        if not matches:
             return None
-        start, _, stop = min(found)
+        start, _, stop = min(matches)
         return start, stop
 
     def _keep(self, new: str) -> None:
-        """Hold the longest end of the text with which a stop string begins, release what is before.
+        """Hold back the longest end of the text that may begin a stop string; release the text before it.
 
-        That end only ever moves forward, so each character is passed once.
+        The end only moves forward, so each character is visited once.
         """
         text = self._held + new
         start = max(0, len(text) - self._longest_stop + 1)
@@ -217,8 +217,8 @@ class StopWatch:
         return any(len(end) < len(stop) and stop.startswith(end) for stop in self._stops)
 
 
-def _in_common(a: str, b: str) -> int:
-    """With how many characters both begin."""
+def _common_prefix(a: str, b: str) -> int:
+    """Return the length of the common prefix."""
     if a.startswith(b):
         return len(b)
     pairs = enumerate(zip(a, b, strict=False))
@@ -228,16 +228,16 @@ def _in_common(a: str, b: str) -> int:
 def banned_until_min_tokens(
     params: SamplingParams, eos_ids: frozenset[int], num_output: int
 ) -> list[int]:
-    """Ids that can't be drawn while fewer than `min_tokens` have been: end of sequence and stop ids."""
+    """Return the ids banned before `min_tokens` tokens: end of sequence and stop ids."""
     return sorted(single_stop_ids(params, eos_ids)) if num_output < params.min_tokens else []
 
 
 def single_stop_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """The ids that end a completion by themselves."""
+    """Return the single ids that end a completion."""
     single = frozenset(s[0] for s in _stop_ids(params) if len(s) == 1)
     return single if params.ignore_eos else single | eos_ids
 
 
 def _stop_ids(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """What `SamplingParams` settled `stop_token_ids` to: every entry a tuple."""
+    """Return `stop_token_ids` as `SamplingParams` normalizes them: tuples."""
     return cast("tuple[tuple[int, ...], ...]", params.stop_token_ids)

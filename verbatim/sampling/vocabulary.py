@@ -1,7 +1,6 @@
-"""`Vocabulary`: a tokenizer as llguidance sees it, which is the bytes that each id adds to a text.
+"""`Vocabulary`: a tokenizer for llguidance, as the bytes that each id adds to a text.
 
-A tokenizer is served if its pieces add the same text wherever they stand; at the beginning of a text some
-may add another one.
+It requires context-free pieces, except at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _STEPS = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")  # of decoder
 
 
 class Vocabulary:
-    """The bytes that each id adds to a text; what llguidance asks of a tokenizer is the first block."""
+    """The bytes that each id adds to a text; implements llguidance's TokenizerWrapper."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -45,7 +44,7 @@ class Vocabulary:
             if piece is None:
                 continue
             self.real_ids.append(i)
-            # A name in angle brackets is what a grammar calls a token by, special or not.
+            # Grammars refer to tokens by names in angle brackets, special or not.
             if i in tokenizer.special_ids or (i in added and re.fullmatch("<.+>", piece)):
                 self.special_token_ids.append(i)
                 self.tokens[i] = piece.encode()
@@ -65,7 +64,7 @@ class Vocabulary:
             self._backend = _without_prefix(self._backend)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """How the tokenizer would spell `text` within a completion, or else the longest pieces."""
+        """Encode `text` as within a completion, or else by the longest pieces."""
         text = text.decode() if isinstance(text, bytes) else text
         ids = list(self._backend.encode(text, add_special_tokens=False).ids)
         in_range = all(i < self.eos_token_id and i not in self._special for i in ids)
@@ -79,7 +78,7 @@ class Vocabulary:
 
 
 def _backend(tokenizer: Tokenizer) -> Backend:
-    """The tokenizers library's object, if its pieces add the same text wherever they stand."""
+    """Return the tokenizers library's object; refuse tokenizers without context-free pieces."""
     name, steps = type(tokenizer.hf).__name__, tokenizer.decoder_steps
     backend = getattr(tokenizer.hf, "backend_tokenizer", None)
     if not isinstance(backend, Backend) or not steps:
@@ -100,19 +99,19 @@ def _backend(tokenizer: Tokenizer) -> Backend:
 
 
 def _without_prefix(backend: Backend) -> Backend:
-    """A copy that puts no space before a text, truncates nothing and pads nothing."""
+    """Return a copy without prefix space, truncation and padding."""
 
-    def mend(step: Any) -> Any:
+    def without_prepend(step: Any) -> Any:
         if not isinstance(step, dict):
             return step
         for key in ("normalizers", "pretokenizers"):
             if key in step:
-                parts = [mend(part) for part in step[key]]
+                parts = [without_prepend(part) for part in step[key]]
                 step = step | {key: [part for part in parts if part is not None]}
         if step["type"] == "Prepend":
             return None
         return step | {"prepend_scheme": "never"} if step["type"] == "Metaspace" else step
 
     parts = json.loads(backend.to_str())
-    changed = {key: mend(parts[key]) for key in ("normalizer", "pre_tokenizer")}
+    changed = {key: without_prepend(parts[key]) for key in ("normalizer", "pre_tokenizer")}
     return Backend.from_str(json.dumps(parts | changed | {"truncation": None, "padding": None}))

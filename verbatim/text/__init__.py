@@ -1,1 +1,1 @@
-"""Between text and token ids: the tokenizer, incremental detokenizing, and chat templates."""
+"""Tokenizers, incremental detokenization and chat templates."""

@@ -1,4 +1,4 @@
-"""Turn chat messages into the ids of a prompt, by the template that came with the tokenizer."""
+"""Rendering of chat messages to prompt ids, by the tokenizer's template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.text.tokenizer import Tokenizer, failures_as
 
 # Arguments of `apply_chat_template` that would change what it returns, or the prompt's length.
-_OURS = {
+_RESERVED = {
     "conversation",
     "max_length",
     "padding",
@@ -21,8 +21,8 @@ _OURS = {
     "tokenizer_kwargs",
     "truncation",
 }
-# Those that have an effect without being named in the template.
-_THEIRS = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
+# Arguments with an effect although the template does not name them.
+_UNNAMED = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
 
 
 def render_chat(
@@ -34,18 +34,18 @@ def render_chat(
 ) -> list[int]:
     """Render the prompt of a conversation.
 
-    Special tokens come from the template alone, so a template that writes the BOS token gets one. What a
-    template may cost is bounded (`text/template.py`).
+    Only the template adds special tokens, such as BOS. The cost of a template is bounded
+    (`text/template.py`).
 
     Args:
         tokenizer: the model's.
-        messages: dicts with "role" and "content", both strings; other keys go to the template.
-        add_generation_prompt: end with what announces the assistant's answer.
+        messages: dicts with "role" and "content", both strings; other keys are passed to the template.
+        add_generation_prompt: end with the header of the assistant's answer.
         template_kwargs: variables of the template, such as `enable_thinking` or `tools`, and
             `continue_final_message`, `chat_template`, `sanitize_control_tokens` of transformers.
 
     Raises:
-        InvalidRequest: messages that are not as above, or that the template refuses or fails on.
+        InvalidRequest: invalid messages, or messages that the template refuses or fails on.
         NotSupported: a tokenizer without a template, or a variable that its template doesn't use.
     """
     _check(messages)
@@ -59,9 +59,9 @@ def render_chat(
         template_kwargs.get("chat_template"), template_kwargs.get("tools")
     )
     for name in template_kwargs:
-        if name in _OURS:
+        if name in _RESERVED:
             raise NotSupported(f"{name}= is not a variable of a chat template; messages become ids")
-        if name not in _THEIRS and not re.search(rf"\b{re.escape(name)}\b", template):
+        if name not in _UNNAMED and not re.search(rf"\b{re.escape(name)}\b", template):
             raise NotSupported(f"{name}= would have no effect: the chat template doesn't use it")
 
     # Imported here, as it takes seconds.

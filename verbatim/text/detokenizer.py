@@ -1,14 +1,14 @@
-"""`Detokenizer`: the text of a completion while it grows, never half a character.
+"""`Detokenizer`: incremental detokenization, without incomplete characters.
 
-The concatenation of what it returns is what `Tokenizer.decode` gives for all the ids, at a cost per
-token that does not depend on how many came before. Three kinds of tokenizers need three ways:
+The returned texts join to `Tokenizer.decode` of all ids, at a constant cost per token. There are three
+kinds of tokenizers:
 
-- byte-level ones (GPT-2, Llama 3, Qwen): every piece stands for bytes, and UTF-8 can be decoded as
-  they come;
+- byte-level ones (GPT-2, Llama 3, Qwen): every piece encodes bytes, and UTF-8 is decoded as
+  they arrive;
 - those with byte fallback (Llama 2, Gemma): a run of byte pieces is either all valid UTF-8, or the
   decoder puts one replacement character for *each* of its bytes. So the text of a run is known only
   at its end; until then it is `pending`;
-- all others (WordPiece, Metaspace, tokenizers written in Python): the text that a token adds behind
+- all others (WordPiece, Metaspace, tokenizers written in Python): the text that a token adds after
   the last few tokens.
 
 `tokenizers.decoders.DecodeStream` is not used: its cost grows with the number of invalid bytes in a
@@ -27,11 +27,11 @@ from verbatim.text.tokenizer import CLEAN_UP, Tokenizer
 
 REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MAX_OPEN = 8  # tokens that may wait for the rest of a character; one has at most 4 bytes
+_MAX_OPEN = 8  # tokens held back for an incomplete character, which has at most 4 bytes
 
 
 class _Joiner(Protocol):
-    """Turns pieces into text. `push` and `flush` return what is final."""
+    """Joins pieces to text. `push` and `flush` return final text."""
 
     @property
     def pending(self) -> str: ...
@@ -44,19 +44,18 @@ class _Joiner(Protocol):
 
 
 class Detokenizer:
-    """The text of one completion, token by token.
+    """Detokenizes one completion, token by token.
 
-    Special tokens are left out on request; ids that stand for no token (a model may have more logits
-    than its tokenizer has pieces) have no text. An incomplete character at the end of the completion
-    comes out of `flush` as the tokenizer's decoder writes it.
+    Ids without a token (a model may have more logits than its tokenizer has pieces) have no text. An
+    incomplete character at the end is returned by `flush`, as the tokenizer decodes it.
 
     Args:
         tokenizer: the model's.
         skip_special_tokens: leave special tokens out.
-        prompt_tail_ids: the prompt, or its last ids; only the last one that has a text is looked at. It
-            decides whether the completion begins a text (some decoders then drop a leading space)
-            or goes on with one. Bytes of a character that the prompt left incomplete stay with the
-            prompt: the completion's text is decoded from the completion's ids.
+        prompt_tail_ids: the prompt, or its last ids. Only the last one with a text is used, to decide
+            whether the completion begins a text (some decoders then drop a leading space). A
+            character that the prompt leaves incomplete is not completed: only the completion's ids
+            are decoded.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class Detokenizer:
         else:
             visible = (i for i in reversed(prompt_tail_ids) if self._has_text(i))
             last = next(visible, None)
-            self._joiner = _Pieces(tokenizer, [] if last is None else [last])
+            self._joiner = _TextPieces(tokenizer, [] if last is None else [last])
         self._cleaners = [_Replacer(*pair) for pair in CLEAN_UP] if tokenizer.cleans_up else []
 
     def push(self, token_id: int) -> str:
-        """Add a token; the text that is now certain."""
+        """Add a token; return the text that is now final."""
         if token_id in self._skipped:
             return ""
         piece = self._piece(token_id)
@@ -91,14 +90,14 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """Text in whole characters that would follow if no token came any more, and may yet change."""
+        """Text in whole characters that is not final yet."""
         text = self._joiner.pending
         for cleaner in self._cleaners:
             text = cleaner.last(text)
         return text
 
     def flush(self) -> str:
-        """The rest of the text, when no more tokens come."""
+        """Return the rest of the text, after the last token."""
         text = self._joiner.flush()
         for cleaner in self._cleaners:
             text = cleaner.last(text)
@@ -106,7 +105,7 @@ class Detokenizer:
         return text
 
     def fork(self) -> Self:
-        """A copy that goes its own way from here."""
+        """Return an independent copy."""
         fork = copy.copy(self)
         fork._joiner = self._joiner.fork()
         fork._cleaners = [copy.copy(cleaner) for cleaner in self._cleaners]
@@ -117,7 +116,7 @@ class Detokenizer:
 
 
 class _ByteLevel:
-    """Pieces are bytes in disguise."""
+    """Joins pieces that encode bytes."""
 
     pending = ""  # a whole character is final at once
 
@@ -140,13 +139,13 @@ class _ByteLevel:
         return fork
 
 
-class _Pieces:
-    """Pieces are text; what one adds depends on a few before it at most."""
+class _TextPieces:
+    """Joins pieces of text, each decoded in the context of a few before it."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._decode = tokenizer.decode_plain
-        self._context = context  # ids whose text is out
-        self._open: list[int] = []  # ids whose text may end within a character
+        self._context = context  # ids with text already returned
+        self._open: list[int] = []  # ids with text that may end in an incomplete character
         self._open_text = ""
         self._run: _ByteRun | None = None
         self._texts = tokenizer.piece_texts
@@ -187,7 +186,7 @@ class _Pieces:
         return fork
 
     def _added(self, before: list[int], ids: list[int]) -> str:
-        """The text that `ids` add behind `before`."""
+        """Return the text that `ids` add after `before`."""
         if not (self._is_local and before and len(ids) == 1):
             return self._decode_behind(before, ids)
         text = self._texts.get(ids[0])
@@ -211,7 +210,7 @@ class _Pieces:
         return text
 
     def _close_first(self) -> str:
-        """Let go of the ids in front that have no part in the character at the end."""
+        """Return the text of the leading ids that are not part of the incomplete character."""
         for count in range(1, len(self._open)):
             first, rest = self._open[:count], self._open[count:]
             text = self._added(self._context, first)
@@ -223,17 +222,17 @@ class _Pieces:
 
 
 def _is_local(step: dict[str, Any]) -> bool:
-    """Whether behind some other piece, whichever it is, a piece always adds the same text."""
+    """Return whether a piece adds the same text after any other piece."""
     if step["type"] == "Replace":
         return len(step["pattern"].get("String", "")) == 1
     return step["type"] in ("ByteFallback", "Fuse", "Metaspace", "Strip", "WordPiece")
 
 
 class _ByteRun:
-    """Byte pieces in a row: valid UTF-8 as a whole, or a replacement character for each byte."""
+    """A run of byte pieces: valid UTF-8 as a whole, or one replacement character per byte."""
 
     def __init__(self, strip: int) -> None:
-        self.text = ""  # whole characters so far; none when the run is known to be invalid
+        self.text = ""  # whole characters so far; empty once the run is invalid
         self._strip = strip  # leading spaces that the decoder drops at the start of a text
         self._count = 0
         self._valid = True
@@ -264,36 +263,36 @@ class _ByteRun:
 
 
 class _Replacer:
-    """`str.replace` on a text that comes in parts."""
+    """Incremental `str.replace`."""
 
-    def __init__(self, found: str, put: str) -> None:
-        self._found, self._put = found, put
-        self.held = ""  # the end of the text, where it may be the beginning of a match
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+        self.held = ""  # the end of the text, if a match may begin there
 
     def push(self, text: str) -> str:
-        *whole, rest = (self.held + text).split(self._found)
-        size = min(len(self._found) - 1, len(rest))
-        while not self._found.startswith(rest[len(rest) - size :]):
+        *whole, rest = (self.held + text).split(self._old)
+        size = min(len(self._old) - 1, len(rest))
+        while not self._old.startswith(rest[len(rest) - size :]):
             size -= 1
         self.held = rest[len(rest) - size :]
-        return self._put.join([*whole, rest[: len(rest) - size]])
+        return self._new.join([*whole, rest[: len(rest) - size]])
 
     def last(self, text: str) -> str:
-        """What `text` adds if it is the last part."""
-        return (self.held + text).replace(self._found, self._put)
+        """Return the rest of the text, ending with `text`."""
+        return (self.held + text).replace(self._old, self._new)
 
 
 def _decoder_like(
     decoder: codecs.BufferedIncrementalDecoder, errors: str
 ) -> codecs.BufferedIncrementalDecoder:
-    """Another decoder that stands where this one does, within a character perhaps."""
+    """Return a copy of a decoder with its state."""
     other = codecs.getincrementaldecoder("utf-8")(errors)
     other.setstate(decoder.getstate())
     return other
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256 up."""
+    """Return GPT-2's alphabet: printable Latin-1 unchanged, other bytes as characters from 256 up."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -304,7 +303,7 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 def piece_bytes(piece: str) -> bytes:
-    """A piece outside the alphabet (an added token, say) is taken as it is."""
+    """Return the bytes of a piece; one outside the alphabet (such as an added token) as UTF-8."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in piece)
     except KeyError:

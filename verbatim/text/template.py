@@ -1,12 +1,12 @@
-"""Chat templates with a bound on what they may cost.
+"""Chat templates with bounded cost.
 
 A template comes with a checkpoint, and jinja's sandbox lets it compute without limit: `'a' * 10**9`, loops
 within loops, a list of twice itself forty times over. Here every operation is charged with the size of
-its operands, and what makes its result larger than those (products, widths, replacements) with the size of
-the result, before it is made. The charge depends on the template and its variables alone, so a conversation
-is rendered or refused on every machine alike.
+its operands, and operations with larger results (products, widths, replacements) with the size of
+the result, before it is computed. The charge depends only on the template and its variables, so all
+machines accept the same conversations.
 
-The environment is transformers' own, with its filters, globals and extensions.
+The environment is transformers', with its filters, globals and extensions.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jinja2.utils import Namespace
 from transformers.utils import chat_template_utils
 
 MOST_WORK = 4_000_000  # operations: seconds at most
-_CHARACTERS = 64  # that are worked on for one operation
-_WRITTEN = 4  # that are written for one: a tokenizer takes about 100 bytes of memory for each
-_LONGEST_SEPARATOR = 64  # of a join, whose number of parts may not be known before
-# Methods and filters whose result grows with a number or a text among their arguments.
+_CHARACTERS = 64  # characters processed per operation
+_WRITTEN = 4  # characters written per operation: a tokenizer takes about 100 bytes for each
+_LONGEST_SEPARATOR = 64  # for joins, as the number of parts may be unknown
+# Methods and filters with results that grow with a numeric or text argument.
 _WIDENING = frozenset(
     "batch center expandtabs indent ljust rjust slice to_bytes tojson wordwrap zfill".split()
 )
-# Costs of these can't be told from their arguments; no template known to us has a use for them.
-_LEFT_OUT = ("lipsum", "striptags", "urlize")
+# Filters with costs that don't follow from their arguments; no known template uses them.
+_REMOVED = ("lipsum", "striptags", "urlize")
 _COLLECTIONS = (list, tuple, set, frozenset, KeysView, ItemsView, ValuesView)
 _COMPUTED_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{[^{]")
 
@@ -41,7 +41,7 @@ _work: ContextVar[list[int] | None] = ContextVar("_work", default=None)
 
 
 class TemplateTooCostly(TemplateError):
-    """The template would take more than `MOST_WORK`."""
+    """A template takes more than `MOST_WORK` operations."""
 
 
 @contextmanager
@@ -64,10 +64,10 @@ def _charge(work: int) -> None:
 
 
 def _size(*values: Any) -> int:
-    """What values come to written out, in operations; what is met twice counts twice.
+    """Return the size of values as text, in operations; repeated values count each time.
 
     Raises:
-        TemplateTooCostly: more than may be.
+        TemplateTooCostly: more than the remaining work.
     """
     stack, size = list(values), 0
     while stack:
@@ -98,14 +98,14 @@ def _charged(value: Any) -> Any:
 def _charge_call(
     name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, method: bool = False
 ) -> None:
-    """Charge the method `value.name(*args, **kwargs)`, or the filter or test of this name."""
-    own, rest = _size(value), [*args, *kwargs.values()]
-    _charge(own + _size(*rest))
+    """Charge for the method `value.name(*args, **kwargs)`, or the filter or test of this name."""
+    size, rest = _size(value), [*args, *kwargs.values()]
+    _charge(size + _size(*rest))
     if name in _WIDENING:
         width = sum(
             abs(a) if isinstance(a, int) else len(a) for a in rest if isinstance(a, int | str)
         )
-        _charge(own * width * (16 if name == "tojson" else 1))  # each level is indented once more
+        _charge(size * width * (16 if name == "tojson" else 1))  # each level is indented once more
     elif name == "replace" and len(rest) >= 2 and isinstance(value, str):
         _charge(value.count(str(rest[0])) * len(str(rest[1])) // _CHARACTERS)
     elif name == "join":
@@ -121,7 +121,7 @@ def _charge_call(
 
 
 def _charge_format(text: str, values: Any) -> None:
-    """Charge what `text` with `values` put in comes to: each may be named often, and be widened."""
+    """Charge for the result of formatting: a value may be used repeatedly, and be padded."""
     if _COMPUTED_WIDTH.search(text):
         raise TemplateTooCostly("a width that is computed is not for chat templates")
     widths = sum(int(digits[:12]) for digits in re.findall(r"\d+", text))
@@ -129,29 +129,31 @@ def _charge_format(text: str, values: Any) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' environment, whose every operation is charged."""
+    """transformers' environment, with a charge for every operation."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     @classmethod
-    def of(cls, theirs: Any) -> _Environment:
-        # Constants are not folded, which would be done before anything is charged.
-        made: Any = theirs.overlay(optimized=False, finalize=_finalize)
-        made.__class__ = cls
-        made.filters = {n: _wrapped(n, f) for n, f in theirs.filters.items() if n not in _LEFT_OUT}
-        made.filters |= {"_charged": _charged, "_charge": _charge}
-        made.tests = {n: _wrapped(n, f) for n, f in theirs.tests.items()}
-        made.globals = {n: g for n, g in theirs.globals.items() if n not in _LEFT_OUT}
-        assert isinstance(made, cls)
-        return made
+    def of(cls, environment: Any) -> _Environment:
+        # Constant folding would run before anything is charged.
+        charged: Any = environment.overlay(optimized=False, finalize=_finalize)
+        charged.__class__ = cls
+        charged.filters = {
+            n: _wrapped(n, f) for n, f in environment.filters.items() if n not in _REMOVED
+        }
+        charged.filters |= {"_charged": _charged, "_charge": _charge}
+        charged.tests = {n: _wrapped(n, f) for n, f in environment.tests.items()}
+        charged.globals = {n: g for n, g in environment.globals.items() if n not in _REMOVED}
+        assert isinstance(charged, cls)
+        return charged
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """Charge what is compiled to plain Python, too: passes of loops, comparisons, texts put together."""
+        """Insert charges for what compiles to plain Python: loop iterations, comparisons, concatenations."""
         cost = 1 + sum(len(n.data) for n in source.find_all(nodes.TemplateData)) // _WRITTEN
         for node in list(source.find_all(nodes.Node)):
             if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
-                spent = _filtered(nodes.Const(cost, lineno=node.lineno), "_charge")
-                node.body.insert(0, nodes.ExprStmt(spent, lineno=node.lineno))
+                charge = _filtered(nodes.Const(cost, lineno=node.lineno), "_charge")
+                node.body.insert(0, nodes.ExprStmt(charge, lineno=node.lineno))
             elif isinstance(node, nodes.Compare | nodes.Operand):
                 node.expr = _filtered(node.expr)
             elif isinstance(node, nodes.Concat):
@@ -190,7 +192,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _finalize(_: Any, value: Any) -> Any:
-    # Because it takes the context, jinja does not evaluate constants while it compiles.
+    # As it takes the context, jinja does not evaluate constants at compile time.
     _charge(_size(value) * (_CHARACTERS // _WRITTEN))
     return value
 
@@ -200,7 +202,7 @@ def _filtered(node: nodes.Expr, name: str = "_charged") -> nodes.Expr:
 
 
 def _wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that is charged; jinja's marks on it stay."""
+    """Return a filter or test with a charge, and with jinja's attributes."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)
@@ -211,12 +213,12 @@ def _wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return charged
 
 
-_theirs = chat_template_utils._compile_jinja_template
+_transformers_compile = chat_template_utils._compile_jinja_template
 
 
 @functools.lru_cache
 def _environment() -> _Environment:
-    return _Environment.of(_theirs("").environment)
+    return _Environment.of(_transformers_compile("").environment)
 
 
 @functools.lru_cache
@@ -225,8 +227,8 @@ def _compiled(template: str) -> Any:
 
 
 def _compile(template: str) -> Any:
-    """Compile a template for `bounded`, and outside of it as transformers does."""
-    return _theirs(template) if _work.get() is None else _compiled(template)
+    """Compile a template, inside of `bounded` with charges."""
+    return _transformers_compile(template) if _work.get() is None else _compiled(template)
 
 
 chat_template_utils._compile_jinja_template = _compile  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`Tokenizer`: the little that the engine asks of a transformers tokenizer."""
+"""`Tokenizer`: the interface of the engine to a transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.errors import InvalidRequest, ModelError, VerbatimError, first_line
 from verbatim.untrusted import check_tokenizer
 
-# What `clean_up_tokenization` of transformers replaces, in its order (a test holds the two equal).
+# The replacements of transformers' `clean_up_tokenization`, in order (a test compares the two).
 CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -26,14 +26,14 @@ CLEAN_UP = (
     (" 're", "'re"),
 )
 
-# Some file of a tokenizer's folder has one of these beginnings or endings.
+# A tokenizer's folder has a file with one of these prefixes or suffixes.
 _FILE_BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 _FILE_ENDINGS = (".model", ".tiktoken", ".vocab", ".bpe")
 
 
 @contextmanager
-def failures_as(kind: type[VerbatimError], what: str) -> Iterator[None]:
-    """Raise whatever templates, tokenizers and their many readers raise in this block as `kind`."""
+def failures_as(kind: type[VerbatimError], message: str) -> Iterator[None]:
+    """Convert exceptions of templates, tokenizers and file readers in this block to `kind`."""
     try:
         yield
     except VerbatimError:
@@ -42,17 +42,17 @@ def failures_as(kind: type[VerbatimError], what: str) -> Iterator[None]:
         # A panic of Rust code is no Exception, and its class can't be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{what}: {first_line(error)}") from error
+        raise kind(f"{message}: {first_line(error)}") from error
 
 
 class Tokenizer:
-    """A transformers tokenizer, fast or slow, with its rules settled when it is wrapped.
+    """A transformers tokenizer, fast or slow.
 
     Attributes:
         hf: the tokenizer itself.
-        special_ids: what `skip_special_tokens` leaves out of the text.
-        bos_id, eos_id: None where the tokenizer has none.
-        vocab_size: how many ids have a text. A model may have more logits than that.
+        special_ids: ids that `skip_special_tokens` omits.
+        bos_id, eos_id: None if the tokenizer has none.
+        vocab_size: number of ids with a text. A model may have more logits.
         cleans_up: whether spaces before punctuation are removed from decoded text.
 
     Raises:
@@ -72,21 +72,21 @@ class Tokenizer:
         self.eos_id: int | None = hf.eos_token_id
         self.vocab_size: int = len(hf)
         self.special_ids = frozenset(hf.all_special_ids)
-        if self._fast is not None:  # the backend skips what was added as special, named or not
+        if self._fast is not None:  # the backend skips all tokens added as special
             added = self._fast.get_added_tokens_decoder()
             self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.cleans_up = self._cleans_up()
-        self.byte_texts: dict[int, bytes] = {}  # of the ids that byte-level detokenizers have met
-        self.piece_texts: dict[int, str] = {}  # likewise, where a piece's text stands by itself
+        self.byte_texts: dict[int, bytes] = {}  # cache of byte-level detokenizers
+        self.piece_texts: dict[int, str] = {}  # cache of pieces with context-free text
 
     @classmethod
     def open(
         cls, path_or_id: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
     ) -> Tokenizer:
-        """The tokenizer of a folder or of a hub id.
+        """Open the tokenizer of a folder or of a hub id.
 
         Raises:
-            ModelError: there is none, or its files can't be read.
+            ModelError: it is missing, or its files can't be read.
         """
         folder = Path(path_or_id)
         if folder.is_dir() and not has_tokenizer_files(folder):
@@ -107,15 +107,15 @@ class Tokenizer:
         return cls(hf)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with what the tokenizer's own rule puts before it (and after it).
+        """Encode a prompt, with the special tokens that the tokenizer adds.
 
         Args:
-            special_tokens: False leaves that away, for text that goes on with something.
+            special_tokens: False adds none, for text that continues a sequence.
         """
         return self._encode(text, add_special_tokens=special_tokens)
 
     def encode_fragment(self, text: str) -> list[tuple[int, ...]]:
-        """The ways to spell `text` inside a completion: at the start of a word and within one.
+        """Return the encodings of `text` within a completion: at the start of a word, and inside one.
 
         No special tokens are added. `bad_words` bans each of them.
 
@@ -132,25 +132,25 @@ class Tokenizer:
         return list(spellings)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Ids that stand for no token have none."""
+        """Return the text of ids; ids without a token have none."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         text = self.decode_plain([i for i in ids if i not in skipped and self.piece(i) is not None])
         return clean_up(text) if self.cleans_up else text
 
     def decode_plain(self, ids: list[int]) -> str:
-        """The text of ids of the vocabulary, special tokens and spaces left as they are."""
+        """Return the text of ids of the vocabulary, with special tokens and without clean-up."""
         text: str = self.hf.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
     def piece(self, token_id: int) -> str | None:
-        """The vocabulary's entry for an id, None where it has none."""
+        """Return the vocabulary's entry for an id, or None."""
         if self._fast is not None:
             entry: str | None = self._fast.id_to_token(token_id)
             return entry
         if token_id > self._highest_id:
-            return None  # some slow tokenizers would answer with their unknown token, or raise
+            return None  # some slow tokenizers would return their unknown token, or raise
         try:
             entry = self.hf.convert_ids_to_tokens(token_id)
         except (IndexError, KeyError, ValueError):
@@ -159,7 +159,7 @@ class Tokenizer:
 
     @cached_property
     def decoder_steps(self) -> list[dict[str, Any]]:
-        """How a fast tokenizer joins its pieces, as the tokenizers library writes it; else empty."""
+        """The decoder steps of a fast tokenizer, in the tokenizers library's format; else empty."""
         decoder = getattr(self._fast, "decoder", None)
         if decoder is None:
             return []
@@ -193,7 +193,7 @@ class Tokenizer:
         return list(encoded["input_ids"])
 
     def _cleans_up(self) -> bool:
-        """As transformers decides it: on request, but for BPE only when forced."""
+        """Return whether transformers cleans up: on request, but for BPE only when forced."""
         if not getattr(self.hf, "clean_up_tokenization_spaces", False):
             return False
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
@@ -202,13 +202,13 @@ class Tokenizer:
 
 
 def has_tokenizer_files(folder: Path) -> bool:
-    """Is there any file that a tokenizer could be made from?"""
+    """Return whether the folder has any file of a tokenizer."""
     names = [file.name for file in folder.iterdir()]
     return any(n.startswith(_FILE_BEGINNINGS) or n.endswith(_FILE_ENDINGS) for n in names)
 
 
 def clean_up(text: str) -> str:
     """Remove the spaces that a word-by-word tokenizer leaves before punctuation."""
-    for found, put in CLEAN_UP:
-        text = text.replace(found, put)
+    for old, new in CLEAN_UP:
+        text = text.replace(old, new)
     return text

@@ -1,4 +1,4 @@
-"""Two results of the same request, held against each other bit by bit."""
+"""Comparison of two results of one request, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verbatim.core import Completion, Result, TopLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that is not the same.
+    """A difference between two results.
 
     Attributes:
-        request: the number of the request, from 0.
-        what: where in its result.
-        expected, found: what the request alone gave, and what this schedule gave.
-        run: which of the schedule's runs, where there are several.
+        request: index of the request.
+        what: the part of the result.
+        expected, found: the values of the request alone, and of this schedule.
+        run: label of the schedule's run, if there are several.
     """
 
     request: int
@@ -35,14 +35,14 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """What comparing many results has found so far.
+    """The differences between many pairs of results.
 
     Attributes:
-        num_tokens: tokens of completions that were compared.
-        num_logprobs: log-probs that were.
+        num_tokens: completion tokens compared.
+        num_logprobs: log-probs compared.
         ids_differ, logprobs_differ: requests whose tokens, texts or ends differ; and whose log-probs do.
-        first: the first difference; of a token, where there is one.
-        largest: between two log-probs that are of the same token behind the same tokens.
+        first: the first difference; of a token, if there is one.
+        largest: largest difference between two log-probs of the same token after the same tokens.
     """
 
     num_tokens: int = 0
@@ -66,7 +66,7 @@ class Comparison:
                 self._first_is_of_ids = of_ids
 
     def _differences(self, expected: Result, found: Result) -> Iterator[tuple[str, Any, Any, bool]]:
-        """What is compared, what it should be, what it is, and whether it is of the tokens."""
+        """Yield (part, expected value, found value, whether it concerns tokens) for each difference."""
         if expected.prompt_token_ids != found.prompt_token_ids:
             yield "the prompt", expected.prompt_token_ids, found.prompt_token_ids, True
             return
@@ -89,7 +89,7 @@ class Comparison:
     ) -> Iterator[tuple[str, Any, Any, bool]]:
         name = f"completion {expected.index}, " if expected.index else ""
         self.num_tokens += len(expected.token_ids)
-        same = 0  # tokens that agree; behind the first other one nothing can
+        same = 0  # leading tokens that agree
         for before, now in zip(expected.token_ids, found.token_ids, strict=False):
             if before != now:
                 yield f"{name}token {same}", before, now, True
@@ -119,12 +119,12 @@ class Comparison:
         found: Sequence[float | None] | None,
         comparable: float,
     ) -> Iterator[tuple[str, Any, Any, bool]]:
-        """The first of two rows of numbers whose bits differ; of the first `comparable`, how far."""
+        """Yield the first number that differs in its bits; track the gap of the first `comparable`."""
         if expected is None or found is None:
             if expected is not found:
                 yield f"{label}s", expected, found, False
             return
-        told = False
+        reported = False
         for at, (before, now) in enumerate(zip(expected, found, strict=False)):
             self.num_logprobs += before is not None
             if _bits(before) == _bits(now):
@@ -132,10 +132,10 @@ class Comparison:
             if before is not None and now is not None and at < comparable:
                 gap = abs(before - now)
                 self.largest = max(self.largest, math.inf if math.isnan(gap) else gap)
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 yield f"{label} {at}", before, now, False
-        if len(expected) != len(found) and not told:
+        if len(expected) != len(found) and not reported:
             yield f"number of {label}s", len(expected), len(found), False
 
     def _tops(
@@ -151,7 +151,7 @@ class Comparison:
             return
         if len(expected) != len(found):
             yield f"number of {label}s", len(expected), len(found), False
-        told = False
+        reported = False
         for at, (before, now) in enumerate(zip(expected, found, strict=False)):
             left, right = dict(before or ()), dict(now or ())
             self.num_logprobs += len(left)
@@ -159,8 +159,8 @@ class Comparison:
                 if at < comparable and _bits(left[i]) != _bits(right[i]):
                     gap = abs(left[i] - right[i])
                     self.largest = max(self.largest, math.inf if math.isnan(gap) else gap)
-            if not told and _entries(before) != _entries(now):
-                told = True
+            if not reported and _entries(before) != _entries(now):
+                reported = True
                 yield f"{label} {at}", before, now, False
 
 

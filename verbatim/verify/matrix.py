@@ -103,8 +103,8 @@ def _row(subject: Subject, schedule: Schedule) -> Row:
         schedule.run(trial)
     except NotRun as why:
         return row(NOT_RUN, note=str(why))
-    except Exception as error:  # whatever it is, the other rows are run
-        subject.close()  # whatever state it is in
+    except Exception as error:  # the other rows are run after any error
+        subject.close()
         return row(FAILED, note=f"{type(error).__name__}: {' '.join(str(error).split())}")
     found = Comparison()
     for run in trial.runs:

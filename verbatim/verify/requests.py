@@ -11,14 +11,14 @@ from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
 MAX_PROMPT = 72
-_LEAST = 4  # of a model's length limit, below which there is nothing to cut
+_MIN_LIMIT = 4  # smallest length limit of a model that can be verified
 # Prompt tokens; those of 17 and more fill a KV block.
 _LENGTHS = (1, 5, 17, 33, 2, 48, 8, 40, 13, 64, 21, 72)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request; `kind` says in a word or two what it is for."""
+class TestRequest:
+    """A request of the self-test; `kind` names the feature that it covers."""
 
     kind: str
     prompt: list[int]
@@ -26,28 +26,30 @@ class Asked:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and the longest completion."""
+        """Maximum length of prompt and completion."""
         assert self.params.max_tokens is not None
         return len(self.prompt) + self.params.max_tokens
 
 
-def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[Asked]:
-    """Twelve requests whose prompts are drawn from the vocabulary, within the model's length limit.
+def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[TestRequest]:
+    """Return twelve requests, with prompts drawn from the vocabulary, within the model's length limit.
 
     Args:
-        num_tokens: of the longest completions; the others are a little shorter.
-        seed: of the prompts, and of the requests' own seeds.
+        num_tokens: length of the longest completions; the others are a little shorter.
+        seed: for the prompts and the requests' seeds.
 
     Raises:
-        InvalidRequest: `num_tokens` or `seed` out of range, a length limit of hardly a token.
+        InvalidRequest: `num_tokens` or `seed` out of range, or a length limit below 4.
     """
     limit = llm.max_length
     if num_tokens < 1:
         raise InvalidRequest(f"tokens={num_tokens}: must be 1 or more")
     if not 0 <= seed < 2**53:
         raise InvalidRequest(f"seed={seed}: must be from 0 to {2**53 - 1}")
-    if limit < _LEAST:
-        raise InvalidRequest(f"the model's length limit is {limit}; to verify it takes {_LEAST}")
+    if limit < _MIN_LIMIT:
+        raise InvalidRequest(
+            f"the model's length limit is {limit}; to verify it takes {_MIN_LIMIT}"
+        )
     num_tokens = min(num_tokens, max(1, limit // 2))
     longest = min(MAX_PROMPT, limit - num_tokens)
     rng = random.Random(f"verify-{seed}")
@@ -55,7 +57,7 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[Asked]:
     requests = []
     for number, (kind, fields) in enumerate(_kinds(ids, rng).items()):
         length = min(_LENGTHS[number], longest)
-        if kind.startswith("repeating"):  # so that there is something to guess
+        if kind.startswith("repeating"):  # so that drafts can be accepted
             phrase = rng.choices(ids, k=5)
             prompt = (phrase * length)[:length]
         else:
@@ -66,7 +68,7 @@ def make_requests(llm: LLM, num_tokens: int, seed: int) -> list[Asked]:
             ignore_eos=number % 3 > 0,
             **fields,
         )
-        requests.append(Asked(kind, prompt, params))
+        requests.append(TestRequest(kind, prompt, params))
     return requests
 
 
@@ -90,7 +92,7 @@ def _kinds(ids: list[int], rng: random.Random) -> dict[str, dict[str, Any]]:
 
 
 def _plain_ids(llm: LLM) -> list[int]:
-    """Ids that are tokens of the vocabulary, and no special ones."""
+    """Return the ids of the vocabulary without special tokens."""
     vocab_size, tokenizer = llm.engine.admission.vocab_size, llm.tokenizer
     special = set(llm.engine.admission.eos_ids)
     if tokenizer is not None:

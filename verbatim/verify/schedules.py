@@ -1,4 +1,4 @@
-"""The schedules: each makes the engine compute the same tokens in another way."""
+"""The schedules: different ways to compute the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DRAFT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One row of the matrix. `run` leaves its results and what shows them in the trial."""
+    """One row of the matrix. `run` adds its results and notes to the trial."""
 
     name: str
     what: str
@@ -28,10 +28,10 @@ class Schedule:
 
 
 def _again(trial: Trial) -> None:
-    some = list(range(1, len(trial.subject.requests), 3))  # alone is slow
+    subset = list(range(1, len(trial.subject.requests), 3))  # alone is slow
     with trial.plain() as llm:
-        trial.add(trial.alone(llm, some), numbers=some)
-    trial.notes.append(f"{len(some)} of the requests")
+        trial.add(trial.alone(llm, subset), numbers=subset)
+    trial.notes.append(f"{len(subset)} of the requests")
 
 
 def _batched(trial: Trial) -> None:
@@ -49,7 +49,7 @@ def _reordered(trial: Trial) -> None:
 
 
 def _prefix_hit(trial: Trial) -> None:
-    # Each prompt twice: the second one waits for the first one's blocks, also of a live module.
+    # Each prompt twice: the second waits for the first one's blocks, also with a live module.
     twice = [i for number in range(len(trial.subject.requests)) for i in (number, number)]
     with trial.plain() as llm:
         found = trial.together(llm, twice)
@@ -88,7 +88,7 @@ def _threads(trial: Trial) -> None:
 def _chunked(trial: Trial) -> None:
     with trial.opened(max_batch_tokens=_CHUNK_ROWS, block_size=_CHUNK_BLOCK) as llm:
         trial.add(trial.together(llm))
-    longest = max(len(asked.prompt) for asked in trial.subject.requests)
+    longest = max(len(request.prompt) for request in trial.subject.requests)
     if longest <= _CHUNK_ROWS:
         raise NotRun(f"no prompt is longer than {_CHUNK_ROWS} tokens")
     trial.notes.append(f"{_CHUNK_ROWS} rows per forward, prompts up to {longest}")
@@ -96,8 +96,8 @@ def _chunked(trial: Trial) -> None:
 
 def _evicted(trial: Trial) -> None:
     subject = trial.subject
-    # Room for the longest request and a half, and not for two; the scratch block comes on top.
-    longest = max(asked.num_tokens for asked in subject.requests)
+    # Blocks for one and a half of the longest request, plus the scratch block.
+    longest = max(request.num_tokens for request in subject.requests)
     subject.plain()
     blocks = -(-longest * 3 // (2 * _EVICTION_BLOCK)) + 3
     nbytes = subject.info["kv_bytes_per_token"] * _EVICTION_BLOCK * blocks
@@ -120,12 +120,10 @@ def _drafted(trial: Trial) -> None:
 
 
 class _Oracle:
-    """A proposer that knows what comes, and says something else now and then: drafts that stand, and drafts
-    that don't, whatever the model.
-    """
+    """A proposer of the reference's tokens with some wrong ones, so that drafts are accepted and rejected."""
 
     def __init__(self, subject: Subject) -> None:
-        self._words = {
+        self._completions = {
             (tuple(result.prompt_token_ids), output.index): output.token_ids
             for result in subject.expected
             for output in result.outputs
@@ -135,10 +133,10 @@ class _Oracle:
         """See `verbatim.draft.Proposer`."""
         drafts = []
         for sequence, length in zip(sequences, lengths, strict=True):
-            made, prompt = len(sequence.output_ids), tuple(sequence.request.prompt_ids)
-            words = self._words.get((prompt, sequence.index), [])[made : made + length]
+            count, prompt = len(sequence.output_ids), tuple(sequence.request.prompt_ids)
+            ids = self._completions.get((prompt, sequence.index), [])[count : count + length]
             wrong = sequence.request.prompt_ids[0]
-            drafts.append([wrong if (made + j) % 3 == 1 else i for j, i in enumerate(words)])
+            drafts.append([wrong if (count + j) % 3 == 1 else i for j, i in enumerate(ids)])
         return drafts
 
 
@@ -155,11 +153,11 @@ def _unfused(trial: Trial) -> None:
 
 def _int8_kv(trial: Trial) -> None:
     if trial.subject.options.get("kv_dtype") in ("int8", "int4"):
-        raise NotRun("all rows have their keys and values in few bits")
-    some = list(range(0, len(trial.subject.requests), 2))
+        raise NotRun("all rows have a quantized KV cache")
+    subset = list(range(0, len(trial.subject.requests), 2))
     with trial.opened(kv_dtype="int8") as llm:
-        alone = trial.alone(llm, some)
-        trial.add(trial.together(llm, some), numbers=some, expected=alone)
+        alone = trial.alone(llm, subset)
+        trial.add(trial.together(llm, subset), numbers=subset, expected=alone)
     trial.notes.append("in a batch, against themselves alone")
 
 
@@ -180,7 +178,7 @@ def _two_stages(trial: Trial) -> None:
     trial.notes.append(f"layers {' and '.join(layers)}")
 
 
-# Those that share an engine come first.
+# Schedules that share an engine come first.
 SCHEDULES = (
     Schedule("again", "alone, once more", _again),
     Schedule("batched", "all at once", _batched),

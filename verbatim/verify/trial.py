@@ -1,4 +1,4 @@
-"""`Trial`: one schedule while it runs, on engines whose forwards are counted."""
+"""`Trial`: a running schedule, with counters of its engines' forwards."""
 
 from __future__ import annotations
 
@@ -15,93 +15,93 @@ from verbatim.errors import VerbatimError
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
-from verbatim.verify.requests import Asked
+from verbatim.verify.requests import TestRequest
 
 
 class NotRun(Exception):
-    """A schedule that can't be had here, or did not come about; says why."""
+    """Raised, with the reason, if a schedule is impossible here or did not take effect."""
 
 
 @dataclass(slots=True)
 class Subject:
-    """What is verified.
+    """The model under test and its reference results.
 
     Attributes:
-        model: as `LLM` takes it.
-        options: of `LLM`, for all schedules.
-        cluster: the placement of the row of two stages.
-        requests: what each schedule runs.
-        expected: what they gave alone.
-        most_alone: sequences that one forward had at most when each request was alone.
-        info: of the engine in memory.
+        model: as in `LLM`.
+        options: options of `LLM` for all schedules.
+        cluster: placement of the row "two-stages".
+        requests: the requests of every schedule.
+        expected: their results when run alone.
+        most_alone: maximum of sequences per forward when each request runs alone.
+        info: `LLM.info` of the resident engine.
     """
 
     model: Any
     options: dict[str, Any]
     cluster: Cluster
-    requests: list[Asked] = field(default_factory=list)
+    requests: list[TestRequest] = field(default_factory=list)
     expected: list[Result] = field(default_factory=list)
     most_alone: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     _plain: LLM | None = None
 
     def plain(self) -> LLM:
-        """The engine in memory, as the options have it; opened once."""
+        """Return the resident engine, opened on first use."""
         if self._plain is None:
             self._plain = LLM(self.model, **self.options)
             self.info = self._plain.info()
         return self._plain
 
     def close(self) -> None:
-        """Close it, so that another one may take the memory."""
+        """Close the resident engine, to free its memory."""
         if self._plain is not None:
             self._plain.close()
             self._plain = None
 
 
 @dataclass(slots=True)
-class Run:
-    """Results to be compared with others."""
+class ComparedRun:
+    """Results to compare with expected ones."""
 
     label: str
-    numbers: list[int]  # of the requests
+    numbers: list[int]  # indices of the requests
     found: list[Result]
     expected: list[Result]
 
 
 class Trial:
-    """One schedule: its runs, what shows that it was this one, and what the engines did for it.
+    """A schedule's runs, notes and counters.
 
     Attributes:
-        runs: what came out.
-        notes: what shows that the schedule came about.
-        forwards, rows: of its engines.
-        most: sequences that one forward had at most.
+        runs: results to compare.
+        notes: evidence that the schedule took effect.
+        forwards, rows: forwards of its engines, and rows in them.
+        most: maximum of sequences per forward.
     """
 
     def __init__(self, subject: Subject, name: str) -> None:
         self.subject = subject
         self.name = name
-        self.runs: list[Run] = []
+        self.runs: list[ComparedRun] = []
         self.notes: list[str] = []
         self.forwards = self.rows = self.most = 0
         self._run = 0
 
     @contextmanager
     def plain(self) -> Iterator[LLM]:
-        """The engine in memory that several schedules share."""
+        """Use the resident engine, which several schedules share."""
         llm = self.subject.plain()
         with self._counted(llm):
             yield llm
 
     @contextmanager
     def opened(self, **changes: Any) -> Iterator[LLM]:
-        """An engine of its own.
+        """Open an engine for this schedule.
 
         Raises:
-            NotRun: there can be none.
+            NotRun: it can't be opened.
         """
-        self.subject.plain()  # whose figures it may need
+        self.subject.plain()  # a schedule may need its `info`
         self.subject.close()
         options = {**self.subject.options, **changes}
         try:
@@ -129,7 +129,7 @@ class Trial:
             del runner.forward
 
     def params(self, number: int) -> SamplingParams:
-        """Of one request; what one run has cached is not found by another."""
+        """Return the parameters of one request, with a separate prefix cache for each run."""
         params = self.subject.requests[number].params
         salt = f"verify/{self.name}/{self._run}"
         return params.replace(cache_salt=salt, draft=params.num_beams == 1)  # beams draw nothing
@@ -138,17 +138,17 @@ class Trial:
         return self.subject.requests[number].prompt
 
     def alone(self, llm: LLM, numbers: SequenceOf[int] | None = None) -> list[Result]:
-        """Some requests, each when the one before it has ended; all of them if left out."""
+        """Run requests one after the other; all of them by default."""
         return [self.together(llm, [i])[0] for i in self._numbers(numbers)]
 
     def together(self, llm: LLM, numbers: SequenceOf[int] | None = None) -> list[Result]:
-        """Some requests at once; all of them if left out."""
+        """Run requests as one batch; all of them by default."""
         self._run += 1
         chosen = self._numbers(numbers)
         return llm.generate([self.prompt(i) for i in chosen], [self.params(i) for i in chosen])
 
     async def streamed(self, llm: LLM, number: int) -> Result:
-        """One request, put together from what its stream gave."""
+        """Run one request and join its streamed deltas."""
         stream = llm.astream(self.prompt(number), self.params(number))
         return _joined([delta async for delta in stream])
 
@@ -160,14 +160,14 @@ class Trial:
         numbers: SequenceOf[int] | None = None,
         expected: list[Result] | None = None,
     ) -> None:
-        """Results to be compared: with those of the requests alone, unless others are given."""
+        """Add results to compare, by default with those of the requests run alone."""
         chosen = self._numbers(numbers)
         if expected is None:
             expected = [self.subject.expected[i] for i in chosen]
-        self.runs.append(Run(label, chosen, found, expected))
+        self.runs.append(ComparedRun(label, chosen, found, expected))
 
     def check_batched(self) -> None:
-        """Raises NotRun: the engine ran the requests one by one, which shows nothing."""
+        """Raise NotRun if the engine ran the requests one by one."""
         if self.most <= self.subject.most_alone:
             raise NotRun(f"no forward had more than {self.most} sequences, as in the reference")
 
@@ -180,21 +180,21 @@ def _joined(deltas: list[Delta]) -> Result:
     assert result is not None
     outputs = []
     for output in result.outputs:
-        own = [delta for delta in deltas if delta.index == output.index]
+        of_output = [delta for delta in deltas if delta.index == output.index]
         outputs.append(
             dataclasses.replace(
                 output,
-                text="".join(delta.text for delta in own),
-                token_ids=[i for delta in own for i in delta.token_ids],
-                logprobs=[p for delta in own for p in delta.logprobs],
-                sampled_logprobs=_flat([delta.sampled_logprobs for delta in own]),
-                top_logprobs=_flat([delta.top_logprobs for delta in own]),
+                text="".join(delta.text for delta in of_output),
+                token_ids=[i for delta in of_output for i in delta.token_ids],
+                logprobs=[p for delta in of_output for p in delta.logprobs],
+                sampled_logprobs=_flat([delta.sampled_logprobs for delta in of_output]),
+                top_logprobs=_flat([delta.top_logprobs for delta in of_output]),
             )
         )
     return dataclasses.replace(result, outputs=outputs)
 
 
 def _flat(parts: SequenceOf[list[Any] | None]) -> list[Any] | None:
-    """Parts as one; None where there are none."""
-    known = [part for part in parts if part is not None]
-    return [entry for part in known for entry in part] if len(known) == len(parts) else None
+    """Join the parts; return None if any is None."""
+    present = [part for part in parts if part is not None]
+    return [entry for part in present for entry in part] if len(present) == len(parts) else None

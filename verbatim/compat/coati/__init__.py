@@ -1,4 +1,4 @@
-"""Coati's `generate` and what stands beside it, on Verbatim's engine.
+"""Coati's `generate` and its helper functions, on Verbatim's engine.
 
 `docs/coming-from/coati.md` says what differs from the original, and why.
 """

@@ -1,4 +1,4 @@
-"""What one call asks for, checked before anything runs."""
+"""The checked arguments of one call."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
 from verbatim.params import SamplingParams
 from verbatim.tensors import check_padded, rows_of
 
-_OURS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
+_OPTIONS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
 _LARGEST_ID = 2**63 - 1  # of int64
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One call of `generate` or `generate_streaming`.
+class GenerateArguments:
+    """The arguments of one `generate` or `generate_streaming`.
 
     Attributes:
         input_ids: `[B, P]` int64.
-        attention_mask: `[B, P]`, 0 on padding; as it was given, or made of the leading pads.
+        attention_mask: `[B, P]`, 0 on padding; the caller's, or 0 for leading pads.
         prompts: the rows without padding.
-        new_tokens: a row gets at most.
-        to_the_end: all rows are filled up to `new_tokens`.
-        stops: ids, or sequences of ids, that end a row; the end of sequence is not among them.
-        eos_id, pad_id: None where nobody names one.
-        interval: tokens from one piece of a stream to the next.
-        sampling: the fields of `SamplingParams` that say how tokens are chosen.
-        model_kwargs: all that is meant for the model or the hooks.
+        new_tokens: maximum per row.
+        to_the_end: pad all rows to `new_tokens`.
+        stops: id sequences that end a row, without the end of sequence.
+        eos_id, pad_id: None if unspecified.
+        interval: tokens between two tensors of a stream.
+        sampling: the fields of `SamplingParams` that control sampling.
+        model_kwargs: arguments for the model or the hooks.
     """
 
     input_ids: Tensor
@@ -61,7 +61,7 @@ class Ask:
         top_p: Any,
         temperature: Any,
         model_kwargs: dict[str, Any],
-    ) -> Ask:
+    ) -> GenerateArguments:
         """Check the arguments of a call.
 
         Raises:
@@ -81,26 +81,26 @@ class Ask:
         for name in ("use_cache", "apply_loss_mask"):
             if not isinstance(kwargs.get(name), bool | None):
                 raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
-        kwargs.pop("apply_loss_mask", None)  # the trainer's, which hands on all that it was given
-        given = {name: kwargs.pop(name, None) for name in _OURS}
+        kwargs.pop("apply_loss_mask", None)  # Coati's trainer passes it on to every call
+        options = {name: kwargs.pop(name, None) for name in _OPTIONS}
         eos_id = _id("tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None))
         pad_id = _id("tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None))
-        if (chosen := _id("pad_token_id", kwargs.pop("pad_token_id", None))) is not None:
-            pad_id = chosen
-        mask = given["attention_mask"]
+        if (override := _id("pad_token_id", kwargs.pop("pad_token_id", None))) is not None:
+            pad_id = override
+        mask = options["attention_mask"]
         check_padded(input_ids, mask)
         mask = _leading_pads(input_ids, pad_id) if mask is None else _check_side(mask)
-        interval = given["stream_interval"]
-        seed = given["seed"]
+        interval = options["stream_interval"]
+        seed = options["seed"]
         sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
-        SamplingParams(seed=seed, **sampling)  # which checks them
+        SamplingParams(seed=seed, **sampling)  # validates them
         return cls(
             input_ids=input_ids.long(),
             attention_mask=mask,
             prompts=rows_of(input_ids, mask),
-            new_tokens=_new_tokens(input_ids.shape[1], max_length, given["max_new_tokens"]),
+            new_tokens=_new_tokens(input_ids.shape[1], max_length, options["max_new_tokens"]),
             to_the_end=not early_stopping,
-            stops=_stops(given["stop_token_ids"]),
+            stops=_stops(options["stop_token_ids"]),
             eos_id=eos_id,
             pad_id=eos_id if pad_id is None else pad_id,
             interval=2 if interval is None else integer("stream_interval", interval, 1),
@@ -115,14 +115,14 @@ class Ask:
 
     @property
     def model_constants(self) -> dict[str, Any]:
-        """The `model_kwargs` for a model without hooks, which can't use what a forward caches."""
+        """`model_kwargs` without `use_cache`, for a model without hooks."""
         return {name: value for name, value in self.model_kwargs.items() if name != "use_cache"}
 
     def params(self, vocab_size: int) -> SamplingParams:
-        """For the engine; without a seed, one number is drawn from torch's default generator.
+        """Return the engine's parameters; without a seed, draw one from torch's default generator.
 
         Args:
-            vocab_size: an end of sequence beyond it, which can't be drawn, is left out.
+            vocab_size: an end of sequence beyond it is left out.
         """
         ends = () if self.eos_id is None or self.eos_id >= vocab_size else ((self.eos_id,),)
         seed = self.seed
@@ -131,15 +131,15 @@ class Ask:
         return SamplingParams(
             max_tokens=self.new_tokens,
             stop_token_ids=(*ends, *self.stops),
-            ignore_eos=True,  # the tokenizer's is among the stops, and the model's doesn't count
+            ignore_eos=True,  # only the tokenizer's counts, as a stop id
             seed=seed,
             **self.sampling,
         )
 
     def joined(self, rows: list[list[int]], width: int, pad: int) -> Tensor:
-        """`[B, P + width]` int64: the input, then the first `width` new ids of each row, then pads.
+        """Return `[B, P + width]` int64: the input, the first `width` new ids of each row, then pads.
 
-        An ordinary tensor on the input's device.
+        It is an ordinary tensor on the input's device.
         """
         with torch.inference_mode(False), torch.no_grad():
             tail = torch.full((len(rows), width), pad, dtype=torch.int64)
@@ -152,7 +152,7 @@ class Ask:
 def _sampling(
     num_beams: Any, do_sample: bool, top_k: Any, top_p: Any, temperature: Any
 ) -> dict[str, Any]:
-    """The fields of `SamplingParams`; None is off."""
+    """Return the sampling fields of `SamplingParams`; None disables a filter."""
     beams = integer("num_beams", num_beams, 1)
     if beams > 1 and do_sample:
         raise NotSupported(
@@ -173,17 +173,17 @@ def _sampling(
     return fields
 
 
-def _new_tokens(num_given: int, max_length: Any, max_new_tokens: Any) -> int:
+def _new_tokens(prompt_width: int, max_length: Any, max_new_tokens: Any) -> int:
     length = integer("max_length", max_length, 0)
-    if num_given > length:
-        raise PromptTooLong(f"input_ids is {num_given} tokens wide, and max_length={length}")
+    if prompt_width > length:
+        raise PromptTooLong(f"input_ids is {prompt_width} tokens wide, and max_length={length}")
     if max_new_tokens is None:
-        return length - num_given
-    return min(integer("max_new_tokens", max_new_tokens, 0), length - num_given)
+        return length - prompt_width
+    return min(integer("max_new_tokens", max_new_tokens, 0), length - prompt_width)
 
 
 def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
+    """Return sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
     if value is None:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -200,7 +200,7 @@ def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _leading_pads(input_ids: Tensor, pad_id: int | None) -> Tensor:
-    """A mask of the pads before each row's first other id; pads behind it are tokens."""
+    """Return a mask that is 0 on leading pads; later pads are tokens."""
     if pad_id is None:
         return torch.ones_like(input_ids, dtype=torch.int64)
     return (input_ids != pad_id).long().cummax(dim=1).values if input_ids.numel() else input_ids
@@ -216,7 +216,7 @@ def _check_side(mask: Tensor) -> Tensor:
 
 
 def _id(name: str, value: Any) -> int | None:
-    found = None if value is None else integer(name, value, 0)
-    if found is not None and found > _LARGEST_ID:
-        raise InvalidRequest(f"{name}={found}: must be at most {_LARGEST_ID}, the largest int64")
-    return found
+    token_id = None if value is None else integer(name, value, 0)
+    if token_id is not None and token_id > _LARGEST_ID:
+        raise InvalidRequest(f"{name}={token_id}: must be at most {_LARGEST_ID}, the largest int64")
+    return token_id

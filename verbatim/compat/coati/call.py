@@ -1,4 +1,4 @@
-"""One call: its rows on their engine, and their ids as tensors."""
+"""One call of `generate`: runs its rows and returns their ids as tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from verbatim.compat.coati.arguments import Ask
+from verbatim.compat.coati.arguments import GenerateArguments
 from verbatim.compat.coati.engines import engine_for, pad_of
 from verbatim.core import FinishReason, Request, Result
 from verbatim.engine.handle import EngineHandle
@@ -18,29 +18,29 @@ from verbatim.placement.hooked import Hooks
 from verbatim.placement.wrapped import unwrap
 
 
-class Call:
-    """The rows of one `generate`, admitted: what can be refused is refused here.
+class GenerateCall:
+    """The admitted rows of one `generate`; invalid rows are refused when this is built.
 
-    One of `whole`, `together` and `pieces` may be called, once.
+    Call one of `whole`, `run_in_lockstep` and `pieces`, once.
     """
 
-    def __init__(self, model: Any, ask: Ask, hooks: Hooks | None) -> None:
-        self._ask = ask
-        self._llm, self._own = engine_for(model, ask, hooks)
-        self._pad = pad_of(unwrap(model) if self._own else self._llm, ask)
+    def __init__(self, model: Any, args: GenerateArguments, hooks: Hooks | None) -> None:
+        self._ask = args
+        self._llm, self._owns_engine = engine_for(model, args, hooks)
+        self._pad = pad_of(unwrap(model) if self._owns_engine else self._llm, args)
         self._requests: list[Request] = []
         try:
-            if ask.new_tokens:
-                params = ask.params(self._llm.engine.admission.vocab_size)
-                self._requests = self._llm._admit_rows(ask.prompts, params)
+            if args.new_tokens:
+                params = args.params(self._llm.engine.admission.vocab_size)
+                self._requests = self._llm._admit_rows(args.prompts, params)
         except BaseException:
             self._end()
             raise
 
     @classmethod
-    def together(cls, begin: Callable[[], Call], group: Any) -> Tensor:
-        """All of what `begin` makes, with as many forwards as every other rank of `group` makes."""
-        call: Call | None = None
+    def run_in_lockstep(cls, begin: Callable[[], GenerateCall], group: Any) -> Tensor:
+        """Run the call that `begin` returns, with equally many forwards on all ranks of `group`."""
+        call: GenerateCall | None = None
 
         def start() -> tuple[EngineHandle, list[Request]]:
             nonlocal call
@@ -53,45 +53,45 @@ class Call:
             if call is not None:
                 call._end()
         assert call is not None
-        return call._made(results)
+        return call._output(results)
 
     def whole(self) -> Tensor:
-        """All of it."""
-        with self._open():
-            return self._made(self._llm.engine.run(self._requests))
+        """Run all rows to their end."""
+        with self._closing():
+            return self._output(self._llm.engine.run(self._requests))
 
-    def _made(self, results: list[Result]) -> Tensor:
+    def _output(self, results: list[Result]) -> Tensor:
         for row, result in enumerate(results):
             _check_whole(row, result.outputs[0].finish_reason)
         rows = [result.outputs[0].token_ids for result in results]
         return self._joined(rows, self._width(rows))
 
     def pieces(self) -> Generator[Tensor, None, None]:
-        """The whole tensor, again and again, while it grows."""
-        ask, sent = self._ask, -1
+        """Yield the whole tensor each time it has grown by the stream interval."""
+        args, sent = self._ask, -1
         steps = cast("Generator[None]", self._llm.engine.steps(self._requests))
-        with self._open(), closing(steps):
+        with self._closing(), closing(steps):
             for _ in steps:
-                rows, ready = self._so_far()
-                for width in _due(sent, ready, ask.interval):
+                rows, ready = self._progress()
+                for width in _due(sent, ready, args.interval):
                     yield self._joined(rows, width)
                     sent = width
-            if sent < ready:  # the end, between two pieces
+            if sent < ready:  # the end, between two intervals
                 yield self._joined(rows, ready)
 
     @contextmanager
-    def _open(self) -> Iterator[None]:
+    def _closing(self) -> Iterator[None]:
         try:
             yield
         finally:
             self._end()
 
     def _end(self) -> None:
-        if self._own:
+        if self._owns_engine:
             self._llm.close()
 
-    def _so_far(self) -> tuple[list[list[int]], int]:
-        """The new ids of each row, and how many columns of them are certain."""
+    def _progress(self) -> tuple[list[list[int]], int]:
+        """Return the new ids of each row, and the number of columns that are final."""
         for row, request in enumerate(self._requests):
             if request.error is not None:
                 raise request.error
@@ -102,7 +102,7 @@ class Call:
         return rows, min(growing) if growing else self._width(rows)
 
     def _width(self, rows: list[list[int]]) -> int:
-        """New columns when all have ended."""
+        """Return the number of new columns when all rows have ended."""
         return self._ask.new_tokens if self._ask.to_the_end else max(map(len, rows), default=0)
 
     def _joined(self, rows: list[list[int]], width: int) -> Tensor:
@@ -110,12 +110,12 @@ class Call:
 
 
 def _due(sent: int, ready: int, interval: int) -> range:
-    """The widths of 1, 1 + k, 1 + 2k, ... that were not sent and are ready."""
+    """Return the widths of 1, 1 + k, 1 + 2k, ... that are ready and not yet sent."""
     first = 1 if sent < 1 else sent + interval
     return range(first, ready + 1, interval)
 
 
 def _check_whole(row: int, reason: FinishReason | None) -> None:
-    """An engine that is shared may be closed, or told to abort, by somebody else."""
+    """Raise RequestFailed if the row was aborted, for example by closing a shared engine."""
     if reason is FinishReason.ABORT:
         raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.compat.coati.arguments import Ask
-from verbatim.compat.coati.call import Call
+from verbatim.compat.coati.arguments import GenerateArguments
+from verbatim.compat.coati.call import GenerateCall
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.placement.hooked import Hooks
 
@@ -37,19 +37,19 @@ def generate(
             `[B, T, V]`.
         input_ids: `[B, P]` integers, padded on the left.
         tokenizer: its `padding_side` must be "left"; its `eos_token_id` ends a row, its `pad_token_id` is
-            what is masked in front of a row and what fills it after its end.
+            masked in front of a row and fills it after its end.
         max_length: columns of the result at most, prompt included.
-        num_beams: above 1, beam search, with `do_sample=False`; the best beam of each row.
+        num_beams: above 1, return the best beam of each row; needs `do_sample=False`.
         do_sample: False takes the likeliest token.
         early_stopping: False fills all rows up to the full length; True ends with the last row.
         top_k, top_p, temperature: None is off.
-        prepare_inputs_fn: `f(input_ids, past=past, **model_kwargs)` makes the inputs of each forward.
-        update_model_kwargs_fn: `f(outputs, model_kwargs)` makes the `model_kwargs` of the next step.
+        prepare_inputs_fn: `f(input_ids, past=past, **model_kwargs)` returns the inputs of each forward.
+        update_model_kwargs_fn: `f(outputs, model_kwargs)` returns the `model_kwargs` of the next step.
         model_kwargs: `max_new_tokens`; `stop_token_ids`: sequences of ids that end a row, `[[20, 21], [10]]`,
             or a single one, `[20, 21]` or `20`; `attention_mask` `[B, P]`, without which leading pads are
             masked; `seed`: without one, a number is drawn from torch's default generator; `pad_token_id`;
             `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
-            whose ranks then make equally many forwards, for a model whose forward talks to other ranks;
+            for a model that communicates between ranks: all then run equally many forwards;
             `use_cache`, for hooks, and `apply_loss_mask`, for nothing: they change no token. Others are
             the model's own, for hooks and actors.
 
@@ -57,15 +57,15 @@ def generate(
         `[B, P + N]` int64 on the device of `input_ids`, an ordinary tensor.
 
     Raises:
-        InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel: before any token is made.
-        RequestFailed: a row from which nothing can be drawn.
+        InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel: before any token is generated.
+        RequestFailed: no token can be drawn for a row.
 
-    What the model or a hook raises comes through as it is.
+    Exceptions of the model and of hooks are passed on.
     """
     group = model_kwargs.pop("process_group", None)
 
-    def begin() -> Call:
-        ask = Ask.of(
+    def begin() -> GenerateCall:
+        args = GenerateArguments.of(
             input_ids,
             tokenizer,
             max_length,
@@ -77,9 +77,9 @@ def generate(
             temperature,
             model_kwargs,
         )
-        return Call(model, ask, _hooks(prepare_inputs_fn, update_model_kwargs_fn))
+        return GenerateCall(model, args, _hooks(prepare_inputs_fn, update_model_kwargs_fn))
 
-    return begin().whole() if group is None else Call.together(begin, group)
+    return begin().whole() if group is None else GenerateCall.run_in_lockstep(begin, group)
 
 
 def generate_streaming(
@@ -97,21 +97,21 @@ def generate_streaming(
     update_model_kwargs_fn: Callable[..., dict[str, Any]] | None = None,
     **model_kwargs: Any,
 ) -> Generator[Tensor, None, None]:
-    """`generate` as it goes: the whole tensor, prompt included, at 1, 1 + k, 1 + 2k, ... new tokens.
+    """Stream `generate`: yield the whole tensor, prompt included, at 1, 1 + k, 1 + 2k, ... new tokens.
 
-    k is `stream_interval`, 2 unless given; the last one is the end, whatever its length. Everything is
-    checked when this is called; the first forward runs when the first tensor is asked for. Leaving early,
+    k is `stream_interval`, 2 by default; the last tensor is complete, whatever its length. Arguments are
+    checked when this is called; the first forward runs when the first tensor is requested. Leaving early,
     or closing the generator, ends the rows.
 
     Raises:
-        NotSupported: `num_beams` above 1: which beam is the best is known in the end alone.
+        NotSupported: `num_beams` above 1, as the best beam is only known at the end.
     """
     if model_kwargs.pop("process_group", None) is not None:
         raise NotSupported(
             "process_group in a stream: its reader decides when the next forward is made, and ranks must "
             "make theirs together; use generate"
         )
-    ask = Ask.of(
+    args = GenerateArguments.of(
         input_ids,
         tokenizer,
         max_length,
@@ -123,12 +123,12 @@ def generate_streaming(
         temperature,
         model_kwargs,
     )
-    if ask.num_beams > 1:
+    if args.num_beams > 1:
         raise NotSupported(
             f"num_beams={num_beams} in a stream: which beam is the best is known in the end alone; use "
             "generate"
         )
-    return Call(model, ask, _hooks(prepare_inputs_fn, update_model_kwargs_fn)).pieces()
+    return GenerateCall(model, args, _hooks(prepare_inputs_fn, update_model_kwargs_fn)).pieces()
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:

@@ -1,4 +1,4 @@
-"""Coati's helper functions: hooks for models with a cache, logits processors, the end over all ranks."""
+"""Coati's helper functions: cache hooks, logits processors, and the end of generation on all ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
-    """The inputs of a model's next forward.
+    """Return the inputs of a model's next forward.
 
-    Works as the `prepare_inputs_fn` of `generate`, with a cache if the model kept one: then only the ids
-    that it does not hold are passed on.
+    Usable as `generate`'s `prepare_inputs_fn`. If the model returned a cache, only the ids that
+    are not cached are passed on.
 
     Args:
-        input_ids: `[B, L]`, everything so far.
-        model_kwargs: handed on. `past`, or else `past_key_values`, is the cache; `position_ids` are made of
-            `attention_mask` where they are not given.
+        input_ids: `[B, L]`, prompt and completion so far.
+        model_kwargs: passed on. `past`, or else `past_key_values`, is the cache; `position_ids` default to
+            those of `attention_mask`.
 
     Returns:
         A new dict with `input_ids`.
@@ -35,7 +35,7 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
     cache = model_kwargs.get("past_key_values") if past is None else past
     mask, num_cached = model_kwargs.get("attention_mask"), _length_of(cache)
     inputs = {**model_kwargs, "input_ids": input_ids[:, num_cached:], "past_key_values": cache}
-    if cache is None:  # of a model that may not even take one
+    if cache is None:  # the model may not accept one
         del inputs["past_key_values"]
     types = model_kwargs.get("token_type_ids")
     if isinstance(types, Tensor):
@@ -46,7 +46,7 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
 
 
 def _length_of(cache: Any) -> int:
-    """Tokens that a transformers cache holds, or pairs of keys and values `[B, heads, length, width]`."""
+    """Return the length of a transformers cache, or of (K, V) pairs `[B, heads, length, width]`."""
     if cache is None:
         return 0
     if hasattr(cache, "get_seq_length"):
@@ -57,18 +57,18 @@ def _length_of(cache: Any) -> int:
 def update_model_kwargs_fn(
     outputs: Any, new_mask: Any = None, **model_kwargs: Any
 ) -> dict[str, Any]:
-    """What is carried from one step to the next.
+    """Return the `model_kwargs` of the next step.
 
-    Works as the `update_model_kwargs_fn` of `generate`, which calls it as `f(outputs, model_kwargs)`.
+    Usable as `generate`'s `update_model_kwargs_fn`, called as `f(outputs, model_kwargs)`.
 
     Args:
-        outputs: of the model; its `past_key_values` are kept (None where it has none).
+        outputs: the model's output; its `past_key_values` are kept (None if it has none).
         new_mask: `[B, 1]`, the attention mask of the new token; or the `model_kwargs` as a dict, which
             means a mask of ones.
-        model_kwargs: as they were before the step.
+        model_kwargs: of the step just made.
 
     Returns:
-        A new dict, with `attention_mask` and `token_type_ids`, where there are any, a column wider.
+        A new dict; `attention_mask` and `token_type_ids`, if present, are one column wider.
     """
     if isinstance(new_mask, Mapping):
         model_kwargs, new_mask = {**new_mask, **model_kwargs}, None
@@ -85,9 +85,9 @@ def update_model_kwargs_fn(
 def _prepare_logits_processor(
     top_k: int | None = None, top_p: float | None = None, temperature: float | None = None
 ) -> LogitsProcessorList:
-    """transformers' processors for temperature, top-k and top-p, in this order, without those that are off.
+    """Return transformers' processors for temperature, top-k and top-p, in this order, if enabled.
 
-    For loops of your own; `generate` itself has the house's sampler.
+    For custom loops; `generate` itself uses Verbatim's sampler.
 
     Raises:
         ValueError: a number out of range.
@@ -99,21 +99,21 @@ def _prepare_logits_processor(
         TopPLogitsWarper,
     )
 
-    found = LogitsProcessorList()
+    processors = LogitsProcessorList()
     if temperature is not None and temperature != 1.0:
-        found.append(TemperatureLogitsWarper(float(temperature)))
+        processors.append(TemperatureLogitsWarper(float(temperature)))
     if top_k is not None and top_k != 0:
-        found.append(TopKLogitsWarper(top_k))
+        processors.append(TopKLogitsWarper(top_k))
     if top_p is not None and top_p != 1.0:
-        found.append(TopPLogitsWarper(float(top_p)))
-    return found
+        processors.append(TopPLogitsWarper(float(top_p)))
+    return processors
 
 
 def _is_sequence_finished(unfinished_sequences: Tensor) -> bool:
-    """Has every row of every rank ended?
+    """Return whether every row of every rank has ended.
 
     Args:
-        unfinished_sequences: `[B]`, 0 for each row that has; left as it is.
+        unfinished_sequences: `[B]`, 0 for finished rows; not modified.
     """
     if not isinstance(unfinished_sequences, Tensor):
         raise InvalidRequest(f"unfinished_sequences={unfinished_sequences!r}: must be a tensor")

@@ -1,4 +1,4 @@
-"""What one call of `generate` asks for, checked before anything runs."""
+"""The checked arguments of one `generate`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LARGEST_ID = 2**31 - 1  # of int32
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One call.
+class OptArguments:
+    """The checked arguments of one `generate`.
 
     Attributes:
-        ids: `[B, P]` int64; short rows have pads in front.
-        prompts: the rows that are run, without pads.
-        new_tokens: columns behind the prompt.
-        run_tokens: of them, those that are made.
-        params: for the engine.
-        breakdown: load, compute and store are told apart.
+        ids: `[B, P]` int64, left-padded.
+        prompts: the rows to run, without pads.
+        new_tokens: columns after the prompt.
+        run_tokens: the number of them to generate.
+        params: sampling parameters for the engine.
+        breakdown: measure load, compute and store separately.
     """
 
     ids: Tensor
@@ -58,11 +58,11 @@ class Ask:
         pad_id: int,
         vocab_size: int,
         block: int,
-    ) -> Ask:
+    ) -> OptArguments:
         """Check the arguments of a call.
 
         Args:
-            block: rows that run at once.
+            block: number of rows that run at once.
 
         Raises:
             InvalidRequest: the message names the argument.
@@ -78,7 +78,7 @@ class Ask:
         if cut_gen_len is not None:
             run_tokens = min(run_tokens, integer("cut_gen_len", cut_gen_len, 1))
         ends = () if stop is None else (_stop_id(stop, vocab_size),)
-        SamplingParams(temperature=temperature, seed=seed)  # which checks them
+        SamplingParams(temperature=temperature, seed=seed)  # validates them
         rows = _rows(inputs)
         ids = _padded(rows, pad_id)
         mask = _leading_pads(ids, pad_id) if attention_mask is None else _mask(attention_mask, ids)
@@ -106,17 +106,17 @@ class Ask:
         )
 
     def joined(self, new: list[list[int]], pad_id: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """`[B, P + new_tokens]` int32: `ids`, then the new ids of each row, then pads."""
+        """Return `[B, P + new_tokens]` int32: `ids`, the new ids of each row, then pads."""
         rows, width = self.ids.shape
         output = np.full((rows, width + self.new_tokens), pad_id, dtype=np.int32)
         output[:, :width] = self.ids.numpy()
-        for row, found in enumerate(new):
-            output[row, width : width + len(found)] = found
+        for row, new_ids in enumerate(new):
+            output[row, width : width + len(new_ids)] = new_ids
         return output
 
 
 def _rows(inputs: Any) -> list[list[int]]:
-    """Rows of ids, from a 2-D array or tensor, or from a list of rows."""
+    """Return rows of ids from a 2-D array or tensor, or from a list of rows."""
     if isinstance(inputs, np.ndarray | Tensor):
         kind = inputs.dtype.kind if isinstance(inputs, np.ndarray) else _kind(inputs)
         if inputs.ndim != 2 or kind not in "iu":
@@ -158,15 +158,18 @@ def _padded(rows: list[list[int]], pad_id: int) -> Tensor:
 
 
 def _leading_pads(ids: Tensor, pad_id: int) -> Tensor:
-    """A mask of the pads before each row's first other id; pads behind it are tokens."""
+    """Return a mask that is 0 on leading pads; later pads are tokens."""
     return (ids != pad_id).long().cummax(dim=1).values
 
 
 def _mask(attention_mask: Any, ids: Tensor) -> Tensor:
-    """`attention_mask` as a tensor, if it fits `ids` and ends each row with a token."""
+    """Return `attention_mask` as a tensor; its shape must be that of `ids`, with pads on the left."""
     try:
-        given = attention_mask
-        mask = given.detach() if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given))
+        mask = torch.as_tensor(
+            attention_mask.detach()
+            if isinstance(attention_mask, Tensor)
+            else np.asarray(attention_mask)
+        )
     except (TypeError, ValueError, RuntimeError):
         raise InvalidRequest(
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
@@ -193,7 +196,7 @@ def _check_prompts(prompts: list[list[int]], pad_id: int, vocab_size: int) -> No
 
 
 def _stop_id(stop: Any, vocab_size: int) -> int:
-    found = integer("stop", stop, 0)
-    if found >= vocab_size:
-        raise InvalidRequest(f"stop={found}: is outside 0 to {vocab_size - 1}")
-    return found
+    token_id = integer("stop", stop, 0)
+    if token_id >= vocab_size:
+        raise InvalidRequest(f"stop={token_id}: is outside 0 to {vocab_size - 1}")
+    return token_id

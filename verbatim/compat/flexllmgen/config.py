@@ -1,4 +1,4 @@
-"""Which model is meant: `OptConfig`, `get_opt_config`, and the folder of a name."""
+"""`OptConfig`, `get_opt_config`, and the lookup of a model by name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SHAPES = {
     "galactica-30b": (48, 56, 7168),
 }
 _GALACTICA_VOCAB = 50_000
-# Its fields by the names of transformers' configs. A name alone stands for the first three: the
-# vocabulary is what fine-tuning changes.
+# OptConfig fields by their transformers names. A name alone implies the first three: the
+# vocabulary changes with fine-tuning.
 _FIELDS = {
     "num_hidden_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -34,15 +34,15 @@ _FIELDS = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
-_OF_A_NAME = ("num_hidden_layers", "hidden_size", "n_head")
+_IMPLIED_BY_NAME = ("num_hidden_layers", "hidden_size", "n_head")
 
 
 @dataclass(frozen=True)
 class OptConfig:
-    """The shape of an OPT model. The checkpoint has its own, which must be the same.
+    """The shape of an OPT model, which must match the checkpoint's.
 
     Attributes:
-        pad_token_id: what is in front of short rows of `inputs`, and fills a row behind its stop.
+        pad_token_id: fills `inputs` on the left, and a row after its stop.
     """
 
     name: str = "opt-125m"
@@ -56,18 +56,18 @@ class OptConfig:
 
     @property
     def input_dim(self) -> int:
-        """The same as `hidden_size`."""
+        """Alias of `hidden_size`."""
         return self.hidden_size
 
 
 def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
-    """The config of an OPT by its name: "facebook/opt-30b", "opt-30b", "opt-iml-max-30b".
+    """Return the config of an OPT by its name: "facebook/opt-30b", "opt-30b", "opt-iml-max-30b".
 
     Args:
-        kwargs: fields with other values.
+        kwargs: fields to override.
 
     Raises:
-        InvalidRequest: an unknown name; other models need no config, their folder tells.
+        InvalidRequest: an unknown name; other models need no config.
     """
     if not isinstance(name, str):
         raise InvalidRequest(f"name={name!r}: must be a string")
@@ -76,7 +76,7 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
     if shape is None:
         raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
     layers, heads, width = shape
-    found = OptConfig(
+    config = OptConfig(
         name=short,
         num_hidden_layers=layers,
         n_head=heads,
@@ -84,21 +84,21 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
         ffn_embed_dim=4 * width,
     )
     if short == "galactica-30b":
-        found = dataclasses.replace(found, vocab_size=_GALACTICA_VOCAB)
-    return dataclasses.replace(found, **kwargs)
+        config = dataclasses.replace(config, vocab_size=_GALACTICA_VOCAB)
+    return dataclasses.replace(config, **kwargs)
 
 
 def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
-    """The folder, or the hub id, of a model.
+    """Return the folder or the hub id of a model.
 
     Args:
         config: a folder, a hub id, the name of an OPT, or a config with such a name.
-        path: None; or the model's folder, or the folder that holds it under its name.
+        path: the model's folder, or its parent; or None.
 
     Raises:
-        InvalidRequest: a path that is not used, or none.
+        InvalidRequest: `path` is invalid or would not be used.
         NotSupported: FlexLLMGen's own folders of numpy files, and its dummy weights.
-        ModelError: there is no such folder.
+        ModelError: the folder does not exist.
     """
     name = config.name if isinstance(config, OptConfig) else os.path.expanduser(config)
     if not name:
@@ -110,7 +110,7 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
     if "_DUMMY_" in os.fspath(path):
         raise NotSupported(f"path={path!r}: dummy weights are not made; give a model's folder")
     root, short = Path(os.path.expanduser(path)), name.rstrip("/").rsplit("/", 1)[-1]
-    # (An absolute name would swallow the root.)
+    # Joining an absolute name would drop the root.
     for folder in (root / name.lstrip("/"), root / short, root):
         if (folder / "config.json").is_file():
             return str(folder)
@@ -126,19 +126,19 @@ def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:
     return _hub_id(name)
 
 
-def check_config(config: OptConfig, found: Any, *, by_name: bool) -> None:
-    """Raise InvalidRequest unless the model is what `config` says.
+def check_config(config: OptConfig, model_config: Any, *, by_name: bool) -> None:
+    """Raise InvalidRequest unless the model has the shape of `config`.
 
     Args:
-        found: the model's own config, transformers'.
-        by_name: `config` is what a name stands for.
+        model_config: the model's transformers config.
+        by_name: `config` follows from a name; compare only the fields implied by it.
     """
-    for name in _OF_A_NAME if by_name else _FIELDS:
-        said, is_ = getattr(config, name), getattr(found, _FIELDS[name], None)
-        if said != is_:
+    for name in _IMPLIED_BY_NAME if by_name else _FIELDS:
+        expected, actual = getattr(config, name), getattr(model_config, _FIELDS[name], None)
+        if expected != actual:
             raise InvalidRequest(
-                f"{config.name} has {name}={said}, and the model that was found has {is_}; it is another "
-                "one"
+                f"{config.name} has {name}={expected}, and the model that was found has {actual}; it is "
+                "another one"
             )
 
 

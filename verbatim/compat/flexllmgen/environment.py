@@ -1,4 +1,4 @@
-"""`ExecutionEnv`: the three tiers, of which the disk has a folder."""
+"""`ExecutionEnv`: the three tiers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Closable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Where something can lie.
+    """A tier of memory.
 
     Attributes:
         name: "gpu", "cpu" or "disk".
-        path: of the disk, the folder that is written to. None: the system's for temporary files.
+        path: the folder of the disk tier; None is the system's folder for temporary files.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Tier:
 
 @dataclass(frozen=True, eq=False)
 class ExecutionEnv:
-    """The machine, as `OptLM` takes it. `ExecutionEnv.create(folder)` makes one.
+    """The tiers of a machine; `ExecutionEnv.create(folder)` returns one.
 
     On a machine without a GPU the gpu tier is RAM, like the cpu tier.
     """
@@ -42,13 +42,13 @@ class ExecutionEnv:
 
     @classmethod
     def create(cls, offload_dir: str | os.PathLike[str]) -> ExecutionEnv:
-        """One whose disk tier is `offload_dir`, which is made if it isn't there.
+        """Return an environment with `offload_dir` as its disk tier; create the folder if missing.
 
-        What is written there has no name, and nothing is left behind; weights are read from the
+        Files there are unnamed, and nothing is left behind; weights are read from the
         checkpoint itself, not copied.
 
         Raises:
-            InvalidRequest: no path, or one of a file. TierFailed: the folder can't be made.
+            InvalidRequest: not a path, or the path of a file. TierFailed: the folder can't be created.
         """
         if not isinstance(offload_dir, str | os.PathLike) or not os.fspath(offload_dir):
             raise InvalidRequest(f"offload_dir={offload_dir!r}: must be the path of a folder")
@@ -64,9 +64,9 @@ class ExecutionEnv:
         return cls(disk=Tier("disk", folder))
 
     def close_copy_threads(self) -> None:
-        """End the threads that read and write, and so close every `OptLM` that was opened here.
+        """Close every `OptLM` of this environment, with its reading and writing threads.
 
-        Again does nothing.
+        A second call does nothing.
         """
         for model in list(self._models):
             model.close()

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from verbatim.compat.flexllmgen.arguments import Ask
+from verbatim.compat.flexllmgen.arguments import OptArguments
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, find_model, get_opt_config
 from verbatim.compat.flexllmgen.environment import ExecutionEnv
 from verbatim.compat.flexllmgen.policy import Policy, offload_of, options_of
@@ -26,23 +26,23 @@ from verbatim.tensors import engine_of
 
 
 class OptLM:
-    """A model over three tiers, as FlexLLMGen opens it; any architecture that Verbatim runs.
+    """An offloaded model with FlexLLMGen's interface, of any architecture that Verbatim runs.
 
     Args:
         config: a folder in Hugging Face's format, a hub id, the name of an OPT ("facebook/opt-30b"), or an
-            `OptConfig`, which the model must agree with. Or what is open: an `LLM`, or a live transformers
-            module, for which one engine is kept; then the others stay None.
-        env: its disk is where K and V and activations go that leave memory.
-        path: the folder of the model, or the one that holds it under its name. None: `config` tells.
-        policy: where what lies, and how much computes at once. None lets Verbatim choose.
+            `OptConfig`, which the model must match. Or an open `LLM`, or a live transformers
+            module, for which one engine is kept; then leave the other arguments at None.
+        env: its disk tier holds offloaded K and V and activations.
+        path: the folder of the model, or its parent. None: `config` names the model.
+        policy: placement and batch sizes. None lets Verbatim choose.
 
     Attributes:
-        config: an `OptConfig` as it was given; else the model's own, transformers'.
-        env, path, policy: as they were given.
+        config: the given `OptConfig`; else the model's transformers config.
+        env, path, policy: the arguments.
         timings: of the latest `generate`.
 
     Raises:
-        InvalidRequest, NotSupported: an argument out of range or not done, or one that nothing would use.
+        InvalidRequest, NotSupported: an argument that is out of range, unsupported, or without effect.
         ModelError, UnsupportedModel: the model can't be opened or run.
         TierFailed: a file or folder can't be read or written.
     """
@@ -60,7 +60,7 @@ class OptLM:
         self.timings = Timings()
         self._model: LLM | nn.Module
         self._closed = False
-        self._end: Callable[[], object] | None = None  # of an engine of our own
+        self._end: Callable[[], object] | None = None  # closes the engine opened here
         if isinstance(config, LLM | nn.Module):
             self._refuse_settings(type(config).__name__)
             self._model = config
@@ -85,14 +85,14 @@ class OptLM:
                 )
 
     def _open(self, config: OptConfig | str | os.PathLike[str]) -> LLM:
-        settled = config if isinstance(config, OptConfig) else _known(config)
+        expected = config if isinstance(config, OptConfig) else _config_by_name(config)
         source = find_model(config, self.path)
         disk = None if self.env is None else self.env.disk.path
         llm = LLM(source, placement=offload_of(self.policy, disk), **options_of(self.policy))
         try:
-            if settled is not None:
+            if expected is not None:
                 by_name = not isinstance(config, OptConfig)
-                check_config(settled, llm.engine.config, by_name=by_name)
+                check_config(expected, llm.engine.config, by_name=by_name)
         except BaseException:
             llm.close()
             raise
@@ -100,7 +100,7 @@ class OptLM:
 
     @property
     def llm(self) -> LLM:
-        """The engine: every sampling option, streams, scores.
+        """The engine, with every sampling option, streams and scores.
 
         Raises:
             EngineClosed: after `close`.
@@ -111,21 +111,21 @@ class OptLM:
 
     @property
     def num_gpu_batches(self) -> int | None:
-        """Of the policy, or of Verbatim's own plan; None for a model that is not offloaded."""
+        """Batches per block, from the policy or Verbatim's plan; None if the model is not offloaded."""
         runner = self.llm.engine.runner
         return runner.plan.micro_batches if isinstance(runner, Offloaded) else None
 
     @property
     def pad_token_id(self) -> int:
-        """The `OptConfig`'s if one was given, the model's, its tokenizer's, an end of sequence, or else 0."""
+        """The pad id: of the `OptConfig`, the model, the tokenizer, an end of sequence, or else 0."""
         if isinstance(self.config, OptConfig):
             return self.config.pad_token_id
         llm = self.llm
         tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
         for source in (llm.engine.generation_config, llm.engine.config, tokenizer):
-            found = getattr(source, "pad_token_id", None)
-            if isinstance(found, int) and found >= 0:
-                return found
+            token_id = getattr(source, "pad_token_id", None)
+            if isinstance(token_id, int) and token_id >= 0:
+                return token_id
         return llm.pad_token_id
 
     def generate(
@@ -142,35 +142,35 @@ class OptLM:
         attention_mask: Any = None,
         seed: int | None = None,
     ) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Continue each row of `inputs`. How many there are is free: more than a block wait for a seat.
+        """Continue each row of `inputs`; rows beyond one block are queued.
 
         Args:
-            inputs: ids `[B, P]`, or lists of ids, of which short ones get pads in front. The pads in front
-                of a row are no part of its prompt; those behind its first other id are.
-            max_new_tokens: columns behind the prompt.
+            inputs: ids `[B, P]`, or lists of ids, which are padded on the left. Leading pads
+                are not part of a prompt; later ones are.
+            max_new_tokens: columns after the prompt.
             do_sample: False takes the likeliest token.
             temperature: of sampling; 0 takes the likeliest token.
-            stop: the id that ends a row; it stays, and pads follow. Nothing else ends a row, the model's
-                end of sequence neither.
-            debug_mode: "fewer_batch" runs the first block of rows alone, and 5 tokens at most of each;
-                "breakdown" tells load, compute and store apart. Both leave their numbers in `timings`.
-            cut_gen_len: makes this many tokens at most; the rest of the columns are pads.
-            verbose: 1 writes what is run and what it took to stderr, 2 each step as well.
-            attention_mask: `[B, P]`, ours: 0 marks pads, all in front, in place of their id.
-            seed: ours: row b draws with it and with sample index b. Without, a number is drawn from torch's
-                default generator when something is sampled.
+            stop: the id that ends a row; it is kept, and pads follow. Nothing else ends a row, not even
+                the model's end of sequence.
+            debug_mode: "fewer_batch" runs only the first block of rows, for at most 5 tokens;
+                "breakdown" measures load, compute and store separately. Results are in `timings`.
+            cut_gen_len: generate at most this many tokens; the other columns are pads.
+            verbose: 1 writes a summary and timings to stderr, 2 each step as well.
+            attention_mask: `[B, P]`, an extension: 0 marks left padding, whatever its ids.
+            seed: an extension: row b draws with it and sample index b. By default a number from torch's
+                default generator, if tokens are sampled.
 
         Returns:
             `[B, P + max_new_tokens]` int32: the rows as given (with their pads), the new ids, and pads.
 
         Raises:
-            InvalidRequest, PromptTooLong: before any token is made.
+            InvalidRequest, PromptTooLong: before any token is generated.
             NotSupported: "breakdown" of a model that is not offloaded.
-            RequestFailed: a row from which nothing can be drawn. TierFailed: a tier failed on the way; the
-                engine is closed then.
+            RequestFailed: no token can be drawn for a row. TierFailed: a tier failed; the
+                engine is then closed.
         """
         llm, pad_id = self.llm, self.pad_token_id
-        ask = Ask.of(
+        args = OptArguments.of(
             inputs,
             attention_mask,
             max_new_tokens,
@@ -185,22 +185,22 @@ class OptLM:
             vocab_size=llm.engine.admission.vocab_size,
             block=llm.engine.scheduler.max_sequences,
         )
-        spent = _spent(llm) if ask.breakdown else None
-        requests = llm._admit_rows(ask.prompts, ask.params) if ask.run_tokens else []
-        if ask.verbose:
-            _say(_description(llm, ask))
-        self.timings = _timed(llm, requests, spent, ask.verbose)
-        self.timings.project(len(ask.ids), ask.new_tokens, ask.run_tokens)
-        if ask.verbose:
-            _say(*self.timings.lines())
-        return ask.joined([request.sequences[0].output_ids for request in requests], pad_id)
+        spent = _timings_of(llm) if args.breakdown else None
+        requests = llm._admit_rows(args.prompts, args.params) if args.run_tokens else []
+        if args.verbose:
+            _log(_description(llm, args))
+        self.timings = _run_timed(llm, requests, spent, args.verbose)
+        self.timings.project(len(args.ids), args.new_tokens, args.run_tokens)
+        if args.verbose:
+            _log(*self.timings.lines())
+        return args.joined([request.sequences[0].output_ids for request in requests], pad_id)
 
     def delete_all_weights(self) -> None:
-        """Free everything, as `close` does. Again does nothing."""
+        """Free everything, as `close` does."""
         self.close()
 
     def close(self) -> None:
-        """Close the engine that was opened here; an `LLM` or a module that was given stays as it is."""
+        """Close the engine if it was opened here; leave a given `LLM` or module open."""
         self._closed = True
         if self._end is not None:
             self._end()
@@ -212,10 +212,10 @@ class OptLM:
         self.close()
 
 
-def _timed(
+def _run_timed(
     llm: LLM, requests: list[Request], spent: Callable[[], Spent] | None, verbose: int
 ) -> Timings:
-    """Run `requests` to their end, looking at the clock after each step."""
+    """Run `requests` to their end, and time each step."""
     clock = Clock(requests, spent)
     if not requests:
         return clock.timings
@@ -224,14 +224,14 @@ def _timed(
             tokens = clock.lap()
             if verbose > 1 and tokens:
                 costs = clock.timings.costs
-                _say(f"step {len(costs)}: {costs[-1]:.3f} s, {tokens} tokens")
+                _log(f"step {len(costs)}: {costs[-1]:.3f} s, {tokens} tokens")
     for row, request in enumerate(requests):
         if request.sequences[0].finish_reason is FinishReason.ABORT:
             raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
     return clock.timings
 
 
-def _spent(llm: LLM) -> Callable[[], Spent]:
+def _timings_of(llm: LLM) -> Callable[[], Spent]:
     runner = llm.engine.runner
     if not isinstance(runner, Offloaded):
         raise NotSupported(
@@ -241,27 +241,29 @@ def _spent(llm: LLM) -> Callable[[], Spent]:
     return runner.timings
 
 
-def _description(llm: LLM, ask: Ask) -> str:
-    run, given = len(ask.prompts), len(ask.ids)
-    rows = f"{run} rows" if run == given else f"{run} of {given} rows"
-    found = f"{llm.name}: {rows} of up to {ask.ids.shape[1]} tokens, {ask.run_tokens} new ones each"
+def _description(llm: LLM, args: OptArguments) -> str:
+    num_run, num_rows = len(args.prompts), len(args.ids)
+    rows = f"{num_run} rows" if num_run == num_rows else f"{num_run} of {num_rows} rows"
+    text = (
+        f"{llm.name}: {rows} of up to {args.ids.shape[1]} tokens, {args.run_tokens} new ones each"
+    )
     runner = llm.engine.runner
     if not isinstance(runner, Offloaded):
-        return found
+        return text
     plan = runner.plan
     tiers = {"weights": plan.weights, "cache": plan.kv, "activations": plan.activations}
     places = (f"{name} {'/'.join(f'{p:g}' for p in percents)}" for name, percents in tiers.items())
-    return f"{found}; blocks of {plan.batch_size} x {plan.micro_batches}; {', '.join(places)}"
+    return f"{text}; blocks of {plan.batch_size} x {plan.micro_batches}; {', '.join(places)}"
 
 
-def _say(*lines: str) -> None:
+def _log(*lines: str) -> None:
     for line in lines:
         sys.stderr.write(f"flexllmgen: {line}\n")
     sys.stderr.flush()
 
 
-def _known(name: str | os.PathLike[str]) -> OptConfig | None:
-    """The config that a name stands for; None for other models."""
+def _config_by_name(name: str | os.PathLike[str]) -> OptConfig | None:
+    """Return the config of an OPT by name; None for other models."""
     try:
         return get_opt_config(os.fspath(name))
     except InvalidRequest:

@@ -1,4 +1,4 @@
-"""`Policy` and `CompressionConfig`, and what they mean to an `Offload` and an `LLM`."""
+"""`Policy` and `CompressionConfig`, and their translation to options of `Offload` and `LLM`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SWITCHES = (
     "compress_cache",
 )
 _PAIRS = ("w", "cache", "act")
-_ROWS = 512  # of each sequence of a block: so much of all their prompts shares one reading of the weights
+_ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class CompressionConfig:
     """Group-wise quantization.
 
     Attributes:
-        num_bits: of an element.
-        group_size: elements that share a scale.
-        group_dim: the dimension that groups run along: 1 of a weight `[out, in]`, 2 of K and V
+        num_bits: bits per element.
+        group_size: elements per scale.
+        group_dim: the dimension of the groups: 1 of a weight `[out, in]`, 2 of K and V
             `[tokens, heads, width]`. 0 of a weight is read as 1, with a warning.
-        symmetric: True is refused where it is used: a group keeps its lowest and its highest element.
+        symmetric: True is refused if used: a group stores its lowest and its highest element.
         enabled: False compresses nothing.
 
     Raises:
-        InvalidRequest: a value of another kind.
+        InvalidRequest: a value of the wrong type.
     """
 
     num_bits: int
@@ -63,22 +63,22 @@ _CACHE = CompressionConfig(num_bits=4, group_size=32, group_dim=2, symmetric=Fal
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Where weights, K and V and activations lie, and how much computes at once.
+    """The placement of weights, K and V and activations, and the batch sizes.
 
-    Percents are 0 to 100; the disk takes what the other two leave. No token depends on any of it but for
-    the compression.
+    Percents are 0 to 100; the rest goes to the disk. Tokens depend on none of it except
+    compression.
 
     Attributes:
-        gpu_batch_size: sequences of a batch, which computes at once.
-        num_gpu_batches: batches of a block, which share each reading of a layer.
+        gpu_batch_size: sequences computed at once.
+        num_gpu_batches: batches per block, which share each reading of a layer.
         w_gpu_percent, w_cpu_percent: of the weights.
         cache_gpu_percent, cache_cpu_percent: of K and V.
-        act_gpu_percent, act_cpu_percent: of the activations of batches that wait.
+        act_gpu_percent, act_cpu_percent: of the activations of waiting batches.
         overlap: read and write while computing.
-        sep_layer: attention and MLP as two layers. Either is right and changes nothing: a layer is read in
-            pieces anyway, and goes as soon as all batches have passed it.
-        pin_weight: pinned RAM for what is copied to a GPU. Either is right and changes nothing on a CPU,
-            which copies nothing: weights in RAM are used where they are.
+        sep_layer: attention and MLP as two layers. Accepted, without effect: a layer is read in
+            pieces anyway, and freed as soon as all batches have passed it.
+        pin_weight: pinned RAM for copies to a GPU. Accepted, without effect on a CPU,
+            where weights in RAM are used in place.
         cpu_cache_compute: attention over K and V in RAM runs there.
         attn_sparsity: 1.0; less is refused.
         compress_weight, comp_weight_config: weights in 8 or 4 bits.
@@ -86,7 +86,7 @@ class Policy:
 
     Raises:
         InvalidRequest: a value out of its range; the message names it.
-        NotSupported: a sparsity below 1, or a compression that is not done.
+        NotSupported: a sparsity below 1, or an unsupported compression.
     """
 
     gpu_batch_size: int
@@ -130,30 +130,30 @@ class Policy:
             object.__setattr__(self, name, float(value))
             total += float(value)
         if total > 100 + 1e-6:
-            said = " and ".join(f"{name}={getattr(self, name):g}" for name in names)
-            raise InvalidRequest(f"{said} make {total:g}; together at most 100")
+            values = " and ".join(f"{name}={getattr(self, name):g}" for name in names)
+            raise InvalidRequest(f"{values} make {total:g}; together at most 100")
 
     @property
     def w_disk_percent(self) -> float:
-        """Of the weights, what is left for the disk."""
+        """Percentage of the weights on disk."""
         return max(0.0, 100 - self.w_gpu_percent - self.w_cpu_percent)
 
     @property
     def cache_disk_percent(self) -> float:
-        """Of K and V, what is left for the disk."""
+        """Percentage of K and V on disk."""
         return max(0.0, 100 - self.cache_gpu_percent - self.cache_cpu_percent)
 
     @property
     def act_disk_percent(self) -> float:
-        """Of the activations, what is left for the disk."""
+        """Percentage of the activations on disk."""
         return max(0.0, 100 - self.act_gpu_percent - self.act_cpu_percent)
 
 
 def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
-    """Where the model lives; without a policy, Verbatim's own chooses.
+    """Return the offload placement of a policy; without one, Verbatim plans it.
 
     Args:
-        disk: the folder for K and V and activations that leave memory.
+        disk: the folder for offloaded K and V and activations.
     """
     if policy is None:
         return Offload(disk=disk)
@@ -166,18 +166,18 @@ def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
         micro_batches=policy.num_gpu_batches,
         overlap=policy.overlap,
         cpu_cache_compute=policy.cpu_cache_compute,
-        policy=None,  # everything is said, so nothing has to be measured
+        policy=None,  # everything is set, so nothing has to be measured
     )
 
 
 def options_of(policy: Policy | None) -> dict[str, Any]:
-    """The other options of `LLM` that a policy speaks of."""
+    """Return the other options of `LLM` that a policy sets."""
     if policy is None:
         return {}
     block = policy.gpu_batch_size * policy.num_gpu_batches
     options: dict[str, Any] = {
         "max_sequences": block,
-        # Prompts of a block go through a layer together, for one reading of it.
+        # Prompts of a block share one reading of each layer.
         "max_batch_tokens": max(2048, block * _ROWS),
     }
     if policy.compress_weight and policy.comp_weight_config.enabled:

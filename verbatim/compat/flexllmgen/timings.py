@@ -1,4 +1,4 @@
-"""What a call took: measured, and an estimate only where it says so."""
+"""Timings of one call, measured unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from verbatim.placement.offload.runner import Timings as Spent
 
 @dataclass(slots=True)
 class Phase:
-    """The steps of the prefill, or those of decoding.
+    """Timings of the prefill steps, or of the decoding steps.
 
     Attributes:
-        num_steps: forwards in which a row got a token.
-        wall_s: seconds by the clock.
-        load_s: of these, what the computing thread waited for weights, K and V and activations; with
-            `overlap=False` that is all reading. None but with `debug_mode="breakdown"`, like the next two.
-        compute_s: of these, in the model's layers.
-        store_s: of these, what it waited for K and V and activations to be written.
+        num_steps: forwards that generated a token.
+        wall_s: elapsed seconds.
+        load_s: seconds the computing thread waited for weights, K and V and activations; with
+            `overlap=False`, all reading. Like the next two, None without `debug_mode="breakdown"`.
+        compute_s: seconds in the model's layers.
+        store_s: seconds it waited for K and V and activations to be written.
     """
 
     num_steps: int = 0
@@ -31,7 +31,7 @@ class Phase:
 
     @property
     def other_s(self) -> float | None:
-        """What is left of `wall_s`: scheduling, drawing tokens, and handing them out."""
+        """The rest of `wall_s`: scheduling, sampling and output."""
         if self.load_s is None or self.compute_s is None or self.store_s is None:
             return None
         return self.wall_s - self.load_s - self.compute_s - self.store_s
@@ -46,15 +46,15 @@ class Phase:
 
 @dataclass(slots=True)
 class Timings:
-    """Of one `generate`.
+    """Timings of one `generate`.
 
     Attributes:
-        num_rows: that were run.
-        costs: seconds of each step; of prompts that take several steps, the first token's has them all.
-        prefill: the steps in which some row's prompt was computed, of a row that came later too.
-        decode: the others.
-        projected_s: where `debug_mode="fewer_batch"` or `cut_gen_len` left something out: an estimate of
-            the whole, as if no row met its stop. None where everything was run.
+        num_rows: number of rows run.
+        costs: seconds of each step; all steps of a prompt count towards its first token's.
+        prefill: the steps that computed part of any row's prompt.
+        decode: the other steps.
+        projected_s: if `debug_mode="fewer_batch"` or `cut_gen_len` left work out, an estimate of
+            the whole without stops. None if everything was run.
     """
 
     num_rows: int = 0
@@ -69,10 +69,10 @@ class Timings:
         return self.prefill.wall_s + self.decode.wall_s
 
     def project(self, rows: int, new_tokens: int, ran: int) -> None:
-        """Estimate the whole of `rows` and `new_tokens` from `num_rows` rows and `ran` tokens of each.
+        """Estimate the time of `rows` and `new_tokens` from `num_rows` rows and `ran` tokens of each.
 
-        Decoding goes up with the tokens (a little more than that, for the context grows), and all of it
-        with the blocks of rows.
+        Decoding is taken as proportional to the tokens (a little too low, as the context grows), the
+        total as proportional to the rows.
         """
         if not self.num_rows or (rows == self.num_rows and new_tokens <= ran):
             return
@@ -80,44 +80,44 @@ class Timings:
         self.projected_s = (self.prefill.wall_s + decode) * rows / self.num_rows
 
     def lines(self) -> list[str]:
-        """For people."""
-        found = []
+        """Return a readable summary."""
+        lines = []
         for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
             line = f"{name}: {phase.wall_s:.3f} s in {phase.num_steps} steps"
             if phase.other_s is not None:
                 line += f" (load {phase.load_s:.3f}, compute {phase.compute_s:.3f}"
                 line += f", store {phase.store_s:.3f}, other {phase.other_s:.3f})"
-            found.append(line)
+            lines.append(line)
         if self.projected_s is not None:
-            found.append(f"projected for the whole: {self.projected_s:.3f} s (an estimate)")
-        return found
+            lines.append(f"projected for the whole: {self.projected_s:.3f} s (an estimate)")
+        return lines
 
 
 class Clock:
-    """Puts the time between two looks at some requests down to one of the phases.
+    """Attributes the time of each step to prefill or decoding.
 
     Args:
-        spent: tells load, compute and store so far, in seconds; None where nobody asked for them.
+        spent: returns load, compute and store so far, in seconds; None if not measured.
     """
 
     def __init__(self, requests: list[Request], spent: Callable[[], Spent] | None) -> None:
         self.timings = Timings(num_rows=len(requests))
         self._requests = requests
-        self._read = spent
+        self._read_spent = spent
         self._spent = None if spent is None else spent()
         if spent is not None:
             for phase in (self.timings.prefill, self.timings.decode):
                 phase.load_s = phase.compute_s = phase.store_s = 0.0
-        self._progress = self._look()
+        self._progress = self._read_progress()
         self._begin = perf_counter()
 
     def lap(self) -> int:
-        """Look again, after a step; the tokens that it brought."""
-        now, progress = perf_counter(), self._look()
+        """Record a step; return the number of tokens that it generated."""
+        now, progress = perf_counter(), self._read_progress()
         wall_s, self._begin = now - self._begin, now
         added = None
-        if self._read is not None and self._spent is not None:
-            spent = self._read()
+        if self._read_spent is not None and self._spent is not None:
+            spent = self._read_spent()
             added = [new - old for new, old in zip(spent, self._spent, strict=True)]
             self._spent = spent
         (tokens, *prompts), (tokens_before, *prompts_before) = progress, self._progress
@@ -131,8 +131,8 @@ class Clock:
         self._progress = progress
         return tokens - tokens_before
 
-    def _look(self) -> tuple[int, int, int]:
-        """Tokens made; rows that have one; and of the others, how much of their prompts is computed."""
+    def _read_progress(self) -> tuple[int, int, int]:
+        """Return generated tokens, rows with tokens, and computed prompt tokens of the other rows."""
         rows = [request.sequences[0] for request in self._requests]
         return (
             sum(len(row.output_ids) for row in rows),

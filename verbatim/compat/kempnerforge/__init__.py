@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVCache", "generate", "sample"]
 
-# Imported when first asked for, so that the command's --help does not wait for torch.
+# Imported on first use, so that the command's --help does not wait for torch.
 _HOMES = {"KVCache": "cache", "generate": "generation", "sample": "generation"}
 
 

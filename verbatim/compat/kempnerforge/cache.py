@@ -1,4 +1,4 @@
-"""`KVCache`, for loops of one's own over a `kv_caches` module."""
+"""`KVCache`, for custom loops over a `kv_caches` module."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from verbatim.errors import InvalidRequest
 
 
 class KVCache:
-    """One layer's keys and values of a batch, in memory taken at once.
+    """The preallocated K and V of one layer, for a batch.
 
-    `generate` needs none: the engine keeps K and V in blocks of its own.
+    `generate` does not use it: the engine stores K and V in blocks.
 
     Args:
-        batch_size: rows; each has the same length.
-        max_seq_len: positions there is room for.
+        batch_size: rows, all of the same length.
+        max_seq_len: capacity in positions.
         n_kv_heads, head_dim: of the layer.
-        dtype, device: of the memory; what is put in is converted, where the kind of number stays.
+        dtype, device: of the cache; new values are converted by `torch.can_cast`'s rules.
 
     Attributes:
-        k, v: `[batch_size, n_kv_heads, max_seq_len, head_dim]`, zero where nothing is yet.
-        seq_len: positions that are there.
+        k, v: `[batch_size, n_kv_heads, max_seq_len, head_dim]`, zero where unused.
+        seq_len: positions in use.
 
     Raises:
-        InvalidRequest: a size that is no integer above 0, or memory that can't be had.
+        InvalidRequest: a size below 1 or not an integer, or memory that can't be allocated.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVCache:
         }
         shape = [integer(name, value, 1) for name, value in sizes.items()]
         try:
-            with torch.inference_mode(False):  # its memory is written to in any mode
+            with torch.inference_mode(False):  # it may be written to in any mode
                 self.k = torch.zeros(shape, dtype=dtype, device=device)
                 self.v = torch.zeros(shape, dtype=dtype, device=device)
         except (TypeError, RuntimeError) as error:
@@ -57,21 +57,21 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of K and V together."""
+        """Bytes of K and V together."""
         return self.k.nbytes + self.v.nbytes
 
     def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append rows; no gradient flows through them.
+        """Append positions, without gradients.
 
         Args:
             k_new, v_new: `[batch_size, n_kv_heads, T, head_dim]`.
 
         Returns:
-            Views of all keys and all values so far, `[batch_size, n_kv_heads, seq_len, head_dim]`.
+            Views of all K and V so far, `[batch_size, n_kv_heads, seq_len, head_dim]`.
 
         Raises:
-            InvalidRequest: other shapes, a dtype that the cache's can't hold, or more positions than there
-                is room for; the cache is as it was then.
+            InvalidRequest: wrong shapes, a dtype that can't be converted, or more positions than
+                `max_seq_len`; the cache is then unchanged.
         """
         rows, heads, room, width = self.k.shape
         for name, new in (("k_new", k_new), ("v_new", v_new)):
@@ -100,8 +100,8 @@ class KVCache:
     def _check_kind(self, name: str, new: Any) -> None:
         if not isinstance(new, Tensor):
             raise InvalidRequest(f"{name} is {type(new).__name__}; it must be a tensor")
-        nowhere = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
-        if nowhere or not torch.can_cast(new.dtype, self.k.dtype):
+        no_data = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
+        if no_data or not torch.can_cast(new.dtype, self.k.dtype):
             raise InvalidRequest(
                 f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
                 f"that become {self.k.dtype} on {self.k.device}"

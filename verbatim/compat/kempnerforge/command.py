@@ -1,4 +1,4 @@
-"""What `scripts/generate.py` does: one prompt, or a prompt after the other."""
+"""The command `scripts/generate.py`: generates for one prompt, or interactively."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _params(flags: argparse.Namespace, config: KempnerConfig) -> SamplingParams:
-    """The flags as the house takes them, in its ranges."""
+    """Return the flags as sampling parameters."""
     return SamplingParams(
         max_tokens=flags.max_tokens,
         seed=flags.seed,
@@ -66,7 +66,7 @@ def _params(flags: argparse.Namespace, config: KempnerConfig) -> SamplingParams:
 
 
 def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
-    """Refuse what can't work before anything is opened."""
+    """Refuse invalid flags before anything is opened."""
     if flags.dtype not in ("bfloat16", "float32"):
         raise NotSupported(f"--dtype {flags.dtype}: a CPU computes in bfloat16 and float32")
     if flags.device not in ("auto", "cpu"):
@@ -86,7 +86,7 @@ def _check(flags: argparse.Namespace, config: KempnerConfig) -> None:
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """Continue a prompt, and print both. Ctrl-C ends it early and keeps what there is."""
+    """Continue a prompt, and print both. Ctrl-C ends it early and keeps the text so far."""
     params = seeded(params)
     text, count = "", 0
     with interruptible() as interrupt, ending(llm.stream(prompt, params)) as deltas:
@@ -101,7 +101,7 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 
 def _converse(llm: LLM, params: SamplingParams) -> None:
-    """Prompts from stdin, one a line; its end or Ctrl-C is the end. One that is refused costs a line."""
+    """Read prompts from stdin, one a line, until its end or Ctrl-C; print errors and continue."""
     if sys.stdin is None:
         raise WrongUsage("stdin is closed: there are no prompts to read")
     if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""The command's arguments: flags in any order, and overrides of the TOML among them."""
+"""The command's arguments: flags and overrides of the TOML, in any order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from verbatim.cli.terminal import WrongUsage
 from verbatim.model.kempner.config import ModelConfig
 
-# Taken as they are written: a folder may be called "5".
+# Values kept as text: a folder may be called "5".
 _PATHS = {("data", "tokenizer_path"), ("checkpoint", "load_path")}
-# Alone they are true, and they take no value but after "=".
+# Flags that are true without a value, and take one only after "=".
 _BOOLEANS = {
     ("model", field.name) for field in dataclasses.fields(ModelConfig) if field.type == "bool"
-} | {("model", "moe_gradient_scale")}  # a field of the training, so none of ours
+} | {("model", "moe_gradient_scale")}  # a training field, not in ModelConfig
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 _PROG = "python -m verbatim.compat.kempnerforge"
 
@@ -29,14 +29,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Overrides]:
-    """The flags, and the overrides by section and field.
+    """Return the flags, and the overrides by section and field.
 
     Raises:
-        WrongUsage: a flag that is none, a value that is missing or none, an override without a part in
-            generation.
+        WrongUsage: an unknown flag, a missing or invalid value, or an override that generation does
+            not use.
     """
     parser = _parser()
-    # Of flags that take a value, it is never an override, whatever it looks like.
+    # The value of such a flag is never an override, whatever it looks like.
     valued = {flag for a in parser._actions if a.nargs is None for flag in a.option_strings}
     rest: list[str] = []
     overrides: Overrides = {}
@@ -73,7 +73,7 @@ def _override(overrides: Overrides, section: str, field: str, text: str | None) 
 
 
 def _value(text: str) -> Any:
-    """A number, true, false, None, or else the text."""
+    """Parse a number, true, false or None; return other text unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:

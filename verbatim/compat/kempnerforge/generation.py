@@ -29,24 +29,24 @@ def sample(
 ) -> Tensor:
     """Draw one id from each row of logits: `[B, V]` to `[B]` int64.
 
-    Temperature 0 takes the largest logit, the lowest id where several are, and no filter runs. Else the
+    Temperature 0 takes the largest logit, the lowest id of several, and no filter runs. Otherwise the
     order is temperature, top-k, top-p. Row b draws with sample index b.
 
     Args:
         top_k: 0 keeps all; more than V keeps all.
         top_p: 1.0 keeps all; 0 keeps one id.
-        seed, position: of `verbatim.sample`: with `generate`'s seed, and at each step the length of the
-            rows so far, a loop draws `generate`'s tokens. Without, one number is drawn from torch's
+        seed, position: as in `verbatim.sample`: with `generate`'s seed, and at each step the length of the
+            rows so far, a loop draws `generate`'s tokens. By default, one number is drawn from torch's
             default generator.
 
     Raises:
-        InvalidRequest: a value out of its range, a row from which nothing can be drawn, or one of seed
+        InvalidRequest: a value out of range, a row without a token that can be drawn, or one of seed
             and position without the other.
     """
-    _check_holds("logits", logits)
+    _check_has_data("logits", logits)
     width = logits.shape[-1] if isinstance(logits, Tensor) and logits.dim() else 0
     if seed is None and position is None and _is_greedy(temperature):
-        seed, position = 0, 0  # nothing is drawn, from torch's generator neither
+        seed, position = 0, 0  # greedy: leave torch's generator alone
     with on_cpu():
         return verbatim.sample(
             logits, **filters(temperature, top_k, top_p, width), seed=seed, position=position
@@ -68,25 +68,25 @@ def generate(
 
     Args:
         model: a module called as `model(tokens, kv_caches=[...])`, a transformers module, or an open
-            `LLM`. For a module one engine is kept, and goes with it.
+            `LLM`. One engine is kept for a module, as long as the module lives.
         prompt_tokens: `[B, P]` or `[P]`, integers.
         temperature, top_k, top_p: as in `sample`.
-        eos_token_id: ends a row, and fills it from there on. None: nothing ends a row but its length;
-            the model's own end-of-sequence ids do not.
-        seed: of all rows; row b has sample index b. None draws one number from torch's default generator.
+        eos_token_id: ends a row, and pads it. None: only the length ends a row;
+            the model's end-of-sequence ids are ignored.
+        seed: for all rows; row b has sample index b. None draws one from torch's default generator.
 
     Returns:
         `[B, P + N]` int64, or `[P + N]` for a single prompt, on the device of `prompt_tokens`: an
-        ordinary tensor without gradients. N is what the longest row got.
+        ordinary tensor without gradients. N is the length of the longest completion.
 
     Raises:
-        InvalidRequest: a value out of its range, or an empty prompt.
+        InvalidRequest: a value out of range, or an empty prompt.
         PromptTooLong: (a ValueError) P + max_new_tokens is over the model's limit.
     """
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() not in (1, 2):
         shape = getattr(prompt_tokens, "shape", type(prompt_tokens).__name__)
         raise InvalidRequest(f"prompt_tokens is {shape}; it must be a tensor [B, P] or [P]")
-    _check_holds("prompt_tokens", prompt_tokens)
+    _check_has_data("prompt_tokens", prompt_tokens)
     rows = prompt_tokens if prompt_tokens.dim() == 2 else prompt_tokens[None]
     num_new = integer("max_new_tokens", max_new_tokens, 0)
     eos = None if eos_token_id is None else integer("eos_token_id", eos_token_id, 0)
@@ -109,8 +109,8 @@ def generate(
     return tokens if prompt_tokens.dim() == 2 else tokens[0]
 
 
-def _check_holds(name: str, x: Any) -> None:
-    """Anything but a tensor is refused later, with the shape that is wanted."""
+def _check_has_data(name: str, x: Any) -> None:
+    """Refuse a tensor without data; other types are refused later, with the expected shape."""
     if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_meta):
         raise InvalidRequest(
             f"{name} is {x.layout} on {x.device}; it must be dense, and hold values"

@@ -1,4 +1,4 @@
-"""`DynamicInferenceContext`: the requests that are stepped together, and what each step brings."""
+"""`DynamicInferenceContext`: the requests of a dynamic batch and the output of each step."""
 
 from __future__ import annotations
 
@@ -20,100 +20,100 @@ from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
 
 StopCallback = Callable[[list[int]], Iterable[int]]
-_PATIENCE_S = 0.05  # of a step that can do nothing, so that a loop over steps does not spin
+_IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does not spin
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One request on its way: what the engine made, and how much of that was handed on.
+    """A running request: the engine's output, and the part of it already reported.
 
-    `take` and `end` are called by whoever makes a step, in any thread.
+    `take` and `end` may be called in any thread.
     """
 
     number: int
     request: InferenceRequest
     admitted: Request
-    place: int  # in the order in which they were added
-    tell: Callable[[_Entry], None]  # that there is something new
-    news: deque[tuple[int, float, TopLogprobs]] = field(default_factory=deque)
-    ids: list[int] = field(default_factory=list)  # handed on
+    index: int  # order of arrival
+    notify: Callable[[_Entry], None]  # called when there is new output
+    pending: deque[tuple[int, float, TopLogprobs]] = field(default_factory=deque)
+    ids: list[int] = field(default_factory=list)  # reported tokens
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
-    preemptions: int = 0  # that were told of
-    ended: bool = False  # and all its news is in
+    preemptions: int = 0  # reported ones
+    ended: bool = False  # no more output follows
 
     def end(self) -> None:
         self.ended = True
-        self.tell(self)
+        self.notify(self)
 
     def take(self, delta: Delta) -> None:
         tops: list[TopLogprobs] = delta.top_logprobs or [[] for _ in delta.token_ids]
-        self.news.extend(zip(delta.token_ids, delta.logprobs, tops, strict=True))
-        self.tell(self)
+        self.pending.extend(zip(delta.token_ids, delta.logprobs, tops, strict=True))
+        self.notify(self)
 
-    def hand_on(self) -> None:
-        """The next token."""
-        token, logprob, top = self.news.popleft()
+    def report_next(self) -> None:
+        """Report the next token."""
+        token, logprob, top = self.pending.popleft()
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.tops.append(top)
 
-    def take_back(self) -> None:
-        """The token that was handed on last is news again."""
-        self.news.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop()))
+    def undo_report(self) -> None:
+        """Return the last reported token to `pending`."""
+        self.pending.appendleft((self.ids.pop(), self.logprobs.pop(), self.tops.pop()))
 
 
 class DynamicInferenceContext:
-    """Where requests enter a dynamic batch; from any thread, also while a step is made."""
+    """A dynamic batch. Requests may be added from any thread, also during a step."""
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
         self._entries: dict[int, _Entry] = {}
-        # Those that something happened to: a step must not cost more the more requests wait. Others add
-        # to both while they are looked at, so loops go over copies.
+        # Entries with new output, so that the cost of a step does not grow with waiting requests.
+        # Other threads add to both dicts during iteration, so loops go over copies.
         self._fresh: dict[_Entry, None] = {}
         self._waiter = ThreadWaiter()
         self._adding = threading.RLock()  # re-entrant, for signal handlers
-        self._preemptions = 0  # of the engine, when it was last looked for paused requests
+        self._preemptions = 0  # the engine's count at the last check for paused requests
         self._seed = 0
         self._row = 0
-        self._place = 0
+        self._next_index = 0
 
     @property
     def requests(self) -> dict[int, InferenceRequest]:
-        """Those that have not been reported as finished, by their id."""
+        """Requests not yet reported as finished, by id."""
         return {number: entry.request for number, entry in list(self._entries.items())}
 
     @property
     def max_sequence_length(self) -> int:
-        """Prompt and completion together, in tokens."""
+        """Maximum length of prompt and completion together, in tokens."""
         return self._translation.max_sequence_length
 
     @property
     def total_request_count(self) -> int:
-        """Requests that have not been reported as finished."""
+        """Number of requests not yet reported as finished."""
         return len(self._entries)
 
     def is_dynamic_batching(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def has_unfinished_requests(self) -> bool:
-        """Is there anything to step for?"""
+        """Return whether any request has not been reported as finished."""
         return bool(self._entries)
 
     def add_request(self, req: InferenceRequest, prefill_chunk_length: int | None = None) -> None:
-        """Let a request in at the next step; its fields are filled in as it goes.
+        """Add a request, to start at the next step; its fields are updated as it runs.
 
-        Requests without a seed that are added to an empty context and after share one number from torch's
-        default generator; each draws with its own sample index, counted from 0.
+        Requests without a seed share one number from torch's default generator, drawn when one is added
+        to an empty context; each has its own sample index, counted from 0.
 
         Args:
-            req: what became of it is written there.
-            prefill_chunk_length: refused; the engine cuts prompts at `LLM(max_batch_tokens=)`.
+            req: its output fields are filled in.
+            prefill_chunk_length: refused; `LLM(max_batch_tokens=)` sets the chunk size.
 
         Raises:
-            InvalidRequest: something in it can't be served, or its id is in use.
+            InvalidRequest: an invalid field, or an id in use.
         """
         if prefill_chunk_length is not None:
             raise NotSupported(
@@ -129,9 +129,9 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        entry = _Entry(req.request_id, req, admitted, self._place, self._note)
-        before = req.status
-        # All is in place before it goes in: another thread's step may bring its tokens at once.
+        entry = _Entry(req.request_id, req, admitted, self._next_index, self._mark_fresh)
+        old_status = req.status
+        # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
         if isinstance(req, DynamicInferenceRequest):
             req.generated_tokens = entry.ids
@@ -140,19 +140,19 @@ class DynamicInferenceContext:
             self._handle.submit(admitted, entry.take, entry.end)
         except BaseException:
             self._entries.pop(req.request_id, None)
-            req.status = before
+            req.status = old_status
             raise
         self._row += 1
-        self._place += 1
+        self._next_index += 1
         self._waiter.wake()
 
-    def _note(self, entry: _Entry) -> None:
+    def _mark_fresh(self, entry: _Entry) -> None:
         if self._entries.get(entry.number) is entry:
             self._fresh[entry] = None
             self._waiter.wake()
 
     def reset(self) -> None:
-        """End everything that is in here; what was generated so far is written down."""
+        """End all requests, and keep their output so far."""
         for number in list(self._entries):
             self._stop(number)
 
@@ -161,36 +161,36 @@ class DynamicInferenceContext:
         return self._translation.llm.engine
 
     def step(self) -> None:
-        """One step of the engine, unless somebody else's step brought news already.
+        """Make one step of the engine, unless another thread's step has already produced output.
 
-        Where none can be made, as while the engine is paused, it waits a little for news.
+        If no step is possible, for example while the engine is paused, wait briefly for output.
         """
-        if not self._entries or any(entry.news for entry in list(self._fresh)):
+        if not self._entries or any(entry.pending for entry in list(self._fresh)):
             return
-        self._waiter.wait(0)  # forget what it was set for before
+        self._waiter.wait(0)  # clear an earlier wake-up
         if not self._handle.step() and not self._fresh:
-            self._waiter.wait(_PATIENCE_S)
+            self._waiter.wait(_IDLE_WAIT_S)
 
     def collect(self, stop: StopCallback | None) -> dict[str, Any] | None:
-        """What the step brought; None where there is no request. Each finished one is named once."""
+        """Return the output of the step, None without requests. A finished request is reported once."""
         if not self._entries:
             return None
-        fresh = self._look()
-        rows = [entry for entry in fresh if entry.news]
+        fresh = self._take_fresh()
+        rows = [entry for entry in fresh if entry.pending]
         for entry in rows:
-            entry.hand_on()
+            entry.report_next()
         active = [entry.number for entry in rows]
         try:
             stopped = set() if stop is None else set(stop(list(active)) or ())
-        except BaseException:  # nothing was said of these tokens: they come with the next call
+        except BaseException:  # these tokens were not reported: the next call reports them
             for entry in rows:
-                entry.take_back()
+                entry.undo_report()
             self._fresh.update(dict.fromkeys(fresh))
             raise
-        self._fresh.update(dict.fromkeys(e for e in fresh if e.news or e.ended))
-        finished = [e.number for e in fresh if e.ended and not e.news]
+        self._fresh.update(dict.fromkeys(e for e in fresh if e.pending or e.ended))
+        finished = [e.number for e in fresh if e.ended and not e.pending]
         finished += [n for n in active if n in stopped and n not in finished]
-        told = self._newly_paused()
+        paused = self._newly_paused()
         step = _step(
             active,
             [entry.ids[-1] for entry in rows],
@@ -200,20 +200,20 @@ class DynamicInferenceContext:
             self._stop(number)
         return {
             **step,
-            "newly_paused_request_ids": _ids(told),
+            "newly_paused_request_ids": _ids(paused),
             "finished_request_ids": _ids(finished),
         }
 
     def peek(self) -> dict[str, Any] | None:
-        """What the next step would sample; nothing is written down."""
+        """Return what the next step would sample, without changing any request."""
         if not self._entries:
             return None
-        # What somebody else's step has brought already comes first, as it does in `step`.
-        drawn = [(e.request, *e.news[0][:2]) for e in self._in_order() if e.news]
+        # Output of another thread's step comes first, as in `step`.
+        drawn = [(e.request, *e.pending[0][:2]) for e in self._in_order() if e.pending]
         if not drawn:
-            mine = {entry.admitted: entry.request for entry in list(self._entries.values())}
-            seen = self._handle.peek()
-            drawn = [(mine[r], token, logprob) for r, token, logprob in seen if r in mine]
+            requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
+            draws = self._handle.peek()
+            drawn = [(requests[r], token, logprob) for r, token, logprob in draws if r in requests]
         return _step(
             [request.request_id for request, _, _ in drawn],
             [token for _, token, _ in drawn],
@@ -221,21 +221,21 @@ class DynamicInferenceContext:
         )
 
     def _in_order(self) -> list[_Entry]:
-        """Those that have news, as they were added."""
-        return sorted(self._fresh, key=lambda entry: entry.place)
+        """Return the entries with new output, in order of arrival."""
+        return sorted(self._fresh, key=lambda entry: entry.index)
 
-    def _look(self) -> list[_Entry]:
-        """Take out those that have news; of what comes from now on, the next call is told."""
+    def _take_fresh(self) -> list[_Entry]:
+        """Return and clear the entries with new output."""
         fresh = self._in_order()
         for entry in fresh:
             self._fresh.pop(entry, None)
         return [e for e in fresh if self._entries.get(e.number) is e]
 
     def _newly_paused(self) -> list[int]:
-        """Requests that lost their blocks since they were last looked at, and wait."""
+        """Return the ids of requests preempted since the last call and still waiting."""
         before, self._preemptions = self._preemptions, self._handle.scheduler.num_preemptions
         if before == self._preemptions:
-            return []  # as after most steps
+            return []  # the common case
         paused = []
         for number, entry in list(self._entries.items()):
             count = entry.admitted.metrics.preemptions
@@ -245,20 +245,20 @@ class DynamicInferenceContext:
         return paused
 
     def _stop(self, number: int) -> None:
-        """Take a request out, as it is, and write down what became of it."""
+        """Remove a request, ending it if it runs, and fill in its output."""
         entry = self._entries.pop(number)
         self._fresh.pop(entry, None)
         request, admitted = entry.request, entry.admitted
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error
-        elif entry.ended and not entry.news and admitted.result is not None:
+        elif entry.ended and not entry.pending and admitted.result is not None:
             self._translation.fill(request, admitted, admitted.result.outputs[0])
         else:
             self._handle.abort(admitted)
-            self._translation.fill(request, admitted, self._cut(entry))
+            self._translation.fill(request, admitted, self._partial_completion(entry))
 
-    def _cut(self, entry: _Entry) -> Completion:
-        """A completion that its caller has ended, of what was handed on."""
+    def _partial_completion(self, entry: _Entry) -> Completion:
+        """Return the completion of a request ended by the caller, from its reported tokens."""
         text, params = "", entry.request.sampling_params
         if self._translation.tokenizer is not None and params is not None:
             keep_end = params.detokenize_stop_sequence
@@ -278,7 +278,7 @@ class DynamicInferenceContext:
         )
 
     def _log_probs(self, rows: Iterable[tuple[InferenceRequest, float]]) -> Tensor | None:
-        """One a row, NaN where the request did not ask; None where none did."""
+        """Return one log-prob per row, NaN for requests that want none; None if none wants any."""
         each = [
             (
                 request.sampling_params is not None and request.sampling_params.return_log_probs,
@@ -286,9 +286,9 @@ class DynamicInferenceContext:
             )
             for request, value in rows
         ]
-        if not any(asked for asked, _ in each):
+        if not any(wanted for wanted, _ in each):
             return None
-        values = [value if asked else float("nan") for asked, value in each]
+        values = [value if wanted else float("nan") for wanted, value in each]
         return torch.tensor(values, dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""`TextGenerationController`: Megatron's way to ask for text."""
+"""`TextGenerationController`: Megatron's interface for text generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KWARGS = ("common_inference_params", "position")
 
 
 class InferenceWrappedModel:
-    """What Megatron calls a wrapped model: the model, and the context its requests enter.
+    """A model with its inference context, as Megatron wraps it.
 
     Args:
         model: an open `LLM`, or a live transformers module.
@@ -44,18 +44,18 @@ class TextGenerationController(Speculation):
 
     Args:
         inference_wrapped_model: an open `LLM`; a live transformers module, for which one engine is kept;
-            or an object whose `model` is one of these. Such an object's `inference_context` is replaced by
-            ours, and a `max_sequence_length` found there stays the limit.
+            or an object with one of these as `model`. Its `inference_context` is replaced, and a
+            `max_sequence_length` of the old one is kept as the limit.
         tokenizer: Hugging Face's or Megatron's kind (`tokenize`, `detokenize`, `bos`, `eod`, `vocab_size`);
-            None takes the `LLM`'s own.
+            None takes the `LLM`'s.
 
     Attributes:
-        inference_wrapped_model: what was given, or an `InferenceWrappedModel` around it.
-        inference_context: where requests enter a dynamic batch, `add_request`.
-        vocab_size: how wide the model's logits are.
+        inference_wrapped_model: the argument, or an `InferenceWrappedModel` around it.
+        inference_context: the dynamic batch; see its `add_request`.
+        vocab_size: width of the model's logits.
 
     Raises:
-        InvalidRequest: a model of another kind.
+        InvalidRequest: a model of another type.
     """
 
     def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
@@ -67,8 +67,8 @@ class TextGenerationController(Speculation):
                 f"inference_wrapped_model={inference_wrapped_model!r}: must be an LLM, a transformers "
                 "module, or an object whose model is one of these"
             )
-        theirs = getattr(inference_wrapped_model, "inference_context", None)
-        limit = getattr(theirs, "max_sequence_length", None)
+        old_context = getattr(inference_wrapped_model, "inference_context", None)
+        limit = getattr(old_context, "max_sequence_length", None)
         self._translation = Translation(model, tokenizer, limit if isinstance(limit, int) else None)
         self.tokenizer = self._translation.tokenizer
         self.inference_context = DynamicInferenceContext(self._translation)
@@ -83,8 +83,8 @@ class TextGenerationController(Speculation):
     ) -> None:
         """Let `callback` end requests of the dynamic batch.
 
-        It is called after each step with the ids of the requests that got a token, and returns those of them
-        that are to end with it. `stop_words` need no callback.
+        It is called after each step with the ids of the requests that got a token, and returns the ids
+        to end. `stop_words` need no callback.
         """
         self._stop = callback
 
@@ -92,7 +92,7 @@ class TextGenerationController(Speculation):
 
     @staticmethod
     def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Ids of a prompt, beginning with one `bos` if `add_BOS`, and with none if not.
+        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none.
 
         Raises:
             InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
@@ -106,11 +106,11 @@ class TextGenerationController(Speculation):
         remove_EOD: bool = True,
         skip_special_tokens: bool = True,
     ) -> str:
-        """The text of ids; `tokens` stays as it is.
+        """Return the text of ids.
 
         Args:
-            remove_EOD: leave out the `eod`s at the end. Those within stay.
-            skip_special_tokens: passed on to a tokenizer that takes it.
+            remove_EOD: leave out trailing `eod`s.
+            skip_special_tokens: passed on if the tokenizer accepts it.
         """
         return detokenize(tokenizer, tokens, remove_EOD, skip_special_tokens)
 
@@ -121,12 +121,12 @@ class TextGenerationController(Speculation):
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
     ) -> tuple[str, list[str] | None]:
-        """The text of one sequence, and the text of each of its tokens.
+        """Return the text of one sequence, and the text of each of its tokens.
 
         Args:
             tokens_gpu_tensor: `[L]`.
-            lengths_gpu_tensor: how many of them count; one number.
-            detokenize_segments: False leaves the second part None.
+            lengths_gpu_tensor: number of valid tokens.
+            detokenize_segments: False returns None as the second value.
 
         Raises:
             InvalidRequest: more than one sequence.
@@ -150,10 +150,10 @@ class TextGenerationController(Speculation):
         padded_batch_size: int,
         padded_sequence_length: int,
     ) -> Tensor:
-        """The prompts as `[padded_batch_size, padded_sequence_length]` int64, filled with `eod`.
+        """Return the prompts as `[padded_batch_size, padded_sequence_length]` int64, padded with `eod`.
 
         Raises:
-            InvalidRequest: more prompts, or a longer one, than fit; a tokenizer without `eod`.
+            InvalidRequest: the prompts don't fit, or the tokenizer has no `eod`.
         """
         longest = max(map(len, batch_prompt_tokens_list), default=0)
         if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
@@ -172,7 +172,7 @@ class TextGenerationController(Speculation):
     def unpad_input_prompt_tokens(
         self, padded_batch_prompt_tokens: Tensor, original_batch_size: int
     ) -> Tensor:
-        """The first `original_batch_size` rows."""
+        """Return the first `original_batch_size` rows."""
         return padded_batch_prompt_tokens[:original_batch_size]
 
     def prep_inference_input(
@@ -181,20 +181,20 @@ class TextGenerationController(Speculation):
         active_requests: Mapping[int, InferenceRequest] | None = None,
         use_attention_mask: bool = False,
     ) -> dict[str, Any]:
-        """A forward's inputs, for a loop of one's own: `tokens`, `position_ids`, `attention_mask`.
+        """Return a forward's inputs for a custom loop: `tokens`, `position_ids`, `attention_mask`.
 
-        Generation here doesn't go through it. A wrapper with a `prep_inference_input` of its own makes them.
+        Generation does not use it. A wrapper's own `prep_inference_input` is called if there is one.
 
         Args:
             prompts_tokens: `[B, S]`.
-            active_requests: not looked at.
+            active_requests: ignored.
             use_attention_mask: a causal mask `[1, 1, S, S]`, True where a position is hidden; else None.
         """
-        own = getattr(self.inference_wrapped_model, "prep_inference_input", None)
+        prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
         length, device = prompts_tokens.shape[1], prompts_tokens.device
         inputs: dict[str, Any] = {}
-        if own is not None:
-            inputs = own(prompts_tokens)
+        if prepare is not None:
+            inputs = prepare(prompts_tokens)
         else:
             positions = torch.arange(length, device=device).expand(prompts_tokens.shape)
             inputs = {"tokens": prompts_tokens, "position_ids": positions, "attention_mask": None}
@@ -218,12 +218,12 @@ class TextGenerationController(Speculation):
         """Draw one id per row, row b with sample index b.
 
         Args:
-            last_token_logits: `[B, V]`; stays as it is.
-            sampling_params: None takes the defaults. With a `seed`, `position` must be given, too.
-            vocab_size: ids from here on are not drawn.
+            last_token_logits: `[B, V]`; not modified.
+            sampling_params: None takes the defaults. A `seed` requires `position`.
+            vocab_size: larger ids are not drawn.
             generation_started: `[B]` bool; with `skip_prompt_log_probs` only these rows report top-n.
-            top_n_logprobs_dict: with `top_n_logprobs`, gets {text: log-prob} appended at each row's index.
-            logits: `[B, S, V]`, to report the top-n of every position and not of the last alone.
+            top_n_logprobs_dict: with `top_n_logprobs`, {text: log-prob} is appended at each row's index.
+            logits: `[B, S, V]`, to report the top-n of every position, not only of the last.
             kwargs: `position`, the absolute position of the token to draw; `common_inference_params`,
                 the former name of `sampling_params`.
 
@@ -268,12 +268,12 @@ class TextGenerationController(Speculation):
         generated_sequence_lengths: Tensor,
         termination_id: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Which rows are done after the token at one position, and how long they are without their end.
+        """Return which rows are done after the token at one position, and their lengths without the end.
 
         Args:
             updated_prompts_tokens: `[B, S]`.
-            generation_started, is_generation_done_tensor: `[B]` bool. A prompt's own ids end nothing.
-            generated_sequence_lengths: `[B]`; like all of these, left as it is.
+            generation_started, is_generation_done_tensor: `[B]` bool. Prompt ids end no row.
+            generated_sequence_lengths: `[B]`. No argument is modified.
             termination_id: None takes the tokenizer's `eod`.
 
         Returns:
@@ -294,7 +294,7 @@ class TextGenerationController(Speculation):
         top_p: float,
         vocab_size: int | None = None,
     ) -> Tensor:
-        """Draw one id per row of `[B, V]` with these three numbers: `[B]` int64."""
+        """Draw one id per row of `[B, V]`: `[B]` int64."""
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
         return self.sample_from_logits(last_token_logits, params, vocab_size)
 
@@ -305,7 +305,7 @@ class TextGenerationController(Speculation):
         mask: Tensor,
         top_n_logprobs_dict: TopNDict,
     ) -> None:
-        """Append {text: log-prob} for each row of `[B, n]` that `mask` `[B]` takes."""
+        """Append {text: log-prob} for each row of `[B, n]` selected by `mask` `[B]`."""
         columns = zip(
             top_n_logprobs_indices.tolist(), top_n_logprobs_this_step.tolist(), strict=True
         )
@@ -315,8 +315,8 @@ class TextGenerationController(Speculation):
     def _append_prompt(self, params: SamplingParams, logits: Tensor, into: TopNDict) -> None:
         if params.skip_prompt_log_probs:
             raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
-        for row, of_row in enumerate(logits):
-            tops = top_of_rows(of_row, params.top_n_logprobs)
+        for row, row_logits in enumerate(logits):
+            tops = top_of_rows(row_logits, params.top_n_logprobs)
             into.setdefault(row, []).extend(self._translation.by_text(tops))
 
     def _append(self, tops: list[TopLogprobs], mask: Sequence[bool], into: TopNDict) -> None:
@@ -332,21 +332,21 @@ class TextGenerationController(Speculation):
         active_requests: dict[int, InferenceRequest],
         active_streams: Mapping[Any, AsyncStream] | None = None,
     ) -> dict[int, InferenceRequest]:
-        """Generate for all requests, each with its own params, and write down what became of them.
+        """Generate for all requests, each with its own params, and fill in their outputs.
 
         Requests without a seed share one number from torch's default generator; request i of the batch
-        draws with sample index i. One with a seed of its own draws as if it were alone.
+        draws with sample index i. One with its own seed draws as if it were alone.
 
         Args:
             active_requests: by id, in order.
-            active_streams: by the id of a request; each gets its partial results. A reader that leaves
+            active_streams: by request id; each gets the partial results. A reader that leaves
                 ends its request.
 
         Returns:
             `active_requests`.
 
         Raises:
-            InvalidRequest: before any forward runs, for whatever is at fault.
+            InvalidRequest: an invalid request; raised before any forward.
         """
         return run_static_batch(self._translation, active_requests, active_streams or {})
 
@@ -363,11 +363,11 @@ class TextGenerationController(Speculation):
         generated_lengths: Sequence[int] | Tensor,
         output_log_probs: Sequence[Tensor | None] | Tensor | None,
     ) -> None:
-        """Put what each request has so far into its stream; for a loop of one's own.
+        """Put the output of each request so far into its stream, in a custom loop.
 
         Args:
-            tokens: a row `[S]` each, prompt and completion.
-            output_log_probs: a row `[S - 1]` each, of the tokens from the second on; or None.
+            tokens: one row `[S]` per request, prompt and completion.
+            output_log_probs: one row `[S - 1]` per request, from the second token on; or None.
         """
         for row, (number, request, stream) in enumerate(
             zip(request_ids, requests, streams, strict=True)
@@ -375,7 +375,7 @@ class TextGenerationController(Speculation):
             if not generation_started[row] or sampling_params.num_tokens_to_generate == 0:
                 continue
             start, length = int(prompt_lengths[row]), int(generated_lengths[row])
-            of_row = None if output_log_probs is None else output_log_probs[row]
+            row_logprobs = None if output_log_probs is None else output_log_probs[row]
             streaming.put(
                 self._translation,
                 sampling_params,
@@ -384,7 +384,7 @@ class TextGenerationController(Speculation):
                 stream,
                 tokens[row][:start].tolist(),
                 tokens[row][start : start + length].tolist(),
-                None if of_row is None else of_row[start - 1 :][:length].tolist(),
+                None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist(),
             )
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
@@ -394,22 +394,22 @@ class TextGenerationController(Speculation):
     async def async_generate_output_tokens_dynamic_batch(
         self, skip_bookkeeping: bool | None = False
     ) -> dict[str, Any] | None:
-        """One step for all requests of `inference_context`; None where there are none.
+        """Make one step for all requests of `inference_context`; return None if there are none.
 
-        The step is made in a thread, so the event loop goes on. Should the call be cancelled, what its
-        step brought comes with the next one.
+        The step runs in a thread, so it does not block the event loop. If the call is cancelled, the
+        next call returns the step's output.
 
         Args:
-            skip_bookkeeping: only look what the step would sample; the next call samples the same.
+            skip_bookkeeping: only return what the step would sample; the next call samples the same.
 
         Returns:
             A dictionary of
             `active_request_ids`: requests that got a token, `[A]` int64;
             `sample`: those tokens, `[A]` int64;
-            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that asks for none; None
-            where no request asks;
-            `finished_request_ids`: requests that have ended, each named once, `[F]` int64;
-            `newly_paused_request_ids`: requests that lost their blocks and wait, `[P]` int64;
+            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none; None
+            if no request wants any;
+            `finished_request_ids`: requests that have ended, each reported once, `[F]` int64;
+            `newly_paused_request_ids`: preempted requests, `[P]` int64;
             `cuda_graph_request_count`: None.
         """
         context = self.inference_context
@@ -421,13 +421,13 @@ class TextGenerationController(Speculation):
     def generate_output_tokens_dynamic_batch(
         self, loop: asyncio.AbstractEventLoop | None = None
     ) -> dict[str, Any] | None:
-        """`async_generate_output_tokens_dynamic_batch` for callers without a coroutine.
+        """Run `async_generate_output_tokens_dynamic_batch` from synchronous code.
 
         Args:
-            loop: run it there, be it running in another thread or not; None makes the step right here.
+            loop: event loop to run it in, also one running in another thread; None uses none.
 
         Raises:
-            VerbatimError: the calling thread runs `loop`, and would wait for itself.
+            VerbatimError: the calling thread runs `loop`, a deadlock.
         """
         if loop is None:
             self.inference_context.step()
@@ -442,12 +442,12 @@ class TextGenerationController(Speculation):
         return asyncio.run_coroutine_threadsafe(step, loop).result()
 
     def dummy_forward(self) -> None:
-        """Run the model once for nobody, on the scratch block; no request notices."""
+        """Run the model once on the scratch block, without effect on any request."""
         self._translation.llm.engine.dummy_forward()
 
 
 def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:
-    """Which rows report their top-n."""
+    """Return which rows report their top-n."""
     if not params.skip_prompt_log_probs:
         return [True] * count
     if started is None:

@@ -1,4 +1,4 @@
-"""`SamplingParams` with Megatron's fields and what they mean there."""
+"""`SamplingParams` with Megatron's fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.params import SamplingParams as HouseParams
+from verbatim.params import SamplingParams as EngineParams
 
 _SWITCHES = (
     "return_log_probs",
@@ -28,7 +28,7 @@ _SWITCHES = (
     "no_detokenize_streaming_text",
 )
 
-# Fields that mean something only between Megatron's processes: the one value that is taken, and why.
+# Fields that only matter between Megatron's processes: the accepted value, and the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "streaming": (False, "there is no reply socket; pass an AsyncStream in active_streams"),
     "streaming_interval": (1, "there is no reply socket; a stream gets every step's tokens"),
@@ -38,39 +38,39 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(slots=True)
 class SamplingParams:
-    """What one request asks for, under Megatron's names.
+    """Sampling parameters of one request, under Megatron's names.
 
-    The fields may be changed until the request is handed in, when they are checked again. A name that is
+    Fields may be changed until the request is submitted, when they are checked again. A name that is
     not a field can't be set.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the largest logit.
         top_k: keep the k largest logits; 0 keeps all; 1 takes the largest, whatever the temperature.
-        top_p: keep the fewest tokens that reach this probability; 0.0 and 1.0 keep all. Together with
-            `top_k` the k largest are kept first.
-        return_log_probs: report log-probs of the raw distribution, of the prompt and of what is generated.
+        top_p: keep the fewest tokens that reach this probability; 0.0 and 1.0 keep all. With
+            `top_k`, the k largest are selected first.
+        return_log_probs: report log-probs of the raw distribution, for prompt and completion.
         skip_prompt_log_probs: leave the prompt's log-probs and top-n out.
         return_segments: report the text of every token, `segments` and `generated_segments`.
-        num_tokens_to_generate: at most this many new tokens, 0 included; more than the length limit leaves
-            are clamped to it with a warning. None means up to the limit.
+        num_tokens_to_generate: maximum of new tokens, 0 included; more than the length limit leaves
+            is clamped with a warning. None means up to the limit.
         num_tokens_total: the same for prompt and completion together; only one of both may be given.
         termination_id: ends the completion; None takes the tokenizer's `eod`, -1 none.
         top_n_logprobs: report the n likeliest tokens of every position as {text: log-prob}.
-        return_prompt_top_n_logprobs: deprecated. It follows from the two fields above it.
-        add_BOS: begin a prompt given as text with the tokenizer's `bos`; without, it begins with none.
-            Prompts given as ids are taken as they are.
+        return_prompt_top_n_logprobs: deprecated; follows from top_n_logprobs and skip_prompt_log_probs.
+        add_BOS: begin a text prompt with the tokenizer's `bos`; by default it has none.
+            Prompts given as ids are not changed.
         stop_words: strings that end the completion. The text is cut before them, the ids are not.
         detokenize_stop_sequence: leave the stop word, or the `eod`, in the text.
-        return_prompt_tokens: taken and always done: a request that has ended holds its prompt's ids.
+        return_prompt_tokens: accepted; a finished request always holds its prompt's ids.
         detokenize_generations: False leaves the text to the caller.
-        streaming, streaming_interval, do_kv_handoff: refused unless they are at their defaults.
-        seed: of the noise, in [0, 2**63); None draws one number a batch from torch's default generator.
+        streaming, streaming_interval, do_kv_handoff: only the defaults are accepted.
+        seed: in [0, 2**63); None draws one number per batch from torch's default generator.
         no_early_termination: go on past the termination id.
         no_detokenize_streaming_text: send ids and no text to streams.
 
     Raises:
-        InvalidRequest: a value out of its range, or two that contradict each other.
-        NotSupported: a field that has no meaning here.
+        InvalidRequest: a value out of range, or contradicting values.
+        NotSupported: an unsupported field.
     """
 
     temperature: float = 1.0
@@ -97,13 +97,13 @@ class SamplingParams:
     no_detokenize_streaming_text: bool = False
 
     def __post_init__(self) -> None:
-        self._settle(asked_for_prompt_top_n=self.return_prompt_top_n_logprobs)
+        self._resolve(prompt_top_n_requested=self.return_prompt_top_n_logprobs)
 
     def add_attributes(self, attribute_value_pair: Mapping[str, Any]) -> None:
         """Set several fields at once.
 
         Raises:
-            NotSupported: a name that is not a field; nothing is set then.
+            NotSupported: an unknown field; nothing is set.
         """
         known = {field.name for field in dataclasses.fields(self)}
         for name in attribute_value_pair:
@@ -111,14 +111,14 @@ class SamplingParams:
                 raise NotSupported(f"{name}: not a field; there are {', '.join(sorted(known))}")
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
-        self._settle(
-            asked_for_prompt_top_n=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
+        self._resolve(
+            prompt_top_n_requested=bool(attribute_value_pair.get("return_prompt_top_n_logprobs"))
         )
 
     def check(self) -> None:
-        """Refuse what can't be served; called again when a request is handed in.
+        """Raise for invalid values; called again when a request is submitted.
 
-        Numbers of other kinds, numpy's for one, become Python's.
+        Other numeric types, such as numpy's, are converted to Python's.
         """
         for name, (allowed, why) in _REFUSED.items():
             if getattr(self, name) != allowed:
@@ -144,11 +144,11 @@ class SamplingParams:
 
     @property
     def reports_prompt(self) -> bool:
-        """Does anything of the prompt's positions come back?"""
+        """Whether log-probs or top-n of the prompt are returned."""
         return not self.skip_prompt_log_probs and (self.return_log_probs or self.top_n_logprobs > 0)
 
     def sampling(self) -> dict[str, Any]:
-        """The three that shape a draw, as the house's own fields."""
+        """Return temperature, top-k and top-p as Verbatim's fields."""
         if self.top_k == 1:
             return {"temperature": 0.0}
         return {
@@ -157,27 +157,27 @@ class SamplingParams:
             "top_p": float(self.top_p) or 1.0,
         }
 
-    def house(
+    def to_engine(
         self, *, max_tokens: int | None, termination_id: int | None, seed: int
-    ) -> HouseParams:
-        """The same as the house's own params, which check the rest."""
+    ) -> EngineParams:
+        """Return Verbatim's `SamplingParams`, which checks the rest."""
         top_n = self.top_n_logprobs
-        return HouseParams(
+        return EngineParams(
             **self.sampling(),
             max_tokens=max_tokens,
             stop=tuple(self.stop_words or ()),
             stop_token_ids=() if termination_id is None else (termination_id,),
             include_stop_str_in_output=self.detokenize_stop_sequence,
-            ignore_eos=True,  # the termination id alone ends a completion
+            ignore_eos=True,  # only the termination id ends a completion
             seed=seed,
             logprobs=top_n or None,
             prompt_logprobs=top_n if self.reports_prompt else None,
         )
 
-    def _settle(self, *, asked_for_prompt_top_n: bool) -> None:
+    def _resolve(self, *, prompt_top_n_requested: bool) -> None:
         self.check()
         follows = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
-        if asked_for_prompt_top_n:
+        if prompt_top_n_requested:
             if not follows:
                 raise InvalidRequest(
                     "return_prompt_top_n_logprobs=True needs top_n_logprobs above 0 and "

@@ -1,4 +1,4 @@
-"""`InferenceRequest`: one prompt going in, everything that was made of it coming back."""
+"""`InferenceRequest`: one prompt and its outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.compat.megatron.params import SamplingParams
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -41,29 +41,29 @@ _OUTPUTS = (
 
 @dataclass(kw_only=True, slots=True)
 class InferenceRequest:
-    """One request of a static batch. What is filled in when it has ended stands below `status`.
+    """One request of a static batch. Fields below `status` are filled in when it has ended.
 
-    It may be used again: when it begins, what was filled in before is cleared.
+    It may be reused: these fields are cleared when it starts.
 
-    Ids, log-probs and top-n of the completion have the same length always: every token through the one
-    that ended it. Only text is cut. Where two ids have the same text, a top-n entry keeps the likelier.
+    Ids, log-probs and top-n of the completion have the same length: every token through the one
+    that ended it. Only text is cut. If two ids have the same text, a top-n entry keeps the likelier.
 
     Attributes:
-        request_id: any number; the caller's own.
-        prompt: the text, tokenized where `prompt_tokens` is None.
+        request_id: any number, chosen by the caller.
+        prompt: the text, tokenized if `prompt_tokens` is None.
         sampling_params: None takes the defaults.
         inference_parameters: the former name of `sampling_params`.
-        prompt_tokens: ids, `[P]`; they win over `prompt`. Those that were made of a prompt here are made
-            anew when the request is used again.
-        encoder_prompt: refused, there are no encoders here.
-        text: prompt and completion together; of a `prompt` whose ids were not the ones used, the text of
-            these.
+        prompt_tokens: ids, `[P]`; they override `prompt`. If they were tokenized from `prompt`, that
+            is repeated when the request is reused.
+        encoder_prompt: not supported.
+        text: prompt and completion together; if `prompt` does not match the ids, it starts with the text of
+            the ids.
         segments, generated_segments: the text of each token, of both and of the completion alone.
-        generated_tokens: `[N]` int64; a list where the request is dynamic.
+        generated_tokens: `[N]` int64; a list in a dynamic request.
         generated_sequence_lengths: N of every request of the batch, `[B]` int32.
         prompt_log_probs, prompt_top_n_logprobs: P - 1 entries, for the prompt's second token and on.
-        tpot: seconds from each token to the next; the first from the arrival.
-        error: what ended it, where it failed.
+        tpot: seconds from each token to the next; the first from arrival.
+        error: the exception of a failed request.
     """
 
     request_id: int
@@ -89,7 +89,7 @@ class InferenceRequest:
     generated_length: int | None = None
     tpot: list[float] = field(default_factory=list)
     error: BaseException | None = None
-    # The last prompt that was tokenized here, and its ids.
+    # The last tokenized prompt, and its ids.
     _tokenized: tuple[str, list[int]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -111,7 +111,7 @@ class DynamicInferenceRequest(InferenceRequest):
     Attributes:
         ttft: seconds from arrival to the first token.
         latency: seconds from arrival to the last.
-        num_cached_tokens: prompt tokens whose K and V were there already.
+        num_cached_tokens: prompt tokens with cached K and V.
     """
 
     ttft: float | None = None
@@ -119,16 +119,16 @@ class DynamicInferenceRequest(InferenceRequest):
     num_cached_tokens: int = 0
 
     def succeeded(self) -> bool:
-        """It ended without an error."""
+        """Return whether it ended without an error."""
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """An error ended it; `error` says which."""
+        """Return whether it ended with `error`."""
         return self.status is Status.FAILED
 
 
 def clear_outputs(request: InferenceRequest) -> None:
-    """Forget what became of it the last time."""
+    """Clear the outputs of an earlier run."""
     for name in _OUTPUTS:
         setattr(request, name, None)
     request.tpot = []

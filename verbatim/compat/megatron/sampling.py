@@ -1,4 +1,4 @@
-"""Rows of logits drawn by the house's one sampler, with Megatron's three numbers."""
+"""Sampling of logit rows with Megatron's parameters, by Verbatim's sampler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verbatim.batch import Draws, SamplePlan, SampleRow
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest
-from verbatim.params import SamplingParams as HouseParams
+from verbatim.params import SamplingParams as EngineParams
 from verbatim.sampling.sampler import sample_rows
 
 
@@ -28,11 +28,11 @@ def draw_rows(
 
     Args:
         params: of each row.
-        vocab_size: ids from here on can't be drawn.
-        top_n: how many of the likeliest ids to report, of the raw row.
+        vocab_size: larger ids can't be drawn.
+        top_n: number of likeliest ids to report, of the raw distribution.
 
     Raises:
-        InvalidRequest: no logits `[B, V]`, or a row from which nothing can be drawn.
+        InvalidRequest: not logits `[B, V]`, or a row without a token that can be drawn.
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise InvalidRequest(f"logits must be a floating point [B, V], not {list(logits.shape)}")
@@ -41,7 +41,7 @@ def draw_rows(
     beyond = range(logits.shape[1] if vocab_size is None else vocab_size, logits.shape[1])
     rows = [
         SampleRow(
-            HouseParams(**each.sampling()),
+            EngineParams(**each.sampling()),
             seed,
             index,
             position,
@@ -57,13 +57,13 @@ def draw_rows(
 
 
 def top_of_rows(logits: Tensor, top_n: int) -> list[TopLogprobs]:
-    """The `top_n` likeliest ids of each row of `[R, V]`; nothing is drawn."""
-    row = SampleRow(HouseParams(), 0, 0, 0, target=0, num_logprobs=top_n)
+    """Return the `top_n` likeliest ids of each row of `[R, V]`, without drawing."""
+    row = SampleRow(EngineParams(), 0, 0, 0, target=0, num_logprobs=top_n)
     return tops_of(sample_rows(logits, SamplePlan([row] * logits.shape[0])))
 
 
 def tops_of(draws: Draws) -> list[TopLogprobs]:
-    """The likeliest ids of each row with their log-probs."""
+    """Return the likeliest ids of each row with their log-probs."""
     return [
         list(zip(ids, values, strict=True))
         for ids, values in zip(draws.top_ids, draws.top_logprobs, strict=True)
@@ -71,5 +71,5 @@ def tops_of(draws: Draws) -> list[TopLogprobs]:
 
 
 def draw_seed() -> int:
-    """One number from torch's default generator, so that `torch.manual_seed` repeats a run."""
+    """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
     return int(torch.randint(2**53, ()))

@@ -1,7 +1,7 @@
-"""Steps that carry drafts: index arithmetic, as plain functions of tensors.
+"""Index arithmetic of steps with draft tokens, as plain functions of tensors.
 
-The rows of a step stand request by request, those that decode (a base token and its drafts) on the
-left, those in prefill on the right.
+The rows of a step are grouped by request: decoding requests (a base token and its drafts) first,
+requests in prefill after them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verbatim.errors import InvalidRequest
 def required_rows(
     in_prefill: Tensor, query_lengths: Tensor, num_decode: int, num_prefill: int
 ) -> Tensor:
-    """Which rows of logits are needed: all of a decoding request, the last of one in prefill.
+    """Return the rows of logits needed: all of a decoding request, the last of one in prefill.
 
     Args:
         in_prefill: `[N]`, 1 or True for prefill; zeros first.
@@ -29,7 +29,7 @@ def required_rows(
         `[R]` int64, ascending.
 
     Raises:
-        InvalidRequest: the numbers don't agree, or a request in prefill stands before one that decodes.
+        InvalidRequest: wrong counts, or a request in prefill before a decoding one.
     """
     check_order(in_prefill, num_decode, num_prefill)
     lengths = query_lengths.long()
@@ -40,19 +40,19 @@ def required_rows(
 
 
 def rows_per_request(in_prefill: Tensor, num_drafts: int) -> Tensor:
-    """Rows of logits that each request needs, `[N]` int64."""
+    """Return the number of logit rows that each request needs, `[N]` int64."""
     return torch.where(in_prefill.bool(), 1, 1 + num_drafts)
 
 
 def accepted(output_tokens: Tensor, input_tokens: Tensor, repeats: Tensor) -> tuple[Tensor, Tensor]:
-    """Which input tokens stand, and where each request's last one is.
+    """Return the last accepted row of each request, and the mask of accepted input tokens.
 
-    A request's first token stands always. A draft stands if the one before it does and the token
-    drawn there is the draft.
+    A request's first token is always accepted. A draft is accepted if the one before it is and the
+    token drawn there equals the draft.
 
     Args:
         output_tokens: `[R]`, drawn from each row.
-        input_tokens: `[R]`, what was fed in.
+        input_tokens: `[R]`, the input of each row.
         repeats: `[N]`, rows of each request, which sum to R.
 
     Returns:
@@ -63,13 +63,13 @@ def accepted(output_tokens: Tensor, input_tokens: Tensor, repeats: Tensor) -> tu
     differs = torch.zeros_like(input_tokens, dtype=torch.bool)
     differs[1:] = input_tokens[1:] != output_tokens[:-1]
     misses = differs.cumsum(0)
-    mask = misses == misses[starts][request_of_row]  # no miss behind the request's first row
+    mask = misses == misses[starts][request_of_row]  # no miss after the request's first row
     kept = torch.zeros_like(repeats).scatter_add(0, request_of_row, mask.long())
     return starts + kept - 1, mask
 
 
 def check_order(in_prefill: Tensor, num_decode: int, num_prefill: int) -> None:
-    """Raise InvalidRequest unless `num_decode` requests that decode come first, then the others."""
+    """Raise InvalidRequest unless `num_decode` decoding requests come first, then those in prefill."""
     expected = [False] * num_decode + [True] * num_prefill
     if in_prefill.bool().tolist() != expected:
         raise InvalidRequest(
@@ -78,15 +78,15 @@ def check_order(in_prefill: Tensor, num_decode: int, num_prefill: int) -> None:
 
 
 class Speculation:
-    """The controller's methods for a step that carries drafts.
+    """The controller's methods for steps with draft tokens.
 
     Attributes:
-        num_speculative_tokens: drafts that a decoding request carries.
+        num_speculative_tokens: draft tokens per decoding request.
     """
 
     def __init__(self) -> None:
         self.num_speculative_tokens = 0
-        # What _sample_speculative_logits draws with: request indices, temperature, top_k, top_p.
+        # Used by _sample_speculative_logits: request indices, temperature, top_k, top_p.
         self._torch_sampling_buckets: list[tuple[Sequence[int], float, int, float]] = []
 
     def _get_required_logit_indices(
@@ -97,7 +97,7 @@ class Speculation:
         num_prefill_requests: int,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Rows of logits to sample from, `[R]`: all of a decoding request, the last of one in prefill."""
+        """Return the rows of logits to sample from, `[R]`; see `required_rows`."""
         return required_rows(
             request_in_prefill_status_tensor,
             request_query_lengths,
@@ -108,17 +108,17 @@ class Speculation:
     def _sample_speculative_logits(
         self, required_logits: Tensor, request_in_prefill_status_tensor: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw for every required row, each request with the numbers of its bucket.
+        """Draw for every required row, with the parameters of its request's bucket.
 
         Args:
             required_logits: `[R, V]`.
             request_in_prefill_status_tensor: `[N]`.
 
         Returns:
-            The ids, `[R]` in the order of the rows, and how many rows each request has, `[N]`.
+            The ids, `[R]` in row order, and the number of rows of each request, `[N]`.
 
         Raises:
-            InvalidRequest: a request that is in no bucket, or rows that don't add up.
+            InvalidRequest: a request without bucket, or a wrong number of rows.
         """
         repeats = rows_per_request(request_in_prefill_status_tensor, self.num_speculative_tokens)
         if int(repeats.sum()) != len(required_logits):
@@ -145,11 +145,11 @@ class Speculation:
         num_prefill_requests: int,
         active_request_count: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Which input tokens stand: a request's first, and drafts as long as they equal what was drawn.
+        """Return the accepted input tokens; see `accepted`.
 
         Args:
             output_tokens: `[R]`, drawn from each row.
-            input_tokens_required: `[R]` or `[1, R]`, what was fed in.
+            input_tokens_required: `[R]` or `[1, R]`, the input of each row.
 
         Returns:
             The index of each request's last accepted token `[N]`, the mask `[R]` bool, and the input `[R]`.

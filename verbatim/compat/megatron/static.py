@@ -1,4 +1,4 @@
-"""A static batch: all requests at once, each with its own params."""
+"""Generation for a static batch, each request with its own params."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def run_static_batch(
     requests: dict[int, InferenceRequest],
     streams: Mapping[Any, AsyncStream],
 ) -> dict[int, InferenceRequest]:
-    """Generate for all requests and write down what became of them; `requests` again.
+    """Generate for all requests, fill in their outputs, and return `requests`.
 
-    One that fails doesn't disturb the others; its error, the first one's of several, is raised when all
+    A failing request does not affect the others; the first error is raised when all
     have ended.
     """
     try:
         return _run(translation, requests, _by_request(streams, requests))
     except BaseException as error:
-        for stream in streams.values():  # nobody must go on reading; what has ended stays as it is
+        for stream in streams.values():  # unblock readers; finished streams are unchanged
             stream.finish(error)
         raise
 
@@ -37,17 +37,17 @@ def run_static_batch(
 def _by_request(
     streams: Mapping[Any, AsyncStream], requests: Mapping[int, InferenceRequest]
 ) -> dict[int, AsyncStream]:
-    """The streams by the keys of `requests`, of which they may have the text."""
+    """Return the streams by the keys of `requests`; a key may also be a request id as text."""
     texts = {str(number): number for number in requests}
-    found: dict[int, AsyncStream] = {}
+    by_id: dict[int, AsyncStream] = {}
     for key, stream in streams.items():
         number = key if key in requests else texts.get(str(key))
         if number is None:
             raise InvalidRequest(f"active_streams has {key!r}, which is no active_request")
-        if number in found:
+        if number in by_id:
             raise InvalidRequest(f"active_streams has two streams for request {number}")
-        found[number] = stream
-    return found
+        by_id[number] = stream
+    return by_id
 
 
 def _run(
@@ -64,10 +64,10 @@ def _run(
         translation.begin(request, admitted[number])
     try:
         _generate(translation, requests, admitted, streams)
-    except BaseException as error:  # of the whole batch: refused, or broken off by Ctrl-C
-        _write_down(translation, requests, admitted, error)
+    except BaseException as error:  # ends the whole batch: refused, or Ctrl-C
+        _fill_all(translation, requests, admitted, error)
         raise
-    _write_down(translation, requests, admitted, None)
+    _fill_all(translation, requests, admitted, None)
     for each in admitted.values():
         if each.error is not None:
             raise each.error
@@ -80,9 +80,9 @@ def _generate(
     admitted: Mapping[int, Request],
     streams: Mapping[int, AsyncStream],
 ) -> None:
-    """Until all have ended.
+    """Run until all requests have ended.
 
-    The steps of those that are streamed are made by the engine's own thread, which tells of each.
+    Streamed requests are stepped by the engine's thread, which calls their `Feed`s.
     """
     handle = translation.llm.engine
     plain = [request for number, request in admitted.items() if number not in streams]
@@ -96,7 +96,7 @@ def _generate(
             handle.run(plain)
         except Exception:
             if not plain or not all(request.finished for request in plain):
-                raise  # they did not come in
+                raise  # they were not admitted
         for feed in feeds:
             feed.ended.wait()
     finally:
@@ -104,26 +104,26 @@ def _generate(
             handle.abort(admitted[number])
 
 
-def _write_down(
+def _fill_all(
     translation: Translation,
     requests: Mapping[int, InferenceRequest],
     admitted: Mapping[int, Request],
-    broken_off: BaseException | None,
+    batch_error: BaseException | None,
 ) -> None:
-    """Fill in what has a result, and say of the others why not.
+    """Fill in the outputs of finished requests, and the errors of the others.
 
     Args:
-        broken_off: what ended the whole batch; those that it ended have no result of their own.
+        batch_error: the error that ended the whole batch, also for aborted requests.
     """
     for number, request in requests.items():
         result, error = admitted[number].result, admitted[number].error
         whole = result is not None and (
-            broken_off is None or result.outputs[0].finish_reason is not FinishReason.ABORT
+            batch_error is None or result.outputs[0].finish_reason is not FinishReason.ABORT
         )
         if result is not None and whole:
             translation.fill(request, admitted[number], result.outputs[0])
         else:
-            request.status, request.error = Status.FAILED, error or broken_off
+            request.status, request.error = Status.FAILED, error or batch_error
     lengths = [request.generated_length or 0 for request in requests.values()]
     for request in requests.values():
         request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)

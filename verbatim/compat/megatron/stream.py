@@ -14,12 +14,12 @@ from verbatim.errors import InvalidRequest
 
 
 class AsyncStream:
-    """Partial results as they come; `put` and `finish` may be called from any thread.
+    """A queue of partial results; `put` and `finish` may be called from any thread.
 
     Args:
-        request_id: of the request it belongs to.
-        cancel: called when the reader leaves before the end, with the request's id if it takes one.
-        loop: the event loop it will be read in; None leaves that open.
+        request_id: of the streamed request.
+        cancel: called if the reader leaves before the end, with the request's id if it takes an argument.
+        loop: the event loop of the reader; None allows any.
     """
 
     def __init__(
@@ -36,30 +36,30 @@ class AsyncStream:
         self._finished = False
 
     def put(self, item: InferenceRequest | Exception) -> None:
-        """Add a partial result, or an exception that the reader is to raise. After the end, nothing."""
+        """Add a partial result, or an exception for the reader; ignored after `finish`."""
         if not self._finished:
             self._items.append(item)
-            self._tell()
+            self._wake_reader()
 
     def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
-        """The last call: the reader gets what is left, and then the exception if there is one."""
+        """End the stream; the reader gets the remaining items, then the exception if there is one."""
         if self._finished:
             return
         if exception is not None:
             self._items.append(exception() if isinstance(exception, type) else exception)
         self._finished = True
-        self._tell()
+        self._wake_reader()
 
     @property
     def finished(self) -> bool:
-        """Nothing more will be put."""
+        """Whether `finish` was called or the reader left."""
         return self._finished
 
     async def generator(self) -> AsyncGenerator[InferenceRequest, None]:
-        """What was put and what is yet to come. Leaving early cancels the request.
+        """Yield the results as they arrive. Leaving early cancels the request.
 
         Raises:
-            InvalidRequest: read in another event loop than the one it was made for.
+            InvalidRequest: called in another event loop than `loop`.
         """
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise InvalidRequest(
@@ -68,7 +68,8 @@ class AsyncStream:
         self._waiter = TaskWaiter()
         try:
             while True:
-                finished = self._finished  # before it is emptied: afterwards nothing comes
+                # Read before emptying the queue: nothing is added once it is set.
+                finished = self._finished
                 while self._items:
                     item = self._items.popleft()
                     if isinstance(item, BaseException):
@@ -80,17 +81,17 @@ class AsyncStream:
         except (GeneratorExit, asyncio.CancelledError):
             if not self._finished:
                 self._finished = True
-                self._tell_caller()
+                self._cancel_request()
             raise
         finally:
             self._waiter = None
 
-    def _tell(self) -> None:
+    def _wake_reader(self) -> None:
         waiter = self._waiter
         if waiter is not None:
             waiter.wake()
 
-    def _tell_caller(self) -> None:
+    def _cancel_request(self) -> None:
         try:
             inspect.signature(self._cancel).bind(self._request_id)
         except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Partial results on their way into a stream."""
+"""Delivery of partial results to streams."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from verbatim.engine.handle import EngineHandle
 
 
 class Feed:
-    """Puts one request into its stream as it grows.
+    """Puts the partial results of one request into its stream.
 
-    What might belong to a stop word, or to half a character, is not sent before that is known.
+    Text that may be part of a stop word or of an incomplete character is delayed.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Feed:
             self._segments = Segments(translation.text, admitted.prompt_ids)
 
     def take(self, delta: Delta) -> None:
-        """What one step added."""
-        if self._stream.finished:  # its reader has left
+        """Put the output of one step."""
+        if self._stream.finished:  # the reader has left
             self._handle.abort(self._admitted)
             return
         last = delta.finish_reason is not None
@@ -72,13 +72,13 @@ class Feed:
             self._stream.finish()
 
     def end(self) -> None:
-        """The request has ended, with an error perhaps."""
-        self.ended.set()  # first: whatever its stream does, the batch goes on
+        """End the stream, with the request's error if there is one."""
+        self.ended.set()  # first: an error of the stream must not block the batch
         self._stream.finish(self._admitted.error)
 
 
 def shows_text(params: SamplingParams) -> bool:
-    """Does the stream carry text?"""
+    """Return whether the stream carries text."""
     return params.detokenize_generations and not params.no_detokenize_streaming_text
 
 
@@ -92,7 +92,7 @@ def put(
     ids: list[int],
     logprobs: list[float] | None,
 ) -> None:
-    """Put a partial result made of ids alone."""
+    """Put a partial result made from ids."""
     text, parts = "", None
     if shows_text(params) and translation.text is not None:
         text = translation.detokenize(ids)
@@ -112,7 +112,7 @@ def partial(
     text: str,
     segments: list[str] | None,
 ) -> InferenceRequest:
-    """The request as it is so far."""
+    """Return a copy of the request with its output so far."""
     return InferenceRequest(
         request_id=request_id,
         prompt=request.prompt,

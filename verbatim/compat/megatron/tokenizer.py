@@ -1,4 +1,4 @@
-"""Two kinds of tokenizers: Hugging Face's, and Megatron's (`tokenize`, `detokenize`, `bos`, `eod`)."""
+"""Adapters for Hugging Face's and Megatron's tokenizers (`tokenize`, `detokenize`, `bos`, `eod`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from verbatim.text.tokenizer import Tokenizer
 
 
 def is_megatron(tokenizer: Any) -> bool:
-    """Megatron's kind; a transformers tokenizer has a `tokenize`, too, but it gives strings."""
+    """Return whether it is Megatron's kind, by `detokenize`; transformers has `tokenize`, too."""
     return hasattr(tokenizer, "detokenize")
 
 
 def bos_of(tokenizer: Any) -> int | None:
-    """The id that begins a text; None where there is none."""
+    """Return the id that begins a text, or None."""
     return _id(tokenizer, "bos" if is_megatron(tokenizer) else "bos_token_id")
 
 
 def eod_of(tokenizer: Any) -> int | None:
-    """The id that ends a document; None where there is none."""
+    """Return the id that ends a document, or None."""
     return _id(tokenizer, "eod" if is_megatron(tokenizer) else "eos_token_id")
 
 
 def tokenize(tokenizer: Any, prompt: str, add_BOS: bool) -> list[int]:
-    """Ids of a prompt, with exactly one `bos` before them or with none.
+    """Return the ids of a prompt, with exactly one leading `bos` or none.
 
     Raises:
-        InvalidRequest: a `bos` is asked for and the tokenizer has none.
+        InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
     """
     bos = bos_of(tokenizer)
     if add_BOS and bos is None:
@@ -49,7 +49,7 @@ def detokenize(
     remove_EOD: bool,
     skip_special_tokens: bool,
 ) -> str:
-    """The text of ids; the `eod`s at the end go if `remove_EOD`."""
+    """Return the text of ids, without trailing `eod`s if `remove_EOD`."""
     ids, eod = list(tokens), eod_of(tokenizer)
     while remove_EOD and ids and ids[-1] == eod:
         ids.pop()
@@ -61,9 +61,9 @@ def detokenize(
 
 
 class Segments:
-    """The text of each token of a completion; joined, the text of all.
+    """The text of each token of a completion; they join to the whole text.
 
-    A character made of several tokens belongs to the one that completes it.
+    A character of several tokens belongs to the last of them.
 
     Args:
         prompt: ids before the completion.
@@ -78,21 +78,21 @@ class Segments:
         )
 
     def extend(self, tokens: Sequence[int], *, last: bool) -> None:
-        """The next tokens; with the last of them, what is left open becomes text."""
+        """Append tokens; after the last ones, add the remaining text."""
         self.texts += [self._text.push(token) for token in tokens]
         if last and self.texts:
             self.texts[-1] += self._text.flush()
 
 
 def wrap(tokenizer: Any) -> Tokenizer:
-    """The house's view of either kind."""
+    """Return Verbatim's `Tokenizer` for either kind."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
-    return Tokenizer(_LookAlike(tokenizer) if is_megatron(tokenizer) else tokenizer)
+    return Tokenizer(_MegatronAdapter(tokenizer) if is_megatron(tokenizer) else tokenizer)
 
 
-class _LookAlike:
-    """Megatron's kind with the methods of a transformers tokenizer that the house asks for."""
+class _MegatronAdapter:
+    """Adapts Megatron's tokenizer to the transformers methods that Verbatim uses."""
 
     clean_up_tokenization_spaces = False
 
@@ -116,7 +116,7 @@ class _LookAlike:
 
 
 def _id(tokenizer: Any, name: str) -> int | None:
-    try:  # Megatron's base class raises for what a tokenizer doesn't have
+    try:  # Megatron's base class raises for a missing attribute
         value = getattr(tokenizer, name)
     except (AttributeError, NotImplementedError):
         return None
@@ -126,7 +126,7 @@ def _id(tokenizer: Any, name: str) -> int | None:
 def _takes(function: Any, name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a function without a signature, of C
+    except (TypeError, ValueError):  # a C function without a signature
         return False
     return name in parameters or any(
         parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()

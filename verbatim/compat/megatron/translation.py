@@ -1,4 +1,4 @@
-"""Megatron's requests as the engine's, and what became of them back again."""
+"""Translation of Megatron's requests and results to and from the engine's."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ from verbatim.tensors import engine_of
 
 
 class Translation:
-    """Between one model with its tokenizer and Megatron's nouns.
+    """Translates requests and results for one model and its tokenizer.
 
     Args:
         model: an open `LLM`, or a live module.
-        tokenizer: of either kind; None takes the LLM's own, if it has one.
-        max_sequence_length: prompt and completion together; None leaves the engine's limit.
+        tokenizer: of either kind; None takes the LLM's, if it has one.
+        max_sequence_length: of prompt and completion together; None takes the engine's limit.
     """
 
     def __init__(
         self, model: LLM | nn.Module, tokenizer: Any, max_sequence_length: int | None
     ) -> None:
         self._model = model
-        own = engine_of(model).tokenizer
-        self.tokenizer = own.hf if tokenizer is None and own is not None else tokenizer
+        default = engine_of(model).tokenizer
+        self.tokenizer = default.hf if tokenizer is None and default is not None else tokenizer
         self.text = None if self.tokenizer is None else wrap(self.tokenizer)
         self._max_sequence_length = max_sequence_length
 
     @property
     def llm(self) -> LLM:
-        """The engine; of a module whose layers have changed, a new one."""
+        """The engine; a new one if the module's layers have changed."""
         return engine_of(self._model)
 
     @property
     def max_sequence_length(self) -> int:
-        """Prompt and completion together."""
+        """Maximum length of prompt and completion together."""
         limit = self.llm.max_length
         return limit if self._max_sequence_length is None else min(limit, self._max_sequence_length)
 
-    def need_tokenizer(self, what: str) -> Any:
-        """The tokenizer; raises InvalidRequest where there is none."""
+    def need_tokenizer(self, purpose: str) -> Any:
+        """Return the tokenizer; raise InvalidRequest if there is none."""
         if self.tokenizer is None:
-            raise InvalidRequest(f"{what} needs a tokenizer, and there is none")
+            raise InvalidRequest(f"{purpose} needs a tokenizer, and there is none")
         return self.tokenizer
 
     def admit(self, request: InferenceRequest, row: int, seed: int) -> Request:
-        """The engine's request; whatever is wrong is refused here.
+        """Return the engine's request, with all fields checked.
 
         Args:
-            row: its place in the batch: the sample index, unless it has a seed of its own.
-            seed: of those requests that have none.
+            row: its index in the batch: the sample index, unless the request has its own seed.
+            seed: for requests without their own.
         """
         if request.encoder_prompt is not None:
             raise NotSupported("encoder_prompt: only decoders are run; leave it at None")
@@ -86,26 +86,32 @@ class Translation:
         params.check()
         self._check_text(params)
         ids = self._prompt_ids(request, params)
-        house = params.house(
+        engine_params = params.to_engine(
             max_tokens=self._max_tokens(params, len(ids)),
             termination_id=self._termination_id(params),
             seed=seed if params.seed is None else params.seed,
         )
         llm = self.llm
-        own = llm.engine.admission
+        engine_admission = llm.engine.admission
         admission = Admission(
-            self.text, own.runner, self.max_sequence_length, own.limit_source, frozenset()
+            self.text,
+            engine_admission.runner,
+            self.max_sequence_length,
+            engine_admission.limit_source,
+            frozenset(),
         )
-        admitted = admission.admit(ids, house, first_sample=row if params.seed is None else 0)
+        admitted = admission.admit(
+            ids, engine_params, first_sample=row if params.seed is None else 0
+        )
         admitted.request_id = f"megatron-{uuid.uuid4().hex}"
         return admitted
 
     def begin(self, request: InferenceRequest, admitted: Request) -> None:
-        """Note on the caller's side that a request has come in."""
-        # A copy: who changes theirs for the next request must not change this one.
+        """Update the caller's request when it starts."""
+        # A copy: the caller may change theirs for the next request.
         request.sampling_params = copy.copy(request.sampling_params or SamplingParams())
         clear_outputs(request)
-        if _given_ids(request) is None:
+        if _caller_ids(request) is None:
             assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
             request._tokenized = request.prompt, list(admitted.prompt_ids)
@@ -115,9 +121,9 @@ class Translation:
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def fill(self, request: InferenceRequest, admitted: Request, completion: Completion) -> None:
-        """Write down what became of a request that has ended."""
+        """Fill in the outputs of a finished request."""
         params = cast(SamplingParams, request.sampling_params)
-        # One that was ended during its prefill knows only a part of its prompt's.
+        # A request that ended during prefill has only part of its prompt's log-probs.
         whole = params.reports_prompt and (
             len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
         )
@@ -143,14 +149,14 @@ class Translation:
             request.num_cached_tokens = metrics.num_cached_tokens
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
-        """{text: log-prob} of each position; of ids with equal texts the likeliest stays."""
-        found: TopN = []
+        """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""
+        entries: TopN = []
         for top in tops:
             entry: dict[str, float] = {}
             for token, logprob in top:
                 entry.setdefault(self.detokenize([token], False, False), logprob)
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
     def detokenize(
         self,
@@ -158,11 +164,11 @@ class Translation:
         remove_EOD: bool = True,
         skip_special_tokens: bool = True,
     ) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return detokenize(self.need_tokenizer("text"), ids, remove_EOD, skip_special_tokens)
 
     def segments(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
-        """The text of each of some ids."""
+        """Return the text of each id."""
         assert self.text is not None
         parts = Segments(self.text, skip_special_tokens=skip_special_tokens)
         parts.extend(ids, last=True)
@@ -186,14 +192,14 @@ class Translation:
             request.segments = self.segments(prompt_ids) + parts.texts
 
     def with_end(self, params: SamplingParams, ids: list[int], text: str) -> str:
-        """The text of a completion with its `eod`, where that is to stay."""
+        """Return the text of a completion, with its `eod` if the params keep it."""
         if not params.detokenize_stop_sequence or ids[-1:] != [eod_of(self.tokenizer)]:
             return text
         end = self.detokenize(ids[-1:], remove_EOD=False, skip_special_tokens=False)
         return text if text.endswith(end) else text + end
 
     def _prompt_ids(self, request: InferenceRequest, params: SamplingParams) -> list[int]:
-        given = _given_ids(request)
+        given = _caller_ids(request)
         if given is not None:
             return given
         if request.prompt is None:
@@ -204,7 +210,7 @@ class Translation:
         return tokenize(tokenizer, request.prompt, params.add_BOS)
 
     def _prompt_text(self, request: InferenceRequest, ids: list[int]) -> str:
-        """The prompt as it was given, if `ids` are its own; else their text."""
+        """Return the given prompt if `ids` are its tokens, else the text of `ids`."""
         if request.prompt is not None:
             if request._tokenized == (request.prompt, ids):
                 return request.prompt
@@ -215,19 +221,19 @@ class Translation:
         return self.detokenize(ids, remove_EOD=False)
 
     def _max_tokens(self, params: SamplingParams, prompt_length: int) -> int | None:
-        """What is asked for, within the limit; too long a prompt is the admission's business."""
-        asked = params.num_tokens_to_generate
+        """Return the requested number of tokens, clamped to the limit; admission checks the prompt."""
+        num_tokens = params.num_tokens_to_generate
         if params.num_tokens_total is not None:
-            asked = params.num_tokens_total - prompt_length
-            if asked < 0:
+            num_tokens = params.num_tokens_total - prompt_length
+            if num_tokens < 0:
                 raise InvalidRequest(
                     f"num_tokens_total={params.num_tokens_total}: the prompt alone has {prompt_length}"
                 )
         room = self.max_sequence_length - prompt_length
-        if asked is None or asked <= room or room <= 0:
-            return asked
+        if num_tokens is None or num_tokens <= room or room <= 0:
+            return num_tokens
         warnings.warn(
-            f"{asked} tokens after a prompt of {prompt_length} are over the limit of "
+            f"{num_tokens} tokens after a prompt of {prompt_length} are over the limit of "
             f"{self.max_sequence_length} for both; {room} are generated",
             stacklevel=2,
         )
@@ -249,11 +255,11 @@ class Translation:
             raise InvalidRequest("return_segments=True needs detokenize_generations=True")
 
 
-def _given_ids(request: InferenceRequest) -> list[int] | None:
-    """The prompt's ids as the caller gave them; None where they are to be made of its text."""
+def _caller_ids(request: InferenceRequest) -> list[int] | None:
+    """Return the prompt ids given by the caller; None if the text has to be tokenized."""
     given = request.prompt_tokens
     if given is None:
         return None
     ids = given.tolist() if isinstance(given, Tensor) else list(given)
-    made = request._tokenized is not None and ids == request._tokenized[1]
-    return None if made and request.prompt is not None else ids
+    tokenized_here = request._tokenized is not None and ids == request._tokenized[1]
+    return None if tokenized_here and request.prompt is not None else ids

@@ -1,26 +1,26 @@
-"""What stands where transformers would hand out a cache."""
+"""The stand-in for transformers' cache in results."""
 
 from __future__ import annotations
 
 
 class RemotePastKeyValues:
-    """A count of tokens in place of K and V, which stay where they were computed.
+    """A token count in place of K and V, which stay in the engine.
 
-    It comes with `return_dict_in_generate`. To go on from there, use a session.
+    Returned with `return_dict_in_generate`. To continue a sequence, use a session.
 
     Args:
-        num_tokens: columns so far, given and made.
+        num_tokens: columns of prompt and completion.
     """
 
     def __init__(self, num_tokens: int = 0) -> None:
         self._num_tokens = num_tokens
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
-        """Tokens so far, the same in every layer."""
+        """Return the number of tokens, the same in every layer."""
         return self._num_tokens
 
     def get_max_length(self) -> int | None:
-        """None: how long it may become is up to the session."""
+        """Return None: the session sets the limit."""
         return None
 
     def update_seen(self, new_seen: int) -> None:

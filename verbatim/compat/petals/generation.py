@@ -1,4 +1,4 @@
-"""`RemoteGenerationMixin`: `generate` and sessions for whatever has an open engine."""
+"""`RemoteGenerationMixin`: `generate` and sessions on an open engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.petals.following import following
-from verbatim.compat.petals.given import Columns, first_column, given_columns
+from verbatim.compat.petals.given import TokenColumns, first_column, given_columns
+from verbatim.compat.petals.observer import open_observer
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import Settings
-from verbatim.compat.petals.turn import Turn, Wish
+from verbatim.compat.petals.turn import Turn, TurnOptions
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
@@ -33,7 +33,7 @@ class RemoteGenerationMixin:
     """`generate` and `inference_session`.
 
     Attributes:
-        llm: the engine; a class that mixes this in has it.
+        llm: the engine, provided by the class that mixes this in.
     """
 
     llm: LLM
@@ -56,21 +56,21 @@ class RemoteGenerationMixin:
         """Continue each row of `inputs`.
 
         Args:
-            inputs: `[B, P]` integers, also as `input_ids=`, padded on the left. None goes on from the last
-                token of the session; at the beginning it starts from the model's BOS.
-            generation_config: values for what the call does not name; then the model's own count, then
+            inputs: `[B, P]` integers, also as `input_ids=`, padded on the left. None continues the
+                session; without one, or at its beginning, it starts from the model's BOS.
+            generation_config: values that the call does not name; then the model's apply, then
                 transformers' defaults.
             logits_processor: a list of transformers' processors or of functions of `input_ids` `[1, L]` and
-                `scores` `[1, V]`, a row at a time, without its pads. Pure ones: each is called once for a
-                token, in any order of rows.
+                `scores` `[1, V]`, one row at a time, without pads. They must be pure: each is called once per
+                token, with rows in any order.
             stopping_criteria: a list of functions of `input_ids` `[1, L]` and `scores` (None without
                 `output_scores`), called for each new token of a row; True ends the row.
-            prefix_allowed_tokens_fn: `f(row, ids)`, the ids that may come next.
+            prefix_allowed_tokens_fn: `f(row, ids)` returns the allowed next ids.
             synced_gpus: False or None.
             assistant_model: None; drafts belong to the model.
             streamer: gets the inputs, then each new column `[B]`, through `put`, and `end()`.
-            session: None takes the one of the `with` block around the call, if there is one.
-            seed: ours. Row b draws with it and with sample index b. Without, a session takes one number from
+            session: None takes the session of the enclosing `with` block, if any.
+            seed: an extension. Row b draws with it and sample index b. By default a session takes one from
                 torch's default generator at its first call, and a call without a session one when it
                 samples.
             kwargs: transformers' generation parameters (`verbatim.compat.petals.settings.DONE` has their
@@ -79,18 +79,18 @@ class RemoteGenerationMixin:
                 `max_length` and `max_new_tokens`.
 
         Returns:
-            `[B, P + N]` int64 on the inputs' device: what this call was given and what it made, pads behind
+            `[B, P + N]` int64 on the inputs' device: this call's prompt and completion, with pads after
             a row's end. With `return_dict_in_generate` transformers' output, whose `past_key_values` is a
             `RemotePastKeyValues`.
 
         Raises:
-            InvalidRequest, NotSupported, PromptTooLong: before any token is made (all are ValueErrors); a
-                session is as before.
-            OutOfBlocks: no room for a session's rows. SessionBusy, EngineClosed.
-            RequestFailed: a row from which nothing can be drawn.
+            InvalidRequest, NotSupported, PromptTooLong: before any token is generated (all ValueErrors); a
+                session is unchanged.
+            OutOfBlocks: too few blocks for a session's rows. SessionBusy, EngineClosed.
+            RequestFailed: no token can be drawn for a row.
         """
         kwargs |= {"assistant_model": assistant_model}
-        kwargs = _plain(kwargs, synced_gpus)
+        kwargs = _check_kwargs(kwargs, synced_gpus)
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
         tok = kwargs.pop("tokenizer", None)
         if inputs is not None and ids is not None:
@@ -98,22 +98,24 @@ class RemoteGenerationMixin:
         inputs = ids if inputs is None else inputs
         session = self._session(session)
         settings = Settings(self.llm, kwargs, generation_config)
-        SamplingParams(seed=seed)  # which checks it
+        SamplingParams(seed=seed)  # validates it
         given = self._given(settings, inputs, mask, session)
-        wish = Wish(
+        options = TurnOptions(
             settings,
-            following(self.llm, settings, stopping_criteria, streamer, tok),
+            open_observer(self.llm, settings, stopping_criteria, streamer, tok),
             logits_processor,
             prefix_allowed_tokens_fn,
         )
         if session is not None:
-            made = session._generate(wish, given, seed)
+            output = session._generate(options, given, seed)
         else:
             assert given is not None
             if seed is None:
                 seed = int(torch.randint(2**53, ())) if settings["do_sample"] else 0
-            made = Turn(self.llm, wish, Columns.empty(given.num_rows), given, seed=seed).run()
-        return made if inputs is None else _on_device(made, inputs.device)
+            output = Turn(
+                self.llm, options, TokenColumns.empty(given.num_rows), given, seed=seed
+            ).run()
+        return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
         self, max_length: int | None = None, *, seed: int | None = None
@@ -121,9 +123,9 @@ class RemoteGenerationMixin:
         """Open a session, best in a `with` block; inside, `session=` may be left out.
 
         Args:
-            max_length: columns that it may come to, given and made; None takes the engine's limit. Room for
-                so many is reserved for each row.
-            seed: of all its draws; None takes one from torch's default generator at its first call.
+            max_length: maximum number of columns, prompts included; None takes the engine's limit. Blocks for
+                all of them are reserved for each row.
+            seed: for all its draws; None takes one from torch's default generator at its first call.
 
         Raises:
             InvalidRequest: a value out of range.
@@ -133,12 +135,12 @@ class RemoteGenerationMixin:
 
     @property
     def active_session(self) -> InferenceSession | None:
-        """The session that a call without `session=` belongs to."""
+        """The session of a call without `session=`."""
         return active_session(self.llm)
 
     @contextmanager
     def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
-        """Make `session` the active one in a `with` block, and leave it open; None: there is none."""
+        """Make `session` the active one in a `with` block, without closing it; None deactivates."""
         entered = None if session is None else self._session(session)
         enter(self.llm, entered)
         try:
@@ -157,7 +159,7 @@ class RemoteGenerationMixin:
 
     def _given(
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
-    ) -> Columns | None:
+    ) -> TokenColumns | None:
         if inputs is not None:
             return given_columns(inputs, mask, settings.pad_id)
         if mask is not None:
@@ -165,31 +167,30 @@ class RemoteGenerationMixin:
         if session is not None and session.position:
             return None
         opened, tokenizer = self.llm.engine, self.llm.tokenizer
-        known = getattr(opened.config, "bos_token_id", None)
-        if known is None and tokenizer is not None:
-            known = tokenizer.bos_id
-        return first_column(settings["bos_token_id"], known, self.llm.engine.admission.vocab_size)
+        bos_id = getattr(opened.config, "bos_token_id", None)
+        if bos_id is None and tokenizer is not None:
+            bos_id = tokenizer.bos_id
+        return first_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
 
 
-def _plain(kwargs: dict[str, Any], synced_gpus: Any) -> dict[str, Any]:
-    """What is left when what is not done is refused, and what means nothing is taken out."""
+def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any) -> dict[str, Any]:
+    """Return the arguments without those that have no effect; refuse unsupported ones."""
     if synced_gpus:
         raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
     for name, why in _NOT_DONE.items():
         if kwargs.pop(name, None) is not None:
             raise NotSupported(f"{name}: {why}")
-    types = kwargs.pop(
-        "token_type_ids", None
-    )  # tokenizers hand them out for models without segments
+    # Tokenizers return it for models without segments, too.
+    types = kwargs.pop("token_type_ids", None)
     if types is not None and not (isinstance(types, Tensor) and not types.any()):
         raise NotSupported("token_type_ids: there is one segment, 0")
     return kwargs
 
 
-def _on_device(made: Any, device: torch.device) -> Any:
+def _on_device(output: Any, device: torch.device) -> Any:
     if device.type == "cpu":
-        return made
-    if isinstance(made, Tensor):
-        return made.to(device)
-    made.sequences = made.sequences.to(device)
-    return made
+        return output
+    if isinstance(output, Tensor):
+        return output.to(device)
+    output.sequences = output.sequences.to(device)
+    return output

@@ -1,4 +1,4 @@
-"""The ids of a call, and those that stand before them."""
+"""Padded rows of token ids."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verbatim.tensors import check_padded, rows_of
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Rows of ids, side by side.
+class TokenColumns:
+    """Rows of ids with padding.
 
     Attributes:
         ids: `[B, L]` int64, on the CPU.
-        mask: `[B, L]` bool, False on pads, wherever they stand.
-        ends: for each row the column behind the token that ended it, None where nothing did.
+        mask: `[B, L]` bool, False on pads, anywhere in a row.
+        ends: for each row, the column after the token that ended it, or None.
     """
 
     ids: Tensor
@@ -27,7 +27,7 @@ class Columns:
     ends: tuple[int | None, ...]
 
     @classmethod
-    def empty(cls, num_rows: int) -> Columns:
+    def empty(cls, num_rows: int) -> TokenColumns:
         ids = torch.empty(num_rows, 0, dtype=torch.int64)
         return cls(ids, ids.bool(), (None,) * num_rows)
 
@@ -40,48 +40,48 @@ class Columns:
         return self.ids.shape[1]
 
     def rows(self) -> list[list[int]]:
-        """The ids of each row without its pads."""
+        """Return the ids of each row without its pads."""
         return [i[m].tolist() for i, m in zip(self.ids, self.mask, strict=True)]
 
-    def first(self, width: int) -> Columns:
-        """The columns before `width`."""
+    def first(self, width: int) -> TokenColumns:
+        """Return the columns before `width`."""
         ends = tuple(None if end is None or end > width else end for end in self.ends)
-        return Columns(self.ids[:, :width], self.mask[:, :width], ends)
+        return TokenColumns(self.ids[:, :width], self.mask[:, :width], ends)
 
-    def followed_by(self, ids: Tensor, mask: Tensor) -> Columns:
-        """With more columns, behind which no row has ended."""
+    def followed_by(self, ids: Tensor, mask: Tensor) -> TokenColumns:
+        """Return these columns with more appended; all rows become unfinished."""
         both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
-        return Columns(*both, (None,) * self.num_rows)
+        return TokenColumns(*both, (None,) * self.num_rows)
 
-    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> Columns:
-        """With the new ids of each row, filled up to the longest.
+    def grown(self, new: list[list[int]], ended: list[bool], fill_id: int) -> TokenColumns:
+        """Return these columns with the new ids of each row appended, padded to the longest.
 
         Args:
-            ended: whether its last new token is its end; a row without new ids stays as it is.
+            ended: whether a row's last new token is its end; ignored for a row without new ids.
         """
         width = max(map(len, new), default=0)
         ids = torch.full((self.num_rows, width), fill_id, dtype=torch.int64)
         mask = torch.zeros(self.num_rows, width, dtype=torch.bool)
         ends = list(self.ends)
-        for row, found in enumerate(new):
-            if found:
-                ids[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-                mask[row, : len(found)] = True
-                ends[row] = self.width + len(found) if ended[row] else None
+        for row, new_ids in enumerate(new):
+            if new_ids:
+                ids[row, : len(new_ids)] = torch.tensor(new_ids, dtype=torch.int64)
+                mask[row, : len(new_ids)] = True
+                ends[row] = self.width + len(new_ids) if ended[row] else None
         both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
-        return Columns(*both, tuple(ends))
+        return TokenColumns(*both, tuple(ends))
 
-    def repeated(self, copies: int) -> Columns:
-        """Each row so many times."""
+    def repeated(self, copies: int) -> TokenColumns:
+        """Return each row `copies` times."""
         ids, mask = (t.repeat_interleave(copies, dim=0) for t in (self.ids, self.mask))
-        return Columns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
+        return TokenColumns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
 
 
-def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> Columns:
-    """What a call was given; leading pads are masked where no mask says otherwise.
+def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> TokenColumns:
+    """Return a call's inputs as columns; without a mask, leading pads are masked.
 
     Raises:
-        InvalidRequest: no integers `[B, P]`, pads behind a row's tokens, a row without a token.
+        InvalidRequest: not integers `[B, P]`, pads at the end of a row, or a row without a token.
     """
     check_padded(inputs, attention_mask, name="inputs")
     ids = inputs.detach().to("cpu", torch.int64)
@@ -97,21 +97,21 @@ def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> Colum
         mask = torch.ones_like(ids, dtype=torch.bool)
     else:
         mask = (ids != pad_id).long().cummax(dim=1).values.bool()
-    rows_of(ids, mask)  # which checks that there is something in each
-    return Columns(ids.clone(), mask, (None,) * ids.shape[0])
+    rows_of(ids, mask)  # refuses empty rows
+    return TokenColumns(ids.clone(), mask, (None,) * ids.shape[0])
 
 
-def first_column(bos_id: Any, model_bos: Any, vocab_size: int) -> Columns:
-    """A row of nothing but the beginning of a sequence.
+def first_column(bos_id: Any, model_bos: Any, vocab_size: int) -> TokenColumns:
+    """Return one row with only the BOS id.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: there is no BOS id.
     """
-    found = next((i for i in (bos_id, model_bos) if isinstance(i, int)), -1)
-    if not 0 <= found < vocab_size:
+    token_id = next((i for i in (bos_id, model_bos) if isinstance(i, int)), -1)
+    if not 0 <= token_id < vocab_size:
         raise InvalidRequest(
             "inputs=None at the beginning starts from the model's BOS, and this one has none; give inputs "
             "or bos_token_id"
         )
-    ids = torch.tensor([[found]])
-    return Columns(ids, torch.ones_like(ids, dtype=torch.bool), (None,))
+    ids = torch.tensor([[token_id]])
+    return TokenColumns(ids, torch.ones_like(ids, dtype=torch.bool), (None,))

@@ -1,4 +1,4 @@
-"""From the options of Petals' `from_pretrained` to an open engine."""
+"""Opens an engine by the options of Petals' `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.placement.cluster.choice import Cluster
 
-_OURS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
+_LLM_OPTIONS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
 _SWARM = "there is no public swarm and no DHT: machines that trust each other make a cluster"
 _WAITS = "how long a cluster waits is patience_s, step_timeout_s and max_restarts of Cluster"
 _REFUSED = {
@@ -47,15 +47,15 @@ _ALWAYS = {
     "low_cpu_mem_usage": "weights are read to where they stay",
     "use_server_to_server": "stages talk to each other; Cluster(transport='actors') goes through Ray",
 }
-_CLUSTERS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
+_CLUSTER_OPTIONS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
 _ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")
 
 
 def open_source(model: Any, options: Mapping[str, Any]) -> tuple[LLM | nn.Module, bool]:
-    """What `from_pretrained` was given or opens, and whether it was opened for this.
+    """Return the passed or newly opened model, and whether it was opened here.
 
     Raises:
-        As `open_llm`; InvalidRequest: options for what is open already.
+        As `open_llm`; InvalidRequest: options with an open model.
     """
     if not isinstance(model, LLM | nn.Module):
         return open_llm(model, options), True
@@ -68,57 +68,58 @@ def open_source(model: Any, options: Mapping[str, Any]) -> tuple[LLM | nn.Module
 
 
 def open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
-    """The engine that `from_pretrained` opens for a folder, a hub id or None.
+    """Open an engine for a folder, a hub id or None.
 
     Args:
-        options: Petals' and `LLM`'s; None is as if it were not there.
+        options: Petals' and `LLM`'s; a value of None is ignored.
 
     Raises:
-        InvalidRequest, NotSupported: an option that is not known or not done.
+        InvalidRequest, NotSupported: an unknown or unsupported option.
         As `LLM` and the placement.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
-        if name in _REFUSED and given[name] is not False:
-            raise NotSupported(f"{name}={given[name]!r}: {_REFUSED[name]}")
-    given = {name: value for name, value in given.items() if name not in _REFUSED}
+    passed = {name: value for name, value in options.items() if value is not None}
+    for name in passed:
+        if name in _REFUSED and passed[name] is not False:
+            raise NotSupported(f"{name}={passed[name]!r}: {_REFUSED[name]}")
+    passed = {name: value for name, value in passed.items() if name not in _REFUSED}
     for name, why in _ALWAYS.items():
-        if given.pop(name, True) is not True:
+        if passed.pop(name, True) is not True:
             raise NotSupported(f"{name}: must be True; {why}")
-    if "torch_dtype" in given:
-        if "dtype" in given:
+    if "torch_dtype" in passed:
+        if "dtype" in passed:
             raise InvalidRequest("torch_dtype and dtype are both given; they are the same thing")
-        given["dtype"] = given.pop("torch_dtype")
+        passed["dtype"] = passed.pop("torch_dtype")
     cluster = {
-        ours: given.pop(theirs)
-        for theirs, ours in _CLUSTERS.items()
-        if given.get(theirs) is not None
+        name: passed.pop(petals_name)
+        for petals_name, name in _CLUSTER_OPTIONS.items()
+        if passed.get(petals_name) is not None
     }
-    peers, stages = given.pop("initial_peers", None), given.pop("stages", None)
-    for name in given:
-        if name not in _OURS:
+    peers, stages = passed.pop("initial_peers", None), passed.pop("stages", None)
+    for name in passed:
+        if name not in _LLM_OPTIONS:
             raise InvalidRequest(
-                f"{name} is not known; beside Petals' own options there are {', '.join(sorted(_OURS))}"
+                f"{name} is not known; beside Petals' own options there are "
+                f"{', '.join(sorted(_LLM_OPTIONS))}"
             )
     if peers is None and stages is None:
-        for theirs, ours in _CLUSTERS.items():
-            if ours in cluster:
+        for petals_name, name in _CLUSTER_OPTIONS.items():
+            if name in cluster:
                 raise InvalidRequest(
-                    f"{theirs}={cluster[ours]!r} is for a cluster: give initial_peers or stages, or "
-                    f"placement=Cluster({ours}=...)"
+                    f"{petals_name}={cluster[name]!r} is for a cluster: give initial_peers or stages, or "
+                    f"placement=Cluster({name}=...)"
                 )
-        return LLM(model, **given)
-    if "placement" in given:
+        return LLM(model, **passed)
+    if "placement" in passed:
         raise InvalidRequest(
             "placement with initial_peers or stages, which are a placement themselves: give "
             "placement=Cluster(address=..., stages=...)"
         )
     placement = Cluster(stages=stages, address=_address(peers), **cluster)
-    return LLM(model, placement=placement, **given)
+    return LLM(model, placement=placement, **passed)
 
 
 def _address(peers: Any) -> str | None:
-    """The one cluster that is meant."""
+    """Return the address of the cluster's head."""
     if peers is None:
         return None
     many = [peers] if isinstance(peers, str) else list(peers)

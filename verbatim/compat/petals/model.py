@@ -17,14 +17,14 @@ from verbatim.tensors import engine_of
 
 
 class DistributedModelForCausalLM(RemoteGenerationMixin):
-    """A model, wherever it lives: any architecture that Verbatim runs.
+    """A model of any architecture that Verbatim runs, with any placement.
 
     Attributes:
-        config: the model's own, transformers'.
-        generation_config: likewise; None where it has none. What it says counts in `generate`.
+        config: the model's transformers config.
+        generation_config: the model's, or None. `generate` takes its defaults from it.
     """
 
-    _model_type: ClassVar[str | None] = None  # the only one that is taken; None: any
+    _model_type: ClassVar[str | None] = None  # the only accepted one; None: any
 
     def __init__(self, model: LLM | nn.Module) -> None:
         """
@@ -36,10 +36,10 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
         opened = self.llm.engine
         self.config: Any = opened.config
         self.generation_config: Any = opened.generation_config
-        found = getattr(self.config, "model_type", None)
-        if self._model_type is not None and found != self._model_type:
+        model_type = getattr(self.config, "model_type", None)
+        if self._model_type is not None and model_type != self._model_type:
             raise InvalidRequest(
-                f"{type(self).__name__} is for model_type {self._model_type!r}, and this is {found!r}; "
+                f"{type(self).__name__} is for model_type {self._model_type!r}, and this is {model_type!r}; "
                 "AutoDistributedModelForCausalLM takes any"
             )
 
@@ -51,7 +51,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
 
         Args:
             model_name_or_path: a folder in Hugging Face's format, a hub id, or None for the model inside
-                the package. Or what is open: an `LLM`, or a live transformers module; then there are no
+                the package. Or an open `LLM`, or a live transformers module; then without
                 options.
             options: `initial_peers`, "host:port" of a cluster's head, or a list of that one: the model is
                 spread over its machines. `stages`: into so many; without `initial_peers` on this machine.
@@ -60,7 +60,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
                 cluster; `low_cpu_mem_usage=True`. Others are `LLM`'s.
 
         Raises:
-            InvalidRequest, NotSupported: an option that is not known or not done, by name; another
+            InvalidRequest, NotSupported: an unknown or unsupported option, by name; another
                 architecture than the class is for.
             As `LLM` and the placement.
         """
@@ -70,24 +70,24 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
     def _open(cls, model: Any, options: dict[str, Any], *, auto: bool = False) -> Self:
         """
         Args:
-            auto: the class is the architecture's, if it has one.
+            auto: use the class of the model's architecture, if there is one.
         """
-        source, own = open_source(model, options)
+        source, opened_here = open_source(model, options)
         try:
-            made = (_class_for(source) if auto else cls)(source)
+            opened = (_class_for(source) if auto else cls)(source)
         except BaseException:
-            if own:
+            if opened_here:
                 source.close()  # type: ignore[operator]
             raise
-        if own:
-            made._end = weakref.finalize(made, source.close)  # type: ignore[arg-type]
-        return made  # type: ignore[return-value]
+        if opened_here:
+            opened._end = weakref.finalize(opened, source.close)  # type: ignore[arg-type]
+        return opened  # type: ignore[return-value]
 
-    _end: Any = None  # closes an engine of its own
+    _end: Any = None  # closes an engine opened here
 
     @property
     def llm(self) -> LLM:  # type: ignore[override]
-        """The engine: every other way to sample, streams, scores.
+        """The engine, with every sampling option, streams and scores.
 
         Raises:
             EngineClosed: after `close`.
@@ -98,15 +98,15 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
 
     @property
     def device(self) -> torch.device:
-        """Where ids go in and out."""
+        """The device of input and output ids."""
         return torch.device("cpu")
 
     def eval(self) -> Self:
-        """Itself: nothing is trained here."""
+        """Return self: there is no training mode."""
         return self
 
     def to(self, device: Any) -> Self:
-        """Itself, for "cpu"; a model is where `from_pretrained` has put it.
+        """Return self for "cpu"; the placement is set by `from_pretrained`.
 
         Raises:
             NotSupported: another device.
@@ -118,7 +118,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
         return self
 
     def close(self) -> None:
-        """Close the engine that was opened here; an `LLM` or a module that was given stays as it is."""
+        """Close the engine if it was opened here; leave a given `LLM` or module open."""
         self._closed = True
         if self._end is not None:
             self._end()
@@ -131,25 +131,25 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
 
 
 class DistributedLlamaForCausalLM(DistributedModelForCausalLM):
-    """Llama alone."""
+    """A Llama model."""
 
     _model_type = "llama"
 
 
 class DistributedBloomForCausalLM(DistributedModelForCausalLM):
-    """Bloom alone."""
+    """A Bloom model."""
 
     _model_type = "bloom"
 
 
 class DistributedFalconForCausalLM(DistributedModelForCausalLM):
-    """Falcon alone."""
+    """A Falcon model."""
 
     _model_type = "falcon"
 
 
 class DistributedMixtralForCausalLM(DistributedModelForCausalLM):
-    """Mixtral alone."""
+    """A Mixtral model."""
 
     _model_type = "mixtral"
 
@@ -171,13 +171,13 @@ class AutoDistributedModelForCausalLM:
         model_name_or_path: str | os.PathLike[str] | LLM | nn.Module | None,
         **options: Any,
     ) -> DistributedModelForCausalLM:
-        """As `DistributedModelForCausalLM.from_pretrained`, as the class of the model's architecture."""
+        """Open a model as the class of its architecture; see `DistributedModelForCausalLM`."""
         return DistributedModelForCausalLM._open(model_name_or_path, options, auto=True)
 
 
 def _class_for(source: LLM | nn.Module) -> type[DistributedModelForCausalLM]:
     config = source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
-    found = getattr(config, "model_type", None)
+    model_type = getattr(config, "model_type", None)
     return next(
-        (kind for kind in _CLASSES if kind._model_type == found), DistributedModelForCausalLM
+        (kind for kind in _CLASSES if kind._model_type == model_type), DistributedModelForCausalLM
     )

@@ -1,4 +1,4 @@
-"""transformers' logits processors for one row, and which of them the engine's sampler does itself."""
+"""transformers' logits processors for one row, and those that the engine's sampler implements."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from verbatim.compat.petals.settings import Settings
 from verbatim.errors import InvalidRequest, NotSupported
 
-# Of these the engine's own are the same functions (on logits without ties, as far as filters go).
+# The engine's sampler implements the same functions (for filters: on logits without ties).
 _NATIVE_EDITS = frozenset({"repetition_penalty", "bad_words_ids", "suppress_tokens", "min_tokens"})
 _NATIVE_FILTERS = frozenset({"temperature", "top_k", "top_p", "min_p", "typical_p"})
 
-Made = list[tuple[str, Any]]  # the parameter that asks for it, and the processor
+NamedProcessors = list[tuple[str, Any]]  # the parameter, and its processor
 
 
-class Chain:
-    """Processors that one row's logits pass through, in order; what a request of the engine takes.
+class ProcessorChain:
+    """The processors of one row, applied in order; used as the engine's logits processor.
 
     Attributes:
-        logits, scores: of each position `[V]` float32, before and after; where they are kept.
+        logits, scores: `[V]` float32 for each position, before and after processing; if kept.
     """
 
     def __init__(self, processors: Iterable[Any], *, keep_logits: bool, keep_scores: bool) -> None:
@@ -49,8 +49,8 @@ class Chain:
 
 def _row_of(scores: Any) -> Tensor:
     if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != 1:
-        given = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise TypeError(f"gave {given} for scores [1, V]")
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"gave {shape} for scores [1, V]")
     return scores[0]
 
 
@@ -58,8 +58,8 @@ class Processors:
     """The processors of a call.
 
     Attributes:
-        native: fields of `SamplingParams` that do their work in the engine's sampler.
-        chained: there are others, or somebody wants to see logits: then each row has a `Chain`.
+        native: fields of `SamplingParams` for processors that the engine's sampler implements.
+        chained: each row needs a `ProcessorChain`, for other processors or to keep logits.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class Processors:
         if prefix_fn is not None and not callable(prefix_fn):
             raise InvalidRequest(f"prefix_allowed_tokens_fn={prefix_fn!r}: must be a function")
         self._prefix_fn, self._vocab_size = prefix_fn, vocab_size
-        edits, filters = self._made(0, [0], 1)
+        edits, filters = self._build(0, [0], 1)
         keeps = settings["output_scores"] or settings["output_logits"]
         late = [name for name, _ in filters if name not in _NATIVE_FILTERS]
-        if settings.num_beams == 1:  # no token depends on the sum of its probabilities
+        if settings.num_beams == 1:  # no token depends on the sum of the probabilities
             late = [name for name in late if name != "renormalize_logits"]
         self._filters_too = bool(keeps or late)
         edited = [name for name, _ in edits if name not in _NATIVE_EDITS]
@@ -90,15 +90,15 @@ class Processors:
         if not settings["do_sample"] and settings.num_beams == 1:
             self.native["temperature"] = 0.0
 
-    def chain(self, row: int, prompt: list[int], new_tokens: int) -> Chain:
-        """For one row of the call.
+    def chain(self, row: int, prompt: list[int], new_tokens: int) -> ProcessorChain:
+        """Return the processor chain of one row.
 
         Args:
-            prompt: all that stands before its new tokens.
+            prompt: all ids before its new tokens.
         """
-        edits, filters = self._made(row, prompt, new_tokens)
-        return Chain(
-            [made for _, made in edits + (filters if self._filters_too else [])],
+        edits, filters = self._build(row, prompt, new_tokens)
+        return ProcessorChain(
+            [processor for _, processor in edits + (filters if self._filters_too else [])],
             keep_logits=self._settings["output_logits"],
             keep_scores=self._settings["output_scores"],
         )
@@ -121,20 +121,22 @@ class Processors:
         fields = {
             name: value if settings[name] is None else settings[name] for name, value in off.items()
         }
-        if fields["top_p"] == 0:  # there, the likeliest is kept
+        if fields["top_p"] == 0:  # transformers keeps the likeliest
             fields |= {"top_p": 1.0, "top_k": 1}
         return fields
 
-    def _made(self, row: int, prompt: list[int], new_tokens: int) -> tuple[Made, Made]:
-        """Processors and, where something is sampled, filters; in transformers' order."""
+    def _build(
+        self, row: int, prompt: list[int], new_tokens: int
+    ) -> tuple[NamedProcessors, NamedProcessors]:
+        """Return processors, and filters if tokens are sampled, in transformers' order."""
         import transformers.generation.logits_process as hf
 
         get, eos = self._settings, list(self._settings.eos_ids)
         least, length = self._min_tokens, len(prompt)
         ids = torch.tensor([prompt])
         begin = length if length > 1 or get["forced_bos_token_id"] is None else length + 1
-        edits, filters = _Maker(get), _Maker(get)
-        made: Any
+        edits, filters = _ProcessorList(get), _ProcessorList(get)
+        processor: Any
         edits.add("sequence_bias", None, hf.SequenceBiasLogitsProcessor)
         edits.add(
             "encoder_repetition_penalty", 1.0, hf.EncoderRepetitionPenaltyLogitsProcessor, ids
@@ -144,24 +146,25 @@ class Processors:
         edits.add("encoder_no_repeat_ngram_size", 0, hf.EncoderNoRepeatNGramLogitsProcessor, ids)
         edits.add("bad_words_ids", None, hf.NoBadWordsLogitsProcessor, eos or None)
         if least and eos:
-            made = hf.MinNewTokensLengthLogitsProcessor(length, least, eos)
-            edits.made.append(("min_tokens", made))
+            processor = hf.MinNewTokensLengthLogitsProcessor(length, least, eos)
+            edits.processors.append(("min_tokens", processor))
         if self._prefix_fn is not None:
             allowed = self._prefix_fn
-            made = hf.PrefixConstrainedLogitsProcessor(lambda _, said: allowed(row, said), 1)
-            edits.made.append(("prefix_allowed_tokens_fn", made))
+            processor = hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+            edits.processors.append(("prefix_allowed_tokens_fn", processor))
         edits.add("forced_bos_token_id", None, hf.ForcedBOSTokenLogitsProcessor)
         if get["forced_eos_token_id"] is not None:
-            made = hf.ForcedEOSTokenLogitsProcessor(length + new_tokens, get["forced_eos_token_id"])
-            edits.made.append(("forced_eos_token_id", made))
+            eos_id = get["forced_eos_token_id"]
+            processor = hf.ForcedEOSTokenLogitsProcessor(length + new_tokens, eos_id)
+            edits.processors.append(("forced_eos_token_id", processor))
         if get["remove_invalid_values"]:
-            edits.made.append(("remove_invalid_values", hf.InfNanRemoveLogitsProcessor()))
+            edits.processors.append(("remove_invalid_values", hf.InfNanRemoveLogitsProcessor()))
         if eos or get["exponential_decay_length_penalty"] is None:
             decay = hf.ExponentialDecayLengthPenalty
             edits.add("exponential_decay_length_penalty", None, decay, eos, length)
         edits.add("suppress_tokens", None, hf.SuppressTokensLogitsProcessor)
         edits.add("begin_suppress_tokens", None, hf.SuppressTokensAtBeginLogitsProcessor, begin)
-        made_here = _with_custom(edits.made, self._custom)
+        merged_edits = _with_custom(edits.processors, self._custom)
         if get["do_sample"]:
             filters.add("temperature", 1.0, hf.TemperatureLogitsWarper)
             filters.add("top_h", None, getattr(hf, "TopHLogitsWarper", None))
@@ -172,10 +175,10 @@ class Processors:
             filters.add("epsilon_cutoff", 0.0, hf.EpsilonLogitsWarper)
             filters.add("eta_cutoff", 0.0, hf.EtaLogitsWarper)
         if get["watermarking_config"] is not None:
-            filters.made.append(("watermarking_config", self._watermark()))
+            filters.processors.append(("watermarking_config", self._watermark()))
         if get["renormalize_logits"]:
-            filters.made.append(("renormalize_logits", hf.LogitNormalization()))
-        return made_here, filters.made
+            filters.processors.append(("renormalize_logits", hf.LogitNormalization()))
+        return merged_edits, filters.processors
 
     def _watermark(self) -> Any:
         config = self._settings["watermarking_config"]
@@ -191,12 +194,12 @@ class Processors:
         return config.construct_processor(self._vocab_size, "cpu")
 
 
-class _Maker:
-    """Makes processors of parameters that are on."""
+class _ProcessorList:
+    """Collects the processors of enabled parameters."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.made: Made = []
+        self.processors: NamedProcessors = []
 
     def add(self, name: str, off: Any, kind: Any, *others: Any) -> None:
         value = self._settings[name]
@@ -205,40 +208,40 @@ class _Maker:
         if kind is None:
             raise NotSupported(f"{name}={value!r}: this version of transformers has it not")
         try:
-            self.made.append((name, kind(value, *others)))
+            self.processors.append((name, kind(value, *others)))
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"{name}={value!r}: {error}") from error
 
 
-def _with_custom(made: Made, custom: list[Any]) -> Made:
-    """As in transformers, a caller's processor takes the place of one of its very kind."""
+def _with_custom(named: NamedProcessors, custom: list[Any]) -> NamedProcessors:
+    """Merge the caller's processors; as in transformers, one replaces another of the same type."""
     kinds = {type(processor): processor for processor in reversed(custom)}
-    merged = [(name, kinds.get(type(processor), processor)) for name, processor in made]
-    there = [processor for _, processor in merged]
+    merged = [(name, kinds.get(type(processor), processor)) for name, processor in named]
+    present = [processor for _, processor in merged]
     merged = [("logits_processor" if p in custom else name, p) for name, p in merged]
-    return merged + [("logits_processor", p) for p in custom if p not in there]
+    return merged + [("logits_processor", p) for p in custom if p not in present]
 
 
 def _custom(processors: Any) -> list[Any]:
-    found = [] if processors is None else processors
-    if not isinstance(found, list | tuple):
+    custom = [] if processors is None else processors
+    if not isinstance(custom, list | tuple):
         raise InvalidRequest(
             f"logits_processor={processors!r}: must be a LogitsProcessorList or a list"
         )
-    for processor in found:
+    for processor in custom:
         if not callable(processor):
             raise InvalidRequest(f"logits_processor: {processor!r} can't be called")
         call = processor if inspect.isfunction(processor) else processor.__call__
-        if len(_needed(call)) > 2:
+        if len(_required_arguments(call)) > 2:
             raise NotSupported(
-                f"logits_processor: {type(processor).__name__} needs {_needed(call)}; a processor here is "
-                "called with input_ids and scores"
+                f"logits_processor: {type(processor).__name__} needs {_required_arguments(call)}; a "
+                "processor here is called with input_ids and scores"
             )
-    return list(found)
+    return list(custom)
 
 
-def _needed(function: Any) -> list[str]:
-    """The arguments that it can't be called without."""
+def _required_arguments(function: Any) -> list[str]:
+    """Return the names of the required arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`InferenceSession`: rows whose K and V stay between calls of `generate`."""
+"""`InferenceSession`: rows that keep K and V between calls of `generate`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from verbatim.compat.integers import integer
-from verbatim.compat.petals.given import Columns
-from verbatim.compat.petals.turn import Turn, Wish
+from verbatim.compat.petals.given import TokenColumns
+from verbatim.compat.petals.turn import Turn, TurnOptions
 from verbatim.core import SessionCache
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
@@ -34,10 +34,10 @@ _entered: ContextVar[tuple[Entry, ...]] = ContextVar("entered", default=())
 
 
 class InferenceSession:
-    """Rows that grow over several calls; `model.inference_session` opens it, best in a `with` block.
+    """Rows that grow over several calls; opened by `model.inference_session`, best in a `with` block.
 
-    How many rows there are, the first call decides. All draws are made under one seed, row b's with sample
-    index b. A call that fails leaves the session as it was.
+    The first call sets the number of rows. All draws have one seed, and row b's sample
+    index b. A failing call leaves the session unchanged.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class InferenceSession:
                 f"max_length={length}: at most {llm.max_length} ({llm.engine.admission.limit_source})"
             )
         self._llm, self._max_length = llm, length
-        self._seed = SamplingParams(seed=seed).seed  # checked there
-        self._columns: Columns | None = None
+        self._seed = SamplingParams(seed=seed).seed  # validates it
+        self._columns: TokenColumns | None = None
         self._caches: list[SessionCache] = []
         self._turn: Turn | None = None
         self._closed = False
@@ -68,41 +68,41 @@ class InferenceSession:
 
     @property
     def output_ids(self) -> Tensor | None:
-        """`[B, L]` int64, all so far, given and made, pads included; None before the first call. A copy."""
+        """A copy of all columns so far, pads included: `[B, L]` int64; None before the first call."""
         return None if self._columns is None else self._columns.ids.clone()
 
     @property
     def position(self) -> int:
-        """Columns so far. Setting it rolls back: what stands behind is forgotten."""
+        """Number of columns so far. Setting it rolls back: later columns are dropped."""
         return 0 if self._columns is None else self._columns.width
 
     @position.setter
     def position(self, value: int) -> None:
         with self._claimed():
-            found = integer("position", value, 0)
-            if found > self.position:
+            position = integer("position", value, 0)
+            if position > self.position:
                 raise InvalidRequest(
-                    f"position={found}: must be from 0 to {self.position}, the tokens so far"
+                    f"position={position}: must be from 0 to {self.position}, the tokens so far"
                 )
-            if found:
+            if position:
                 assert self._columns is not None
-                self._columns = self._columns.first(found)
+                self._columns = self._columns.first(position)
             else:
-                self._begin_again()
+                self._reset()
 
     @property
     def max_length(self) -> int:
-        """Columns that it may come to."""
+        """Maximum number of columns."""
         return self._max_length
 
     @property
     def seed(self) -> int | None:
-        """Of all its draws; None until the first call, which then takes one from torch's generator."""
+        """The seed of all draws; None until the first call, which takes one from torch's generator."""
         return self._seed
 
     @property
     def last_token_id(self) -> Tensor | None:
-        """`[B, 1]`, the last column; None where there is none."""
+        """The last column, `[B, 1]`; None if there is none."""
         return self.output_ids[:, -1:] if self.position and self.output_ids is not None else None
 
     @property
@@ -110,14 +110,14 @@ class InferenceSession:
         return self._closed or self._llm.engine.closed
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: hidden states go in and out of no session here."""
+        """Raise NotSupported: a session does not pass hidden states."""
         raise NotSupported(
             "InferenceSession.step takes and gives hidden states; a session here takes and gives ids, "
             "through generate"
         )
 
     def close(self, *_: object) -> None:
-        """Give back K, V and room; a call that is under way fails. Again does nothing."""
+        """Free the K and V; a running call fails."""
         self._closed = True
         turn = self._turn
         for request in [] if turn is None else turn.requests:
@@ -137,17 +137,17 @@ class InferenceSession:
 
     # ---- a call
 
-    def _generate(self, wish: Wish, given: Columns | None, seed: int | None) -> Any:
-        """One call.
+    def _generate(self, options: TurnOptions, given: TokenColumns | None, seed: int | None) -> Any:
+        """Run one call.
 
         Args:
-            given: new columns; None goes on.
+            given: new columns; None continues the rows.
         """
         with self._claimed():
-            past = self._past(given, wish.settings.num_copies)
-            seed = self._settle_seed(seed)
+            past = self._past(given, options.settings.num_copies)
+            seed = self._resolve_seed(seed)
             width = past.width + (0 if given is None else given.width)
-            length = width + wish.settings.new_tokens(width)
+            length = width + options.settings.new_tokens(width)
             if length > self._max_length:
                 raise PromptTooLong(
                     f"{past.width} tokens of the session, {width - past.width} given and "
@@ -157,23 +157,23 @@ class InferenceSession:
             if not self._caches:
                 self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
             try:
-                turn = Turn(self._llm, wish, past, given, seed=seed, session_caches=self._caches)
-                with self._in_use(turn):
-                    made = turn.run()
+                turn = Turn(self._llm, options, past, given, seed=seed, session_caches=self._caches)
+                with self._use_caches(turn):
+                    output = turn.run()
             except BaseException:
                 if self._columns is None:
-                    self._begin_again()
+                    self._reset()
                 raise
             self._columns, self._seed = turn.columns, seed
-        return made
+        return output
 
-    def _begin_again(self) -> None:
-        """As if there had been no call, but for the seed."""
+    def _reset(self) -> None:
+        """Drop all columns and caches; keep the seed."""
         _release(self._llm.engine.sessions, self._caches)
         self._caches.clear()
         self._columns = None
 
-    def _past(self, given: Columns | None, copies: int) -> Columns:
+    def _past(self, given: TokenColumns | None, copies: int) -> TokenColumns:
         if copies != 1:
             raise NotSupported(
                 f"num_return_sequences={copies} in a session: each of its rows goes on in one way; call "
@@ -181,14 +181,14 @@ class InferenceSession:
             )
         if self._columns is None:
             assert given is not None
-            return Columns.empty(given.num_rows)
+            return TokenColumns.empty(given.num_rows)
         if given is not None and given.num_rows != self._columns.num_rows:
             raise InvalidRequest(
                 f"inputs has {given.num_rows} rows, and the session {self._columns.num_rows}"
             )
         return self._columns
 
-    def _settle_seed(self, seed: int | None) -> int:
+    def _resolve_seed(self, seed: int | None) -> int:
         if self._seed is None:
             return int(torch.randint(2**53, ())) if seed is None else seed
         if seed not in (None, self._seed):
@@ -198,7 +198,7 @@ class InferenceSession:
         return self._seed
 
     @contextmanager
-    def _in_use(self, turn: Turn) -> Iterator[None]:
+    def _use_caches(self, turn: Turn) -> Iterator[None]:
         sessions = self._llm.engine.sessions
         try:
             for cache in self._caches:
@@ -234,7 +234,7 @@ def _release(sessions: Sessions, caches: list[SessionCache]) -> None:
 
 def active_session(llm: LLM) -> InferenceSession | None:
     """Return the model's session of the innermost `with` block around the call; None outside of any."""
-    return next((session for own, session in reversed(_entered.get()) if own is llm), None)
+    return next((session for entered, session in reversed(_entered.get()) if entered is llm), None)
 
 
 def enter(llm: LLM, session: InferenceSession | None) -> None:

@@ -1,4 +1,4 @@
-"""The generation parameters of a call: what the caller says, else the model, else transformers."""
+"""The generation parameters of a call: the caller's, else the model's, else transformers' defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
-# What is done, with transformers' defaults.
+# Supported parameters, with transformers' defaults.
 DONE: dict[str, Any] = {
     "max_length": None,
     "max_new_tokens": None,
@@ -69,7 +69,7 @@ _NEVER_NONE = frozenset(
 _BEAMS = "beams are searched for in one way here; use num_beams"
 _DRAFTS = 'drafts belong to the model: open it with draft=, such as draft="ngram"'
 _KV = "K and V lie in the engine's own blocks; a folder is opened with kv_dtype= and kv_memory="
-# What would change the tokens or the output and is not done, whoever asks for it: why.
+# Unsupported parameters that would change tokens or output, with the reason; refused everywhere.
 REFUSED: dict[str, str] = {
     "guidance_scale": "a second, unconditional prompt is not run beside the first",
     "token_healing": "prompts are taken as they are",
@@ -85,8 +85,8 @@ REFUSED: dict[str, str] = {
 }
 _OFF: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0), "num_beam_groups": (1,)}
 _OFF |= {"diversity_penalty": (0.0,), "penalty_alpha": (0.0,)}
-# How transformers would compute it: in a model's or a caller's config they mean nothing here. A caller who
-# names them in the call is told so.
+# How transformers would compute it: ignored in a model's or a caller's config, but refused
+# when named in the call.
 _HOW: dict[str, str] = {
     "cache_implementation": _KV,
     "cache_config": _KV,
@@ -108,20 +108,20 @@ _HOW: dict[str, str] = {
     "continuous_batching_config": "all rows and calls are batched continuously",
     "decoder_start_token_id": "it is for encoder-decoder models",
 }
-# Taken, and no token depends on them.
+# Accepted; no token depends on them.
 _HARMLESS = frozenset({"use_cache", "disable_compile"})
 _META = frozenset({"transformers_version", "return_legacy_cache"})
 
 
 class Settings(Mapping[str, Any]):
-    """What a call asks for: the names of `DONE`, checked.
+    """The checked parameters of a call, by the names of `DONE`.
 
-    A value that the caller gives counts, None (off) too; then that of the caller's `generation_config`, the
+    The caller's value applies, also None (off); then that of the caller's `generation_config`, of the
     model's, and transformers' default.
 
     Attributes:
-        eos_ids: what ends a row.
-        pad_id: what fills a row after its end, None where nobody names one.
+        eos_ids: ids that end a row.
+        pad_id: fills a row after its end; None if unspecified.
     """
 
     def __init__(self, llm: LLM, given: Mapping[str, Any], config: Any) -> None:
@@ -133,32 +133,32 @@ class Settings(Mapping[str, Any]):
         Raises:
             InvalidRequest, NotSupported: the message names the parameter.
         """
-        own = llm.engine.generation_config
-        lengths = ("max_length", "max_new_tokens")  # None is as if they were not named
+        model_config = llm.engine.generation_config
+        lengths = ("max_length", "max_new_tokens")  # None means not named
         given = {name: v for name, v in given.items() if v is not None or name not in lengths}
-        _refuse(given, config, own)
+        _refuse(given, config, model_config)
         self._values = dict(DONE)
         for name in DONE:
-            # What some earlier prompt was to come to is no wish of this call.
-            sources = (config,) if name in lengths else (config, own)
-            found = [getattr(source, name, None) for source in sources]
-            found = [value for value in found if value is not None]
+            # The model's generation_config does not set the lengths of a call.
+            sources = (config,) if name in lengths else (config, model_config)
+            values = [getattr(source, name, None) for source in sources]
+            values = [value for value in values if value is not None]
             if name in given:
                 self._values[name] = given[name]
-            elif found:
-                self._values[name] = found[0]
-        self._lengths_of_one_source(given)
+            elif values:
+                self._values[name] = values[0]
+        self._resolve_lengths(given)
         self._check()
-        named = given.get("eos_token_id", self["eos_token_id"])
-        if "eos_token_id" not in given and named is None:
-            named = sorted(llm.engine.admission.eos_ids)
-        self.eos_ids = _ids("eos_token_id", named)
+        eos_ids = given.get("eos_token_id", self["eos_token_id"])
+        if "eos_token_id" not in given and eos_ids is None:
+            eos_ids = sorted(llm.engine.admission.eos_ids)
+        self.eos_ids = _ids("eos_token_id", eos_ids)
         self.pad_id: int | None = self["pad_token_id"]
         tokenizer = None if llm.tokenizer is None else llm.tokenizer.hf
         for source in (llm.engine.config, tokenizer):
-            known = getattr(source, "pad_token_id", None)
-            if self.pad_id is None and isinstance(known, int) and known >= 0:
-                self.pad_id = known
+            pad_id = getattr(source, "pad_token_id", None)
+            if self.pad_id is None and isinstance(pad_id, int) and pad_id >= 0:
+                self.pad_id = pad_id
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -175,19 +175,19 @@ class Settings(Mapping[str, Any]):
 
     @property
     def num_copies(self) -> int:
-        """Rows of the result for each row given."""
+        """Number of result rows per input row."""
         return int(self["num_return_sequences"])
 
     @property
     def fill_id(self) -> int:
-        """What stands behind the end of a row: the pad id, else the first end of sequence, else 0."""
+        """The id after a row's end: the pad id, else the first end of sequence, else 0."""
         return self.pad_id if self.pad_id is not None else next(iter(self.eos_ids), 0)
 
     def new_tokens(self, num_given: int) -> int:
-        """How many tokens a row may get behind `num_given` columns.
+        """Return the maximum number of new tokens after `num_given` columns.
 
         Raises:
-            InvalidRequest: neither `max_length` nor `max_new_tokens` is given, or `max_length` leaves none.
+            InvalidRequest: neither `max_length` nor `max_new_tokens` is given, or no token is left.
         """
         length, new = self["max_length"], self["max_new_tokens"]
         if new is not None:
@@ -205,15 +205,15 @@ class Settings(Mapping[str, Any]):
         return int(length - num_given)
 
     def min_tokens(self, num_given: int) -> int:
-        """Before so many new tokens no end of sequence can be drawn."""
+        """Return the number of new tokens before which no end of sequence can be drawn."""
         least = self["min_new_tokens"]
         return max(0, (self["min_length"] or 0) - num_given) if least is None else int(least)
 
-    def _lengths_of_one_source(self, given: Mapping[str, Any]) -> None:
+    def _resolve_lengths(self, given: Mapping[str, Any]) -> None:
         """A length in the call replaces the other one in its `generation_config`."""
         names = ("max_length", "max_new_tokens")
-        said = [name for name in names if given.get(name) is not None]
-        if said:
+        in_call = [name for name in names if given.get(name) is not None]
+        if in_call:
             for name in names:
                 self._values[name] = given.get(name)
         if all(self[name] is not None for name in names):
@@ -263,8 +263,8 @@ class Settings(Mapping[str, Any]):
             )
 
 
-def _refuse(given: Mapping[str, Any], config: Any, own: Any) -> None:
-    """Name what is not done or not known."""
+def _refuse(given: Mapping[str, Any], config: Any, model_config: Any) -> None:
+    """Raise for unsupported and unknown parameters."""
     for name, value in given.items():
         if name in REFUSED or name in _HOW:
             if not _is_off(name, value):
@@ -277,11 +277,12 @@ def _refuse(given: Mapping[str, Any], config: Any, own: Any) -> None:
         known = name in DONE or name in REFUSED or name in _HOW or name in _HARMLESS | _META
         if not known and not name.startswith("_") and value is not None:
             raise InvalidRequest(f"generation_config: {name} is not known")
-    for source, whose in ((config, "generation_config"), (own, "the model's generation_config")):
+    sources = ((config, "generation_config"), (model_config, "the model's generation_config"))
+    for source, label in sources:
         for name, why in REFUSED.items():
             value = getattr(source, name, None)
             if name not in given and not _is_off(name, value):
-                raise NotSupported(f"{whose}: {name}={value!r}: {why}")
+                raise NotSupported(f"{label}: {name}={value!r}: {why}")
 
 
 def _is_off(name: str, value: Any) -> bool:
@@ -293,5 +294,5 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
     many = value if isinstance(value, list | tuple) else [value]
-    found = [integer(name, entry, -1) for entry in many]
-    return tuple(dict.fromkeys(i for i in found if i >= 0))  # -1 ends nothing
+    ids = [integer(name, entry, -1) for entry in many]
+    return tuple(dict.fromkeys(i for i in ids if i >= 0))  # -1 ends nothing

@@ -1,4 +1,4 @@
-"""One call of `generate` on the engine: from its rows to its result."""
+"""One call of `generate` on the engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from verbatim.compat.petals.cache import RemotePastKeyValues
-from verbatim.compat.petals.following import Following
-from verbatim.compat.petals.given import Columns
-from verbatim.compat.petals.processors import Chain, Processors
+from verbatim.compat.petals.given import TokenColumns
+from verbatim.compat.petals.observer import TokenObserver
+from verbatim.compat.petals.processors import ProcessorChain, Processors
 from verbatim.compat.petals.settings import Settings
 from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import RequestFailed
@@ -20,46 +20,46 @@ from verbatim.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a turn besides its rows.
+class TurnOptions:
+    """The options of a turn.
 
     Attributes:
-        processors: the caller's own.
+        processors: the caller's logits processors.
         prefix_fn: `prefix_allowed_tokens_fn`.
     """
 
     settings: Settings
-    following: Following
+    observer: TokenObserver
     processors: Any = None
     prefix_fn: Any = None
 
 
 class Turn:
-    """Rows that are admitted: what can be refused is refused when it is made. To be `run` once.
+    """The admitted rows of a call; invalid rows are refused when it is built. `run` it once.
 
     Attributes:
-        requests: one for each row that is run.
-        columns: when it has run, all there is: what stood before, what was given, what was made.
+        requests: one per running row.
+        columns: after `run`, all columns: of the session, the prompt and the completion.
     """
 
     def __init__(
         self,
         llm: LLM,
-        wish: Wish,
-        past: Columns,
-        given: Columns | None,
+        options: TurnOptions,
+        past: TokenColumns,
+        given: TokenColumns | None,
         *,
         seed: int,
         session_caches: list[SessionCache] | None = None,
     ) -> None:
         """
         Args:
-            past: what stood before, of a session.
-            given: None goes on with `past`; rows that have ended don't, unless all have.
+            past: earlier columns of the session.
+            given: new columns; None continues `past`, without ended rows unless all have ended.
             session_caches: of the session's rows.
         """
-        self._llm, self._wish, self._past_width = llm, wish, past.width
-        settings = wish.settings
+        self._llm, self._wish, self._past_width = llm, options, past.width
+        settings = options.settings
         self._before = past if given is None else past.followed_by(given.ids, given.mask)
         self._copies = settings.num_copies
         if settings.num_beams == 1:
@@ -69,15 +69,15 @@ class Turn:
         vocab_size = llm.engine.admission.vocab_size
         self._processors = Processors(
             settings,
-            wish.processors,
-            wish.prefix_fn,
+            options.processors,
+            options.prefix_fn,
             min_tokens=settings.min_tokens(width),
             vocab_size=vocab_size,
         )
         ended = [end is not None for end in self._before.ends]
         all_ended = all(ended)
         self._rows = [row for row, end in enumerate(ended) if all_ended or not end]
-        self._chains: list[Chain | None] = []
+        self._chains: list[ProcessorChain | None] = []
         self.requests: list[Request] = []
         prompts = self._before.rows()
         for row in self._rows:
@@ -104,7 +104,7 @@ class Turn:
         params = SamplingParams(
             max_tokens=self._new_tokens,
             stop_token_ids=[i for i in settings.eos_ids if i < admission.vocab_size],
-            ignore_eos=True,  # `eos_ids` has the model's, unless the caller names others
+            ignore_eos=True,  # `eos_ids` includes the model's, unless the caller names others
             seed=seed,
             timeout_s=settings["max_time"],
             logits_processors=() if chain is None else (chain,),
@@ -117,15 +117,15 @@ class Turn:
         return request
 
     def run(self) -> Tensor | Any:
-        """The rows as given and their new tokens, `[B, P + N]`; or transformers' output with them.
+        """Return the prompts with their new tokens, `[B, P + N]`; or transformers' output with them.
 
         Raises:
-            RequestFailed: a row from which nothing can be drawn, or that was ended from outside.
+            RequestFailed: no token can be drawn for a row, or the row was aborted.
         """
-        following = self._wish.following
-        if following.wanted:
+        observer = self._wish.observer
+        if observer.is_active:
             given = self._before.ids[:, self._past_width :]
-            following.run(self._llm, self.requests, self._rows, given, self._chains)
+            observer.run(self._llm, self.requests, self._rows, given, self._chains)
         else:
             self._llm.engine.run(self.requests)
         if self._wish.settings.num_beams > 1:
@@ -133,26 +133,26 @@ class Turn:
         rows: list[list[int]] = [[] for _ in range(self._before.num_rows)]
         ended = [False] * len(rows)
         for number, (row, request) in enumerate(zip(self._rows, self.requests, strict=True)):
-            (made,) = _completions(request, row, stopped=number in following.stops)
-            rows[row] = following.kept(number, made.token_ids)
-            ended[row] = made.finish_reason is FinishReason.STOP or number in following.stops
+            (completion,) = _completions(request, row, stopped=number in observer.stops)
+            rows[row] = observer.kept(number, completion.token_ids)
+            ended[row] = completion.finish_reason is FinishReason.STOP or number in observer.stops
         self.columns = self._before.grown(rows, ended, self._wish.settings.fill_id)
         return self._output()
 
     def _beams(self) -> Any:
-        """The best completions of each row, of which the very best one is what a session goes on with."""
-        found = [
+        """Return the best completions of each row; a session continues with the very best one."""
+        beams_of_rows = [
             _completions(request, row, stopped=False)
             for row, request in zip(self._rows, self.requests, strict=True)
         ]
-        for row, beams in zip(self._rows, found, strict=True):
+        for row, beams in zip(self._rows, beams_of_rows, strict=True):
             if len(beams) < self._copies:
                 raise RequestFailed(
                     f"row {row}: {len(beams)} beams could end, and num_return_sequences={self._copies}"
                 )
         best: list[list[int]] = [[] for _ in range(self._before.num_rows)]
         ended = [False] * len(best)
-        for row, beams in zip(self._rows, found, strict=True):
+        for row, beams in zip(self._rows, beams_of_rows, strict=True):
             best[row] = beams[0].token_ids
             ended[row] = beams[0].finish_reason is FinishReason.STOP
         fill = self._wish.settings.fill_id
@@ -160,17 +160,17 @@ class Turn:
         wide = self._before.repeated(self._copies)
         all_rows: list[list[int]] = [[] for _ in range(wide.num_rows)]
         scores = torch.zeros(wide.num_rows)
-        for row, beams in zip(self._rows, found, strict=True):
-            for place, beam in enumerate(beams, start=row * self._copies):
-                all_rows[place] = beam.token_ids
-                scores[place] = beam.score or 0.0
+        for row, beams in zip(self._rows, beams_of_rows, strict=True):
+            for output_row, beam in enumerate(beams, start=row * self._copies):
+                all_rows[output_row] = beam.token_ids
+                scores[output_row] = beam.score or 0.0
         wide = wide.grown(all_rows, [False] * wide.num_rows, fill)
         if not self._wish.settings["return_dict_in_generate"]:
-            return self._own(wide)
+            return self._this_call(wide)
         from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
         return GenerateBeamDecoderOnlyOutput(
-            sequences=self._own(wide),  # type: ignore[arg-type]
+            sequences=self._this_call(wide),  # type: ignore[arg-type]
             sequences_scores=scores,
             past_key_values=RemotePastKeyValues(wide.width),  # type: ignore[arg-type]
         )
@@ -178,23 +178,23 @@ class Turn:
     def _output(self) -> Any:
         settings = self._wish.settings
         if not settings["return_dict_in_generate"]:
-            return self._own(self.columns)
+            return self._this_call(self.columns)
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         return GenerateDecoderOnlyOutput(
-            sequences=self._own(self.columns),  # type: ignore[arg-type]
+            sequences=self._this_call(self.columns),  # type: ignore[arg-type]
             scores=self._steps("scores") if settings["output_scores"] else None,  # type: ignore[arg-type]
             logits=self._steps("logits") if settings["output_logits"] else None,  # type: ignore[arg-type]
             past_key_values=RemotePastKeyValues(self.columns.width),  # type: ignore[arg-type]
         )
 
-    def _own(self, columns: Columns) -> Tensor:
-        """Of this call alone; an ordinary tensor."""
+    def _this_call(self, columns: TokenColumns) -> Tensor:
+        """Return the columns of this call, as an ordinary tensor."""
         with torch.inference_mode(False):
             return columns.ids[:, self._past_width :].clone()
 
     def _steps(self, name: str) -> tuple[Tensor, ...]:
-        """For each new column `[B, V]`; a row that has ended says its pad with certainty."""
+        """Return `[B, V]` for each new column; the pad of an ended row has probability 1."""
         size = self._llm.engine.admission.vocab_size
         certain = torch.full((size,), -torch.inf)
         certain[min(self._wish.settings.fill_id, size - 1)] = 0.0
@@ -211,10 +211,10 @@ class Turn:
 
 
 def _completions(request: Request, row: int, *, stopped: bool) -> list[Completion]:
-    """What came of a request that has ended.
+    """Return the completions of a finished request.
 
     Args:
-        stopped: a criterion has ended it.
+        stopped: whether a criterion ended it.
     """
     assert request.result is not None
     outputs = request.result.outputs
