@@ -81,7 +81,7 @@ class LLM:
         quantization: weight quantization of a folder or hub id: "int8", "int4", or a `Quantization`, for
             other group sizes. Without a placement, quantized weights are kept in the user's cache. "w8a8" and
             "w4a8" (`activation_bits=8`) also quantize the inputs of linear layers to 8 bits: faster at many
-            rows, slightly less accurate, and not available with `placement=Offload(...)`.
+            rows, slightly less accurate.
             None: not quantized. `info` reports what is quantized, and the error.
         fused: run layers of the common architecture with one call of a compiled kernel each, which does not
             change any bit of the output; `info` lists these layers. False: run them module by module, which

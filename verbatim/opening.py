@@ -56,11 +56,6 @@ def open_engine(
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
     mtp = drafts.draft if isinstance(drafts.draft, Mtp) else None
-    if options.quantization is not None and mtp is not None:
-        raise NotSupported(
-            f"draft={drafts.draft!r}: MTP layers can't be quantized, so they are not supported with "
-            "quantization; use 'ngram' or a smaller model"
-        )
     module: Any = loaded.module
     ranks_group: Any = None
     if speaks_kv_caches(module):

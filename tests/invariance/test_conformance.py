@@ -60,10 +60,8 @@ NAMES = {
 REFUSED = {
     frozenset({(one_name, one), (other_name, other)}): (NAMES[one], NAMES[other])
     for one_name, some, other_name, others in [
-        ("quantization", ("w8a8", "w4a8"), "placement", ("offload",)),
         ("draft", ("mtp",), "placement", ("offload", "tensor", "pipeline")),
         ("draft", ("early-exit",), "placement", DIMENSIONS["placement"][1:]),
-        ("draft", ("mtp",), "quantization", DIMENSIONS["quantization"][1:]),
         ("draft", ("mtp",), "architecture", ("qwen3_moe", "gemma2", "gpt2")),
     ]
     for one in some

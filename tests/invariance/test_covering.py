@@ -53,10 +53,8 @@ APART = {
         ("source", ("module",), "placement", ("offload", "cluster"), "placement"),
         ("source", ("module",), "quantization", IN_FEW_BITS, ""),
         ("source", ("module",), "draft", ("mtp",), "draft='mtp'"),
-        ("placement", ("cluster",), "quantization", IN_FEW_BITS, ""),
         ("draft", ("mtp", "early-exit"), "placement", ("offload",), ""),
         ("draft", ("early-exit",), "placement", ("cluster",), ""),
-        ("draft", ("mtp",), "quantization", IN_FEW_BITS, "quantization"),
     ]
     for one in some
     for other in others

@@ -253,8 +253,6 @@ def test_drafts_of_all_kinds_change_no_word(folders: Callable[[str], Path], tmp_
 def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path]) -> None:
     with pytest.raises(NotSupported, match=r"int8-g64.*live module.*save_pretrained"):
         LLM(make_toy("llama"), quantization="int8")
-    with pytest.raises(NotSupported, match=r"draft=.*MTP layers can't be quantized"):
-        LLM(folders("llama"), quantization="int4", draft="mtp")
     with (
         LLM(folders("llama"), quantization="int4") as llm,
         pytest.raises(NotSupported, match=r"update_weights: .* packed as int4-g64-head8"),

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from support import toys
-from support.parallel_rank import GREEDY, ROLLOUT, fingerprint
+from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint
 from support.programs import run_ranks, run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
@@ -207,6 +207,13 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
             assert ours["mtp"] == fingerprint(results)
             assert (ours["drafted"] > 0) == (rank > 0)
             assert ours["weight_bytes"] < whole_bytes
+    for kind in QUANTIZED:
+        with LLM(folders("qwen3_moe"), quantization=kind) as llm:
+            for rank, ours in enumerate(told):
+                own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
+                results = llm.generate(prompts[own], params[own]) if rank else []
+                assert ours[kind] == fingerprint(results), (kind, rank)
+                assert ours[f"{kind} bytes"] < llm.info()["quantization"]["bytes_after"]
     assert len({ours["forwards"] for ours in told}) == 1
     assert len({ours["mtp forwards"] for ours in told}) == 1
 

@@ -28,6 +28,7 @@ from verbatim import (
     rl,
 )
 
+QUANTIZED = ("int4", "w8a8")
 ROLLOUT = SamplingParams(max_tokens=6, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, seed=1)
 
@@ -89,6 +90,10 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         found = rl.rollout(llm, [[5 + rank, 6, 7]] * (rank + 1), ROLLOUT, seed=3)
         told["rows"], told["routing"] = found.sequences.tolist(), found.routing.tolist()
         told["weight_bytes"] = llm.info()["weight_bytes"]
+    for kind in QUANTIZED:
+        with LLM(folder / "qwen3_moe", placement=ExpertParallel(), quantization=kind) as llm:
+            told[kind] = fingerprint(llm.generate(prompts[own], params[own]))
+            told[f"{kind} bytes"] = llm.info()["quantization"]["bytes_after"]
     mtp = dict(draft="mtp", num_draft_tokens=2)
     with LLM(folder / "mtp", placement=ExpertParallel(), **mtp) as llm:
         results = llm.generate(prompts[own], params[own])

@@ -219,8 +219,7 @@ MODEL = (
         "quantization",
         str,
         _ENGINE,
-        "Weight quantization: int8 or int4, in memory or offloaded; w8a8 or w4a8 (activations too), in "
-        "memory only.",
+        "Weight quantization: int8 or int4; w8a8 or w4a8 (activations too).",
     ),
     Option(
         "fused", bool, _ENGINE, "Use fused layer kernels. Outputs do not depend on it.", on=True

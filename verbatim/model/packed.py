@@ -15,7 +15,7 @@ Such a layer has `packings`: the names of its parameters in few bits, and how ea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class PackedLinear(_OneWeight, nn.Module):
         assert not packing.columns and len(packing.shape) == 2
         self.packing = packing
         self.out_features, self.in_features = packing.shape
-        self.register_buffer("packed", packed)
+        self.register_buffer("packed", packed, persistent=False)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class PackedConv1D(_OneWeight, nn.Module):
         assert packing.columns and len(packing.shape) == 2
         self.packing = packing
         self.nx, self.nf = packing.shape
-        self.register_buffer("packed", packed)
+        self.register_buffer("packed", packed, persistent=False)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,11 +126,11 @@ def hold_packed(layer: nn.Module, name: str, packed: Tensor, packing: WeightPack
         return PackedConv1D(packed, packing, bias).train(layer.training)
     del layer._parameters[name]
     if isinstance(layer, nn.Embedding) and name == "weight":
-        layer.register_buffer("packed", packed)
+        layer.register_buffer("packed", packed, persistent=False)
         layer.packing = packing  # type: ignore[assignment]
         layer.__class__ = _packed_embedding(kind)
         return layer
-    layer.register_buffer(f"{name}_packed", packed)
+    layer.register_buffer(f"{name}_packed", packed, persistent=False)
     packings = {**layer.__dict__.get("packings", {}), name: packing}
     layer.__dict__["packings"] = packings
     layer.__class__ = _with_unpacked(kind, name)
@@ -161,6 +161,14 @@ def _with_unpacked(kind: type, name: str) -> type:
         return unpack_any(packed, self.packings[name])
 
     return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})
+
+
+def replace_children(replaced: Mapping[nn.Module, nn.Module], *modules: nn.Module) -> None:
+    """Put other modules in place of some, wherever they are in `modules`."""
+    for layer in [layer for module in modules for layer in module.modules()]:
+        for name, child in layer._modules.items():
+            if child is not None and child in replaced:
+                layer._modules[name] = replaced[child]
 
 
 def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:

@@ -17,7 +17,7 @@ from verbatim.heap import give_back_freed
 from verbatim.model.dcp.folder import fingerprints as dcp_fingerprints
 from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
-from verbatim.model.packed import hold_packed, placeholder
+from verbatim.model.packed import hold_packed, placeholder, replace_children
 from verbatim.model.packing import PackingReport, choose_packings, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
@@ -228,10 +228,7 @@ def _assign(
         else:
             here = replaced.get(layer, layer)
             here._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    for layer in list(module.modules()):
-        for name, child in layer._modules.items():
-            if child in replaced:
-                layer._modules[name] = replaced[child]
+    replace_children(replaced, module)
     if next(module.parameters(), None) is None:
         # Models ask their parameters for their dtype, and one without gains in its norms has none left.
         nothing = nn.Parameter(torch.empty(0, dtype=packed_dtype), requires_grad=False)

@@ -1,14 +1,18 @@
-"""Weights in few bits: packed once when a model is opened, unpacked when they are lent."""
+"""Quantized weights of an offloaded model: quantized once, when it is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from verbatim.model.packing import PackingReport
+from verbatim.model.experts import runs_flat
+from verbatim.model.integers import interleave
+from verbatim.model.packed import hold_packed, placeholder, replace_children
+from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure, rounded
 from verbatim.model.weight_packing import WeightPacking
@@ -42,8 +46,10 @@ class Compression:
         report = PackingReport(self.quantization, packings, exact, self.squares, rounded)
         return report.info()
 
-    def pack(self, units: Units, scratch: Scratch) -> None:
-        """Read what was chosen, one parameter at a time, and put it packed where its tier is.
+    def pack(self, units: Units, module: nn.Module, scratch: Scratch) -> None:
+        """Read what was chosen, one parameter at a time, and put it quantized where its tier is.
+
+        Linear layers of `module` become quantized ones.
 
         Raises:
             ModelError: one holds NaN, an infinity or a number too large; the message names it.
@@ -53,42 +59,88 @@ class Compression:
         streamed.update(slot for layer in units.experts for slot in layer.slots)
         for slot in list(self.packed):
             assert slot.packing is not None
+            plain = replace(slot.packing, interleaved=False)
             if slot.tier == "disk":
-                slot.rows, slot.rounding = slot.lazy, slot.packing
+                slot.rows, slot.rounding = slot.lazy, plain
                 if slot not in streamed:  # its rows are looked up, and that is all
                     slot.packing = None
                     self.packed.remove(slot)
                     self.rounded.append(slot)
                     continue
             weight = materialize(slot.lazy, read_whole)
-            packed, self.squares[slot.name] = pack_and_measure(weight, slot.packing, slot.name)
+            packed, self.squares[slot.name] = pack_and_measure(weight, plain, slot.name)
+            if slot.packing.interleaved:
+                packed, _ = interleave(packed, plain)
             on_disk = slot.tier == "disk"
             slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
             slot.in_place = False
+        _hold(units, module, self.packed)
+        for slot in units.held:
+            if slot.holders:  # never lent
+                assert isinstance(slot.lazy, Held)
+                slot.lend(slot.lazy.tensor)
+                slot.in_place = True
 
 
 def choose(
-    units: Units, quantization: Quantization, packings: Mapping[nn.Parameter, WeightPacking]
+    units: Units,
+    module: nn.Module,
+    quantization: Quantization,
+    packings: Mapping[nn.Parameter, WeightPacking],
 ) -> Compression:
-    """Settle which slots will be packed, and what they will take, without reading anything.
+    """Choose which slots are quantized, and how, without reading anything.
 
     Args:
         packings: what `choose_packings` found in the model that the units are of.
     """
     packed, rounded_ = [], []
+    of_experts = {slot for layer in units.experts for slot in layer.slots}
     for slot in units.slots:
         packing = packings.get(slot.parameter)
         if packing is None:
             continue
-        if slot.rows_only or slot in units.held:
+        interleaves = packing.multiplies_codes
+        if slot.rows_only or (slot in units.held and not interleaves):
             slot.rounding = packing
             rounded_.append(slot)
-        else:
-            slot.packing, slot.stored_bytes = packing, packing.nbytes
-            packed.append(slot)
+            continue
+        slot.packing = replace(packing, interleaved=interleaves)
+        slot.stored_bytes = slot.packing.nbytes
+        packed.append(slot)
+    by_parameter = {slot.parameter: slot for slot in packed if slot not in of_experts}
+    # Of an embedding that is not read as a whole, rows are looked up.
+    seen = {layer for unit in units.order if unit.gathers for layer in unit.module.modules()}
+    for top in (*(unit.module for unit in units.order), module):
+        for _, layer, name, parameter in owners(top):
+            if parameter in by_parameter and layer not in seen:
+                slot = by_parameter[parameter]
+                slot.holders.append((layer, name))
+                looks_up = isinstance(layer, nn.Embedding)
+                slot.is_unpacked |= not (looks_up or type(layer) is nn.Linear or runs_flat(layer))
+        seen.update(top.modules())
     chosen = {*packed, *rounded_}
     exact = [s for s in units.slots if s not in chosen and s.parameter.ndim > 1]
     return Compression(quantization, packed, rounded_, exact)
+
+
+def _hold(units: Units, module: nn.Module, slots: list[Slot]) -> None:
+    """Put quantized layers in place of those that use these weights."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for slot in slots:
+        assert slot.packing is not None
+        empty = placeholder(torch.empty(1, dtype=torch.uint8).expand(slot.packing.nbytes))
+        holders, slot.holders = slot.holders, []
+        for layer, name in holders:
+            here = replaced.get(layer, layer)
+            holder = hold_packed(here, name, empty, slot.packing)
+            if holder is not here:
+                replaced[layer] = holder
+            slot.holders.append(
+                (holder, "packed" if "packing" in holder.__dict__ else f"{name}_packed")
+            )
+    for unit in units.order:
+        unit.module = replaced.get(unit.module, unit.module)
+    replace_children(replaced, module, *(unit.module for unit in units.order))
 
 
 def rounded_rows(slot: Slot, rows: Tensor) -> Tensor:

@@ -57,14 +57,14 @@ def split_head(
     at = units.order.index(unit)
     units.order[at : at + 1] = pieces
     slot.rows_only = any(slot in other.slots for other in units.order)
-    head.forward = _in_pieces([piece.module for piece in pieces])
+    head.forward = _in_pieces(pieces)
 
 
 _WHOLE = (nn.Embedding, nn.Linear)
 
 
-def _in_pieces(pieces: list[nn.Module]) -> Callable[..., Tensor]:
+def _in_pieces(pieces: list[Unit]) -> Callable[..., Tensor]:
     def forward(x: Tensor) -> Tensor:
-        return torch.cat([piece(x) for piece in pieces], dim=-1)
+        return torch.cat([piece.module(x) for piece in pieces], dim=-1)
 
     return forward

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from verbatim.errors import NotSupported, UnsupportedModel
+from verbatim.errors import UnsupportedModel
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
@@ -63,7 +63,7 @@ def open_offloaded(
         for slot in units.slots:
             slot.in_place = slot.tier != "disk"
         if compression is not None:
-            compression.pack(units, scratch)
+            compression.pack(units, loaded.module, scratch)
             heap.tidy()
         readers = READERS if offload.overlap else 0
         weights = Weights(
@@ -160,17 +160,11 @@ def units_of(
     """
     assert loaded.lazy_weights is not None
     units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
-    if kind is not None and kind.activation_bits is not None:
-        raise NotSupported(
-            f"quantization={kind.name!r} with placement=Offload: offloaded weights are dequantized before "
-            "they are multiplied, so activations can't be rounded to 8 bits; use "
-            "Quantization(activation_bits=None), or no placement"
-        )
     packings = {} if kind is None else choose_packings(loaded.module, kind)
     units.split_experts()
     if offload.weights is None or offload.weights[2]:
         split_head(units, head_of(inner_model(loaded.module)), packings)
-    return units, None if kind is None else choose(units, kind, packings)
+    return units, None if kind is None else choose(units, loaded.module, kind, packings)
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -266,7 +266,7 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
     elements = slot.parameter.numel() if len(shape) > 1 else 0
     if slot.packing is not None:
         held, away = slot.tier_bytes, up(slot.stored_bytes)
-        return SlotShape(held, away, slot.nbytes, elements, of_experts, made_always=True)
+        return SlotShape(held, away, slot.unpacked_bytes, elements, of_experts, made_always=True)
     return SlotShape(slot.nbytes, disk, _made_bytes(slot.lazy, slot.nbytes), elements, of_experts)
 
 

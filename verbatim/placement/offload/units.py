@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim.model.adapters import adapter_for
 from verbatim.model.experts import ExpertsParts, runs_flat
 from verbatim.model.invariant import forward_for
+from verbatim.model.packed import placeholder
 from verbatim.model.structs import NotFusable
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.weights.files import buffer_bytes
@@ -38,7 +39,10 @@ class Slot:
         tier: "gpu", "cpu" or "disk".
         in_place: its numbers are there all the time, as the model needs them.
         rows_only: rows of it are looked up in its file, and that is all.
-        packing: of what the lazy weight gives, where that is in few bits and is unpacked when it is lent.
+        packing: of what the lazy weight gives, if it is quantized.
+        holders: modules that use the quantized bytes, which are lent as the buffer of this name; before the
+            model is quantized, the modules and the names of the parameter.
+        is_unpacked: a holder dequantizes it whole.
         rounding: as it would be packed, where what is read is as it was: it is rounded to what packing
             and unpacking leave of it.
         rows: how rows of it are read, where that is another lazy.
@@ -52,6 +56,8 @@ class Slot:
     rows_only: bool = False
     stored_bytes: int = 0
     packing: WeightPacking | None = None
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+    is_unpacked: bool = False
     rounding: WeightPacking | None = None
     rows: LazyWeight | None = None
 
@@ -61,6 +67,17 @@ class Slot:
     @property
     def nbytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes that dequantizing takes while it is lent."""
+        return self.nbytes if self.packing is not None and self.is_unpacked else 0
+
+    def lend(self, packed: Tensor | None) -> None:
+        """Give the holders their quantized bytes; None takes them back."""
+        for layer, name in self.holders:
+            held: Any = layer._buffers[name]
+            layer._buffers[name] = placeholder(held) if packed is None else packed
 
     @property
     def tier_bytes(self) -> int:

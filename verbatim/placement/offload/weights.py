@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
+from verbatim.model.integers import interleaved_rows
 from verbatim.model.packed import placeholder
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
@@ -66,13 +67,12 @@ class Weights:
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
         self.make_s = 0.0  # unpacking, casting and stacking what was read
-        self._room: Tensor | None = None
         self.experts: ExpertCache | None = None
         layouts: list[Layout] = []
         self._layout_of: dict[Unit, int] = {}
         try:
             for slot in units.slots:
-                if slot.in_place:
+                if slot.in_place and not slot.holders:
                     slot.parameter.data = rounded_rows(slot, materialize(slot.lazy, read_whole))
             for unit in units.order:
                 away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
@@ -80,8 +80,6 @@ class Weights:
                 if tensors:
                     self._layout_of[unit] = len(layouts)
                     layouts.append(lay_out(unit.name, tensors))
-            unpacked = max(map(unpacked_bytes, units.order), default=0)
-            self._room = pages(unpacked) if unpacked else None
             if expert_bytes:
                 self.experts = ExpertCache(units.experts, expert_bytes, num_readers, trace, scratch)
             else:
@@ -154,27 +152,23 @@ class Weights:
             self._make(away)
             end = perf_counter()
             self.make_s += end - begin
-            if any(slot.packing is not None for slot in away):
-                self._trace.add("unpack", unit.name, begin, end)
             yield
         finally:
             for slot in away:
                 slot.parameter.data = placeholder(slot.parameter)
+                slot.lend(None)
             self._region = None
             if index is not None:
                 self.stream.give_back()
 
     def _make(self, away: list[Slot]) -> None:
-        """Give parameters their numbers; those in few bits are unpacked into one room, again and again."""
-        at = 0
+        """Give parameters their data, and holders their quantized bytes."""
         for slot in away:
             made = materialize(slot.lazy, self._read)
-            if slot.packing is not None:
-                assert self._room is not None
-                room = self._room[at : at + slot.nbytes].view(slot.packing.dtype)
-                at += _aligned(slot.nbytes)
-                made = unpack(made, slot.packing, out=room.view(slot.packing.shape))
-            slot.parameter.data = made
+            if slot.packing is None:
+                slot.parameter.data = made
+            else:
+                slot.lend(made)
 
     def _read(self, stored: Stored) -> Tensor:
         """A tensor in the region that is in use."""
@@ -192,6 +186,8 @@ class Weights:
         lazy = slot.rows or slot.lazy
         if isinstance(lazy, Held):
             assert slot.packing is not None
+            if slot.packing.interleaved:
+                return unpack(*interleaved_rows(lazy.tensor, slot.packing, ids))
             return unpack_rows(lazy.tensor, slot.packing, ids)
         parts = sources(lazy)  # the rows of each, one after another
         stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
@@ -231,29 +227,18 @@ class Weights:
         self._drop()
 
     def _drop(self) -> None:
-        self._room = None
         if self.experts is not None:
             self.experts.close()
         else:
             let_go_of_experts(self.units.experts)
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
+            slot.lend(None)
             if isinstance(slot.lazy, Held):
                 slot.lazy = Held(slot.lazy.tensor.new_empty(0))
         for file in self._row_files.values():
             file.close()
         self._row_files.clear()
-
-
-def unpacked_bytes(unit: Unit) -> int:
-    """Memory that a unit's parameters in few bits take while they are lent."""
-    if unit.gathers:
-        return 0
-    return sum(_aligned(slot.nbytes) for slot in unit.slots if slot.packing is not None)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 class _Lookup(TorchFunctionMode):
