@@ -38,7 +38,7 @@ _TRIAL_TOKENS = 8  # tokens of a trial forward
 
 
 class Order(Protocol):
-    """How a forward is cut into micro-batches, and the order of their work."""
+    """The cut of a forward into micro-batches, and the order of their work."""
 
     def cut(self, batch: Batch) -> list[Batch]:
         """Cut `batch` into micro-batches, in row order."""

@@ -47,7 +47,7 @@ class LayerParts:
 
     @property
     def has_mlp(self) -> bool:
-        """Whether the kernels run its MLP."""
+        """True if the kernels run its MLP."""
         return bool(self.gates) or self.mixture is not None
 
     def modules(self) -> list[nn.Module]:

@@ -38,7 +38,7 @@ class WeightPacking:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether activations are quantized, too."""
+        """True if activations are quantized, too."""
         return self.quantization.activation_bits is not None
 
     @property

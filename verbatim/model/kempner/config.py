@@ -138,7 +138,7 @@ class ModelConfig:
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer has experts; none if the frequency exceeds the number of layers."""
+        """True if any layer has experts; none if the frequency exceeds the number of layers."""
         return self.num_experts > 0 and self.n_layers >= self.moe_frequency
 
 
