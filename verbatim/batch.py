@@ -94,7 +94,7 @@ def dummy_batch() -> Batch:
 
 @dataclass(slots=True)
 class SampleRow:
-    """How one row of logits becomes a token id.
+    """The parameters that turn one row of logits into a token id.
 
     Attributes:
         params: the request's own parameters.

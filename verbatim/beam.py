@@ -36,7 +36,7 @@ class BeamState(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether its last token met a stopping criterion: end of sequence, a stop or the length."""
+        """True if its last token met a stopping criterion: end of sequence, a stop or the length."""
         ...
 
 

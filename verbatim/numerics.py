@@ -1,4 +1,4 @@
-"""What two machines must have in common to give the same bits."""
+"""The numerics key: what machines must have in common to compute the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def numerics_key(
     quantization: str | None = None,
     gpu: dict[str, Any] | None = None,
 ) -> str:
-    """What two machines must have in common to give the same bits.
+    """Return the numerics key: what machines must have in common to compute the same bits.
 
     Args:
         quantization: the name of the weights' format.

@@ -23,7 +23,7 @@ class Shield:
 
     @property
     def pending(self) -> bool:
-        """Whether a SIGINT is deferred."""
+        """True if a SIGINT is deferred."""
         return self._pending is not None
 
     @contextmanager

@@ -14,7 +14,7 @@ from support.serving import Served, serving
 from support.tool_templates import BARE, HERMES, tokenizer
 from verbatim import LLM
 from verbatim.serve.fields import Function, Tool
-from verbatim.serve.tools import Call, ToolUse, said_and_called
+from verbatim.serve.tools import ParsedCall, ToolUse, split_parts
 
 KINDS = {
     "text": lambda: tokenizer(HERMES, added=False),
@@ -244,7 +244,7 @@ def test_a_reader_reads_any_pieces_alike(name):
     text = TEXTS[name]
 
     def plain(parts: list[Any]) -> tuple[str, list[str]]:
-        said, calls = said_and_called(parts)
+        said, calls = split_parts(parts)
         return said, [call.arguments for call in calls]
 
     whole = plain(use().reader().push(text, last=True))
@@ -266,6 +266,6 @@ def test_arguments_come_as_they_were_written():
     """Not by way of Python's numbers, which know no 1e999."""
     text = '{"name": "g", "parameters": {"big": 1e999, "many": 123456789012345678901.50}}'
     (call,) = use(template=BARE).reader().push(text, last=True)
-    assert isinstance(call, Call)
+    assert isinstance(call, ParsedCall)
     assert call.arguments == text[len('{"name": "g", "parameters": ') : -1]
     assert use(template=BARE).reader().push(" " + text, last=True) == [" " + text]

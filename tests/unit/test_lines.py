@@ -77,10 +77,10 @@ def test_only_pages_of_files_are_let_go(tmp_path: Path, monkeypatch: pytest.Monk
     mapped = torch.from_file(str(file), size=pages(8), dtype=torch.uint8)
     plain = torch.zeros(pages(8), dtype=torch.uint8)
     files = lines._mapped_files()
-    lines._let_go(plain, files)
-    lines._let_go(mapped[8:4000], files)  # not a whole page
+    lines._release_pages(plain, files)
+    lines._release_pages(mapped[8:4000], files)  # not a whole page
     assert let_go == []
-    lines._let_go(mapped[8 : pages(3) + 100], files)
+    lines._release_pages(mapped[8 : pages(3) + 100], files)
     assert let_go == [(mapped.data_ptr() + pages(1), pages(2))]
 
 
@@ -89,5 +89,5 @@ def test_what_was_let_go_is_read_again_from_the_file(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(256)) * 256)
     mapped = torch.from_file(str(file), size=65536, dtype=torch.uint8)
     before = mapped.clone()
-    lines._let_go(mapped, lines._mapped_files())
+    lines._release_pages(mapped, lines._mapped_files())
     assert torch.equal(mapped, before)

@@ -97,7 +97,7 @@ MISSING = "installed without compiled kernels, so this will be slow (docs/instal
 
 
 def missing() -> bool:
-    """Were no kernels built, without anybody asking for that by VERBATIM_KERNELS?"""
+    """Return whether no kernels were built, unless VERBATIM_KERNELS requests none."""
     return not available() and not os.environ.get("VERBATIM_KERNELS")
 
 

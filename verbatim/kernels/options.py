@@ -53,7 +53,7 @@ class AttentionOptions:
 
 
 class NormKind(enum.IntEnum):
-    """How an RMS norm rounds x / rms(x) * weight to its dtype; as in `kernels/elementwise.h`."""
+    """The roundings of an RMS norm, x / rms(x) * weight; as in `kernels/elementwise.h`."""
 
     NONE = 0  # no norm at all
     BARE = 1  # no weight: round(x * inv)

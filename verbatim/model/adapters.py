@@ -1,9 +1,8 @@
 """Attention for architectures that predate transformers' attention interface.
 
-Each function replaces the forward of one attention class while we run: the module's own projections
-around the one attention contract. Their sources differ in how heads are laid out, how positions turn
-them and where ALiBi is scaled; nothing else of the model is touched. `hidden` is `[B, T, H * D]`
-throughout, with B = 1 but in the first look.
+Each function replaces the forward of one attention class during the engine's forwards: the module's own
+projections around `attend`. The classes differ in the layout of heads, rotary embeddings and the scale of
+ALiBi; nothing else of the model is changed. `hidden` is `[B, T, H * D]`, with B = 1 except in inspection.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from verbatim.model.masks import LATER, NotedMask
 
 
 def _slopes(module: nn.Module) -> Tensor:
-    """`alibi_slopes` of an attention module, where its weights are."""
+    """Return `alibi_slopes` of an attention module, on the device of its weights."""
     slopes = alibi_slopes(module.num_heads)  # type: ignore[arg-type]
     return slopes.to(next((p.device for p in module.parameters()), slopes.device))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """One slope a head, `[H]` float32 (Press, Smith and Lewis 2022).
+    """Return one slope per head, `[H]` float32 (Press, Smith and Lewis 2022).
 
     For a power of two the slopes are the powers of 2 ** (-8 / H); otherwise those of the nearest lower
     power of two, followed by every other slope of the next higher one.
@@ -47,7 +46,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """q `[B, T, H, Dk]`, k and v `[B, T, Hkv, D]` to `[B, T, H * Dv]`."""
+    """Attend: q `[B, T, H, Dk]`, k and v `[B, T, Hkv, D]` to `[B, T, H * Dv]`."""
     out = attend(module, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), options)
     return out.reshape(q.shape[0], q.shape[1], -1)
 
@@ -57,7 +56,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _source(module: nn.Module, name: str) -> Any:
-    """A function from the file that defines `module`'s class."""
+    """Return a function from the file that defines `module`'s class."""
     return getattr(sys.modules[type(module).__module__], name)
 
 
@@ -77,9 +76,9 @@ def _bloom(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 def _falcon(module: Any) -> Callable[..., tuple[Tensor, None]]:
     rotate = _source(module, "apply_rotary_pos_emb")
-    # Falcon scales score and bias together, so the slope carries the scale too. Its slopes pass
-    # through bfloat16 in the original. (transformers' eager attention adds the bias a second time, with
-    # the mask; its default, by scaled_dot_product_attention, does not, and is what is matched here.)
+    # Falcon scales score and bias together, so the slope includes the scale. Its slopes are rounded to
+    # bfloat16 in the original. (transformers' eager attention adds the bias twice, also with the mask;
+    # its default, scaled_dot_product_attention, does not, and is the reference here.)
     slopes = _slopes(module).bfloat16().float() * module.inv_norm_factor
     rotary = AttentionOptions(scale=module.inv_norm_factor)
     biased = AttentionOptions(scale=module.inv_norm_factor, alibi=slopes)
@@ -98,7 +97,7 @@ def _falcon(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[B, T, H, D]`, k and v `[B, T, Hkv, D]`, without repeating the shared heads."""
+    """Return q `[B, T, H, D]`, k and v `[B, T, Hkv, D]`, without repeated shared heads."""
     batch, length, _ = fused.shape
     heads, width = module.num_heads, module.head_dim
     if module.new_decoder_architecture:
@@ -130,7 +129,7 @@ def _mpt(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _separate(module: Any, heads: int) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Heads from `q_proj`, `k_proj` and `v_proj`."""
+    """Return a function that splits heads of `q_proj`, `k_proj` and `v_proj`."""
 
     def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)
@@ -140,7 +139,7 @@ def _separate(module: Any, heads: int) -> Callable[[Tensor], tuple[Tensor, Tenso
 
 
 def _codegen_heads(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Heads from one projection that was laid out for four processors: query, value, key of each."""
+    """Return a function that splits CodeGen's projection, laid out for four devices as query, value, key."""
 
     def split(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fused = module.qkv_proj(hidden).unflatten(-1, (4, 3, -1, module.head_dim))
@@ -151,7 +150,7 @@ def _codegen_heads(module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor, Tens
 
 
 def _gptj(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """GPT-J and CodeGen: rotary over the first `rotary_dim` dimensions, in pairs of neighbours."""
+    """Return GPT-J's and CodeGen's forward: rotary over `rotary_dim` dimensions, in pairs of neighbours."""
     rotate = _source(module, "apply_rotary_pos_emb")
     options = AttentionOptions(scale=1.0 / float(module.scale_attn))
     codegen = type(module).__name__ == "CodeGenAttention"
@@ -162,13 +161,13 @@ def _gptj(module: Any) -> Callable[..., tuple[Tensor, None]]:
             module.embed_positions[kwargs["position_ids"]].to(hidden_states.dtype).chunk(2, dim=-1)
         )
         q, k, v = heads(hidden_states)
-        q, k = (_turned(x, module.rotary_dim, rotate, sin, cos) for x in (q, k))
+        q, k = (_rotate(x, module.rotary_dim, rotate, sin, cos) for x in (q, k))
         return module.out_proj(_attend(module, q, k, v, options)), None
 
     return forward
 
 
-def _turned(x: Tensor, width: int | None, rotate: Any, sin: Tensor, cos: Tensor) -> Tensor:
+def _rotate(x: Tensor, width: int | None, rotate: Any, sin: Tensor, cos: Tensor) -> Tensor:
     if width is None:
         return rotate(x, sin, cos)  # type: ignore[no-any-return]
     return torch.cat([rotate(x[..., :width], sin, cos), x[..., width:]], dim=-1)
@@ -222,7 +221,7 @@ def _openai_gpt(module: Any) -> Callable[..., list[Tensor]]:
 
 
 def _bert(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """The BERT descendants that kept their own attention; the output projection is a module of its own."""
+    """Return the forward of BERT variants with their own attention, without output projection."""
     options = AttentionOptions(scale=module.attention_head_size**-0.5)
     heads = module.num_attention_heads
 
@@ -240,7 +239,7 @@ def _bert(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _falcon_linear(module: Any) -> Callable[[Tensor], Tensor]:
-    """A linear that rounds between product and bias, as Falcon was trained."""
+    """Return the forward of Falcon's linear, which rounds between product and bias."""
 
     def forward(x: Tensor) -> Tensor:
         out = products.linear(x, module.weight)
@@ -250,7 +249,7 @@ def _falcon_linear(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _mpt_model(module: Any) -> Callable[..., Any]:
-    """MPT's body insists on a mask; one of four dimensions is taken as it is, and never read."""
+    """Return the forward of MPT's body with a dummy mask of four dimensions, which is not read."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -260,7 +259,7 @@ def _mpt_model(module: Any) -> Callable[..., Any]:
 
 
 def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
-    """A product for each expert's rows, which come sorted."""
+    """Return JetMoE's forward, a product per expert over sorted rows."""
 
     def forward(inputs: Tensor, expert_size: list[int]) -> Tensor:
         rows = inputs.split(expert_size)
@@ -288,18 +287,18 @@ _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"):
 
 
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward over the attention contract for a class without the interface, else None."""
+    """Return a forward with `attend` for a class without transformers' attention interface, else None."""
     cls = type(module)
     if not cls.__module__.startswith("transformers."):
         return None
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))
-    return None if maker is None else _minding_masks(module, maker(module))
+    return None if maker is None else _checking_masks(module, maker(module))
 
 
-def _minding_masks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Masks come only in the first look; they must be causal, as `forward` takes them to be."""
+def _checking_masks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse masks that are not causal. Masks are only passed in inspection."""
 
-    def minded(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, NotedMask) and value.window != 0:
                 raise UnsupportedModel(
@@ -308,4 +307,4 @@ def _minding_masks(module: nn.Module, forward: Callable[..., Any]) -> Callable[.
                 )
         return forward(*args, **kwargs)
 
-    return minded
+    return checked

@@ -1,9 +1,8 @@
-"""What a forward in progress knows, and the attention that transformers calls back into it.
+"""The forward context, and the attention function that transformers calls.
 
-Attention is one contract: a transformers model asks `AttentionInterface` for the function named
-`IMPLEMENTATION`, and finds `flat_attention`, which hands the flat queries, keys and values of this
-call to the pass that is active on this thread. Nothing is active outside of our own forwards, so a
-trainer's forward in the same process never comes here.
+A transformers model gets the function named `IMPLEMENTATION` from `AttentionInterface`. It is
+`flat_attention`, which passes the flat queries, keys and values to the forward context of this thread.
+There is none outside of the engine's forwards, so a trainer's forward in the same process does not use it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
 
-IMPLEMENTATION = "verbatim"  # our name in transformers' registries of attention and experts
+IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
 
-# What models hand to every attention function without meaning attention by it.
+# Arguments that models pass to every attention function, without effect on attention.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -36,7 +35,7 @@ _HARMLESS = frozenset(
 
 
 class Pass(Protocol):
-    """One walk through a model's modules."""
+    """The context of one forward."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -49,13 +48,13 @@ _thread = threading.local()
 
 
 def active_pass() -> Pass | None:
-    """The pass that runs on this thread, or None where a model is used by somebody else."""
+    """Return the forward context of this thread; None outside of the engine's forwards."""
     return getattr(_thread, "active", None)
 
 
 @contextmanager
 def activate(walk: Pass) -> Iterator[None]:
-    """Make `walk` the pass of this thread for the length of the block."""
+    """Make `walk` the forward context of this thread, within a `with` block."""
     before = active_pass()
     _thread.active = walk
     try:
@@ -65,7 +64,7 @@ def activate(walk: Pass) -> Iterator[None]:
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-    """Attention of the active pass: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
+    """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
     walk = active_pass()
     if walk is None:
         raise RuntimeError("a module is set to Verbatim's attention outside of Verbatim's forward")
@@ -73,8 +72,8 @@ def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: Attentio
 
 
 def route(experts: nn.Module, index: Tensor) -> None:
-    """Tell the active pass that `experts` serve `index` `[T, k]`."""
-    note = getattr(active_pass(), "route", None)  # a pass that does not care has none
+    """Record in the active context that tokens use the experts `index` `[T, k]`."""
+    note = getattr(active_pass(), "route", None)  # a context without routing has none
     if note is not None:
         note(experts, index)
 
@@ -93,7 +92,7 @@ def flat_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature over flat rows of tokens: one row, but in the look.
+    """Attend over flat rows of tokens, with transformers' signature; B is 1 except in inspection.
 
     Args:
         query, key, value: `[B, H, T, Dk]`, `[B, Hkv, T, Dk]`, `[B, Hkv, T, Dv]`.
@@ -103,8 +102,8 @@ def flat_attention(
         The output `[B, T, H, Dv]`, and None for the weights.
 
     Raises:
-        UnsupportedModel: a mask, a bias, bidirectional attention or an argument that is not known,
-            which flat batches can't carry.
+        UnsupportedModel: a mask, a bias, bidirectional attention or an unknown argument, which flat batches
+            do not support.
     """
     name = type(module).__name__
     if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""A transformers module run on flat batches."""
+"""`Decoder`: runs a transformers module on flat batches."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
 from verbatim.model.tree import Tree, hooked_everywhere
 
-_TRIAL_TOKENS = 8  # of the one sequence with which a forward is tried out
+_TRIAL_TOKENS = 8  # tokens of a trial forward
 
 
 class Order(Protocol):
-    """How one forward is cut into micro-batches, and in which order their work is done."""
+    """The cut of a forward into micro-batches, and the order of their work."""
 
     def cut(self, batch: Batch) -> list[Batch]:
-        """Micro-batches that together are `batch`, in the order of its rows."""
+        """Cut `batch` into micro-batches, in row order."""
         ...
 
     def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """What `forwards` return, each of which must run while its walk is active."""
+        """Run `forwards`, each with its context active; return their results."""
         ...
 
 
 class InOnePiece:
-    """No micro-batches."""
+    """The default order, without micro-batches."""
 
     def cut(self, batch: Batch) -> list[Batch]:
         return [batch]
@@ -64,14 +64,14 @@ class InOnePiece:
 
 
 class Output(NamedTuple):
-    """What one forward computed."""
+    """The output of one forward."""
 
     logits: Tensor  # [R, V], in the model's dtype
-    hidden: Tensor | None  # [R, H], what the head saw; where the batch wants it
+    hidden: Tensor | None  # [R, H], the head's input; if the batch wants it
 
 
 def register() -> None:
-    """Put our attention and our experts into transformers' registries; calling it again is harmless."""
+    """Register Verbatim's attention and experts in transformers; idempotent."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -82,24 +82,24 @@ def register() -> None:
 class Decoder:
     """Runs a module's own forward on a `Batch`, with K and V in a `KVStore`.
 
-    The module is looked at again whenever its structure has changed (an adapter was added, a layer
+    The module is inspected again whenever its structure has changed (an adapter was added, a layer
     parametrized), so a live module may be edited between calls.
 
     Args:
         module: a transformers causal language model, possibly wrapped; used in place.
-        weak: hold it only weakly, so that this decoder does not keep it alive.
-        order: of the work of one forward.
-        fused: run the layers that allow it by a call or two of the kernels each, or all of them by one,
-            which changes no bits.
-        unseen: nobody else has the module, so nobody edits it, until `module` is asked for.
-        same_bits: False leaves products and activations to the module, whose rows then round as the number
-            of rows pleases; for a GPU, where that is faster.
+        weak: hold only a weak reference to the module.
+        order: order of the work of one forward.
+        fused: run supported layers by one or two kernel calls each, or all by one call,
+            with the same bits.
+        unseen: the module has no other users, so it is not edited until `module` is read.
+        same_bits: False leaves products and activations to the module, not batch-invariant; faster on a
+            GPU.
 
     Attributes:
-        fused: how many layers are, and why others are not (`FusedLayers.report`); None: not asked for.
+        fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
 
     Raises:
-        UnsupportedModel: it can't be run on flat batches; the message names the reason.
+        UnsupportedModel: the module can't run on flat batches; the message has the reason.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Decoder:
         with exclusive:
             self.anatomy: Anatomy = look_at(module)
             self._prepare(module)
-        self._watched |= self._tree.has_hooks()  # those that the model's own code has put there
+        self._watched |= self._tree.has_hooks()  # hooks of the model's own code
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
@@ -139,10 +139,10 @@ class Decoder:
         self._body: nn.Module | None = None
 
     def look_again(self) -> None:
-        """Follow a module that was edited since the last forward.
+        """Inspect the module again if it was edited since the last forward.
 
         Raises:
-            ModelChanged: what is stored for a token, its vocabulary or its dtype is another one.
+            ModelChanged: its KV layout, vocabulary, dtype or routing changed.
         """
         with exclusive:
             module = self.held
@@ -164,20 +164,20 @@ class Decoder:
 
     @property
     def module(self) -> nn.Module:
-        """The module itself, for who may edit it; EngineClosed when it was held weakly and is gone."""
+        """The module, for callers that may edit it; raises EngineClosed if it is gone."""
         self._watched = True
         return self.held
 
     @property
     def held(self) -> nn.Module:
-        """The same, for who only reads it, or tells what it wrote by `weights_moved`."""
+        """The module, for callers that only read it, or report edits by `weights_moved`."""
         module = self._module()
         if module is None:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")
         return module
 
     def how_experts_run(self) -> dict[str, int]:
-        """How many layers' experts run in which way, in words; empty without experts."""
+        """Return the number of layers by the way their experts run, in words; empty without experts."""
         fused = set() if self._layers is None else self._layers.fused_experts()
         found: collections.Counter[str] = collections.Counter()
         for module in self.held.modules():
@@ -187,19 +187,19 @@ class Decoder:
         return dict(found)
 
     def weights_moved(self) -> None:
-        """The module's tensors lie elsewhere now."""
+        """Update after the module's tensors moved in memory."""
         if self._layers is not None:
             self._layers.forget()
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Drop the references to the module."""
         self._module = lambda: None
         self._body = None
         self.__dict__.pop("_tree", None)  # it holds the layers
         self._forwards, self._configs, self._layers = [], [], None
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
-        """Logits `[R, V]` of `batch.logit_rows`, in the model's dtype; K and V go to `store`."""
+        """Return logits `[R, V]` of `batch.logit_rows`, in the model's dtype; write K and V to `store`."""
         return self.run(batch, store).logits
 
     def run(
@@ -211,14 +211,14 @@ class Decoder:
         *,
         hooks: bool = True,
     ) -> Output:
-        """One forward; K and V go to `store`, the experts that were chosen to `records`, and what the
-        model's body makes of every row, with the last norm behind it, to `body`.
+        """Run one forward; write K and V to `store`, selected experts to `records`, and the body's output
+        of every row, after the last norm, to `body`.
 
         Args:
-            hooks: False silences the module's own, for a forward that its owner did not ask for.
+            hooks: False disables the module's hooks, for a forward that its owner did not request.
 
         Raises:
-            NotSupported: the batch wants hidden states or forces experts, and the model can't.
+            NotSupported: the batch wants hidden states or forced experts, and the model does not support it.
         """
         with exclusive:
             if self._watched:
@@ -250,25 +250,25 @@ class Decoder:
             return output
 
     def steps_can_be_recorded(self) -> bool:
-        """Does a forward do the same again and again, without anybody's code in its middle?"""
+        """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.look_again()
             return self.anatomy.routed is None and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
-        """`forward` of a batch that lies where the store does, with its slots `rows`: nothing is copied.
+        """Run `forward` on a batch on the store's device, with its slots `rows`, without copies.
 
-        For a recorder; `steps_can_be_recorded` must hold.
+        For graph capture; requires `steps_can_be_recorded`.
         """
         with exclusive:
             walk = FlatPass(self.anatomy.slots, batch, store, rows=rows)
             return self._forward(self.module, [walk], hooks=False).logits
 
     def check_replay(self) -> None:
-        """Ask whether this model's experts can be forced.
+        """Check that this model's experts can be forced.
 
         Raises:
-            NotSupported: they can't; the message tells why.
+            NotSupported: they can't; the message has the reason.
         """
         with exclusive:
             self.look_again()
@@ -277,10 +277,10 @@ class Decoder:
                 raise NotSupported(f"{name}: {self.anatomy.replay_reason}")
 
     def check_body(self, hidden_size: int) -> None:
-        """Try once whether `run` can keep what the model's body makes, `hidden_size` numbers a row.
+        """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
 
         Raises:
-            NotSupported: it can't; the message tells why.
+            NotSupported: it can't; the message has the reason.
         """
         with exclusive:
             self.look_again()
@@ -296,7 +296,7 @@ class Decoder:
                 ) from error
 
     def _body_of(self, module: nn.Module) -> nn.Module:
-        """The model without its head; looked for once, since that takes as long as a small layer's norm."""
+        """Return the model without its head, cached, as the lookup is slow."""
         if self._body is None:
             self._body = inner_model(module).get_decoder()
         return self._body
@@ -324,12 +324,12 @@ class Decoder:
         body: HiddenStore | None = None,
         hooks: bool = True,
     ) -> Output:
-        """The forwards of all micro-batches, as one."""
+        """Run the forwards of all micro-batches; join their outputs."""
         anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
         if self._layers is not None:
             watched = self._watched
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
-            # A hook may keep the modules that it is handed, and edit them later.
+            # A hook may keep references to modules, and edit them later.
             self._watched |= hooked
             self._layers.look(hooks=hooked, watched=watched)
             whole = self._layers.whole_now() if body is None and self._in_one_piece else None
@@ -358,7 +358,7 @@ class Decoder:
 
 
 def _logits(module: nn.Module, anatomy: Anatomy, batch: Batch) -> Tensor:
-    """The module's own forward: `[R, V]` of the rows that need logits."""
+    """Run the module's own forward: `[R, V]` of the rows that need logits."""
     inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
     if anatomy.takes_positions:
         inputs["position_ids"] = batch.positions[None]
@@ -373,8 +373,8 @@ def _joined(rows: list[Tensor]) -> Tensor:
 
 
 def _mode(tree: Tree, anatomy: Anatomy, same_bits: bool) -> AbstractContextManager[object]:
-    """What must stand between the model and torch in this forward: usually nothing."""
-    # What a hook calls was not seen in the look, so the net is out for it.
+    """Return the torch-function override that this forward needs; usually none."""
+    # Functions called by hooks were not inspected, so they need the override.
     safety_net = same_bits and (bool(anatomy.needs_safety_net) or tree.has_hooks())
     return InvariantMode() if safety_net else nullcontext()
 
@@ -388,13 +388,13 @@ class FlatPass:
 
     Args:
         slots: as `Anatomy.slots`.
-        routing: takes note of where the tokens go; None does not.
-        rows: the batch's slots, where it lies where the store does; None reckons and moves both.
+        routing: records the experts of tokens; None: not recorded.
+        rows: the batch's slots, if it is on the store's device; None computes and moves both.
 
     Attributes:
-        batch, routing: as given, the batch where the store lies.
-        rows: the batch's slots, there, too.
-        direct: where kernels find them and their K and V; None: only `attend` reaches those.
+        batch, routing: the arguments, with the batch on the store's device.
+        rows: the batch's slots, also there.
+        direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
     """
 
     def __init__(
@@ -423,11 +423,11 @@ class FlatPass:
             self.routing.note(experts, index)
 
     def forced_experts(self) -> Tensor | None:
-        """What is forced in the layer whose router runs now, `[T, k]`."""
+        """Return the forced experts of the running router's layer, `[T, k]`, or None."""
         return None if self.routing is None else self.routing.forced_experts()
 
     def layer_of(self, module: nn.Module) -> int:
-        """The layer of the store for this call of `module`; the next one may have another."""
+        """Return the store's layer for this call of `module`; each call may have its own."""
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
         return self._slots[id(module), call]
@@ -449,7 +449,7 @@ class FlatPass:
         sin: Tensor | None,
         options: AttentionOptions,
     ) -> Tensor:
-        """On a GPU: `attend` with queries and keys that angles `[T, R]` are yet to turn."""
+        """Apply rotary embeddings `[T, R]` to queries and keys, and `attend`; on a GPU."""
         layer = self.layer_of(module)
         if cos is None or sin is None:
             self._store.write(layer, k, v, self.rows)

@@ -1,4 +1,4 @@
-"""Where the K and V of one forward lie, for kernels that write and read them in the middle of a layer."""
+"""Addresses of K and V and their slots, for fused layer kernels."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class DirectRows:
     """The rows of a forward over a plain `KVStore`.
 
     Attributes:
-        address: of the struct that `kernels/layer.cpp` calls Rows.
-        count: of the rows.
-        dtype: of K and V.
+        address: of the struct `Rows` of `kernels/layer.cpp`.
+        count: number of rows.
+        dtype: dtype of K and V.
     """
 
     def __init__(self, store: KVStore, batch: Batch, slots: Tensor) -> None:
@@ -48,17 +48,17 @@ class DirectRows:
         self.address = ctypes.addressof(self._struct)
 
     def stores(self, layer: int) -> tuple[int, int]:
-        """The addresses of K and V of one layer."""
+        """Return the addresses of K and V of one layer."""
         k, v = self._store.layers[layer]
         return k.data_ptr(), v.data_ptr()
 
     def all_stores(self) -> Any:
-        """Those of K and V of the first layer, of the second, and so on, as an array for the kernels."""
+        """Return the addresses of K and V of each layer in turn, as an array for the kernels."""
         return self._store.addresses()
 
 
 def direct_rows(store: KVStore, batch: Batch, slots: Tensor) -> DirectRows | None:
-    """These rows if kernels can reach their K and V, else None: a store of another kind, or elsewhere."""
+    """Return the rows if kernels can access the store; None for another kind of store or device."""
     if type(store) is not KVStore or not store.layers or not store.layers[0][0].is_cpu:
         return None
     return DirectRows(store, batch, slots)

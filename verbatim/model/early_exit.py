@@ -1,4 +1,4 @@
-"""A model cut after its first layers: the same parameters, the same K and V, sooner at the head."""
+"""Early exit: the first layers of a model, followed by its head, with shared parameters and K and V."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from verbatim.model.decoder import Decoder, Output
 
 
 class EarlyExit:
-    """Runs the first layers of a decoder's model and, right behind them, its last norm and its head.
+    """Runs the first layers of a decoder's model, then its last norm and its head.
 
-    The first layers store the same K and V at the same places as they do in the whole model. Nothing of
-    the module is changed or copied but the way from it to its layers: each module on that way has a twin
-    that shares everything with it, down to the list of layers, whose twin is shorter.
+    The first layers store the same K and V at the same slots as in the whole model. The module is not
+    changed; only the modules on the path to its layers are copied shallowly, with a shorter list of layers.
 
     Args:
-        decoder: of the whole model.
-        layers: how many of the first ones; None takes a quarter, 1 at least.
+        decoder: decoder of the whole model.
+        layers: number of first layers; None takes a quarter, at least 1.
 
     Raises:
-        InvalidRequest: the model has no more layers than that.
-        UnsupportedModel: it can't be cut; the message tells why.
+        InvalidRequest: the model does not have more layers.
+        UnsupportedModel: it can't be cut; the message has the reason.
     """
 
     def __init__(self, decoder: Decoder, layers: int | None = None) -> None:
@@ -35,21 +34,21 @@ class EarlyExit:
         self._cut()
 
     def run(self, batch: Batch, store: KVStore) -> Output:
-        """`Decoder.run` of the first layers, on the whole model's `store`.
+        """Run `Decoder.run` of the first layers, on the whole model's `store`.
 
-        The owner's hooks are silenced: a draft must not be seen by what counts the model's forwards, or
-        changes them by their number.
+        The owner's hooks are disabled: a hook may count the model's forwards, or
+        depend on their number.
 
         Raises:
-            ModelChanged: as the whole model's; what of a live module can be followed is.
+            ModelChanged: as the whole model's; other edits of a live module are followed.
         """
         self._whole.look_again()
-        if self._whole.anatomy is not self._anatomy:  # there was something new
+        if self._whole.anatomy is not self._anatomy:  # the module was edited
             self._cut()
         return self._short.run(batch, store, hooks=False)
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Drop the references to the module."""
         self._short.close()
 
     def _cut(self) -> None:
@@ -57,7 +56,7 @@ class EarlyExit:
         name = type(inner_model(module)).__name__
         try:
             layers = _list_of_layers(module, anatomy)
-            self.num_layers = _settle(self._wanted, len(layers), name)
+            self.num_layers = _resolve_num_layers(self._wanted, len(layers), name)
             first = _twin(layers)
             kept = list(layers._modules.items())[: self.num_layers]
             first.__dict__["_modules"] = dict(kept)
@@ -69,7 +68,7 @@ class EarlyExit:
         self._anatomy = anatomy
 
 
-def _settle(wanted: int | None, num_layers: int, name: str) -> int:
+def _resolve_num_layers(wanted: int | None, num_layers: int, name: str) -> int:
     if wanted is None and num_layers > 1:
         return max(1, num_layers // 4)
     if wanted is None or wanted >= num_layers:
@@ -82,7 +81,7 @@ def _settle(wanted: int | None, num_layers: int, name: str) -> int:
 
 
 def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
-    """The innermost list of modules in which everything that attends is."""
+    """Return the innermost list of modules that contains all attention."""
     attending = {owner for owner, _ in anatomy.slots}
     found: nn.ModuleList | None = None
     for candidate in module.modules():  # parents before children
@@ -94,18 +93,18 @@ def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
 
 
 def _twin(module: Any) -> Any:
-    """A module of the same class that shares all that this one has; its children can be exchanged."""
+    """Return a shallow copy of a module, with replaceable children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_modules"] = dict(module._modules)
-    # transformers notes here that it has put its hooks into the layers, where a config asks for hidden
-    # states; they are the same layers, and would get them twice.
+    # transformers sets this once it has added its hooks to the layers, if a config asks for hidden
+    # states. The layers are shared, and would get the hooks twice.
     twin.__dict__["_output_capturing_hooks_installed"] = True
     return twin
 
 
 def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """`module`, or a twin of it in which `new` stands wherever `old` stood."""
+    """Return `module`, or a shallow copy with `new` in place of `old`."""
     if module is old:
         return new
     changed = {
@@ -125,7 +124,7 @@ def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _check_prefix(short: Anatomy, whole: Anatomy, num_layers: int) -> None:
-    """Does the short model store what the whole one stores, at the same places, and nothing else?"""
+    """Raise UnsupportedModel unless the short model stores a prefix of the whole model's K and V."""
     count = len(short.layers)
     if count >= len(whole.layers):
         raise UnsupportedModel(

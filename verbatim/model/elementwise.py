@@ -1,5 +1,7 @@
-"""Norms and activations by the compiled kernels: the same roundings in a layer that runs module by module
-as in a fused one (`layer.py`), because both are made of the same functions."""
+"""Norms and activations by the compiled kernels.
+
+They are the functions of fused layers (`layer.py`), so a layer run module by module has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """What a module computes, if the kernels do, too."""
+    """Return the activation of a module, if the kernels support it."""
     name = type(module).__name__
     if type(module) is nn.SiLU or name == "SiLUActivation":
         return Activation.SILU
@@ -39,7 +41,7 @@ def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Cal
 
 
 def served(x: Tensor) -> bool:
-    """Can the kernels take `x`? float32 and bfloat16 on the CPU, without gradients."""
+    """Return whether the kernels support `x`: float32 and bfloat16 on the CPU, without gradients."""
     return (
         x.dtype in _SUFFIX
         and x.is_cpu
@@ -49,7 +51,7 @@ def served(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Tensor:
-    """The norm over the last dimension of `x` `[..., N]`; `weight` `[N]` has its dtype, or is None.
+    """Compute the norm over the last dimension of `x` `[..., N]`; `weight` `[N]` has its dtype, or is None.
 
     `served(x)` must hold. 1 / sqrt(mean + eps) is computed in float32, the sum of squares in sixteen lanes.
     """
@@ -72,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Te
 
 
 def activate(gate: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
-    """The activation of `gate`, rounded to its dtype; with `up`, of the same shape, that times `up`.
+    """Compute the activation of `gate`, rounded to its dtype, times `up` of the same shape, if given.
 
     `served(gate)` must hold.
     """

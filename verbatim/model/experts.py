@@ -1,10 +1,9 @@
-"""The experts contract: how a mixture-of-experts layer runs on a flat batch.
+"""Mixture-of-experts layers on flat batches.
 
-`flat_experts` is registered in transformers' `ExpertsInterface`. A token's output may not depend on which
-other tokens chose the same experts: each expert's rows go through row-invariant products, and the top-k
-outputs of a token are added in the order of its own slots, in float32. One call of the kernels runs all
-experts of a layer; `backend="torch"` is its slow reference, expert by expert. The pass that is active is
-told where the tokens go (`routing.py`).
+`flat_experts` is registered in transformers' `ExpertsInterface`. It is batch-invariant: each expert's rows
+go through batch-invariant products, and the top-k outputs of a token are added in the order of its slots,
+in float32. One kernel call runs all experts of a layer; `backend="torch"` is its slow reference, expert by
+expert. The experts of each token are passed to the active forward context (`routing.py`).
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class Stack(NamedTuple):
-    """One matrix for each expert, `[cols, depth]`, or `[depth, cols]` where they are transposed.
+    """One matrix per expert, `[cols, depth]`, or `[depth, cols]` if transposed.
 
     Attributes:
-        weight: where the tensor is: the parameter, or the bytes of a quantized one.
-        bias: where `[experts, cols]` is, or nothing.
+        weight: reference of the parameter, or of the bytes of a quantized one.
+        bias: reference of `[experts, cols]`; may be missing.
     """
 
     weight: Place
@@ -74,7 +73,7 @@ class Stack(NamedTuple):
     packing: WeightPacking | None
 
     def packed(self, expert: int) -> Packed | None:
-        """One quantized matrix; None: they are plain."""
+        """Return one quantized matrix; None if they are not quantized."""
         if self.packing is None:
             return None
         one = replace(self.packing, shape=self.packing.shape[1:])
@@ -82,7 +81,7 @@ class Stack(NamedTuple):
         return Packed(data[expert * one.nbytes : (expert + 1) * one.nbytes], one)
 
     def project(self, expert: int, rows: Tensor) -> Tensor:
-        """The product of `rows` `[n, depth]` with one matrix: `[n, cols]`."""
+        """Multiply `rows` `[n, depth]` with one matrix: `[n, cols]`."""
         biases = self.bias[0].get(self.bias[1])
         bias = None if biases is None else biases[expert]
         packed = self.packed(expert)
@@ -94,7 +93,7 @@ class Stack(NamedTuple):
         return linear(rows, matrix.t() if self.transposed else matrix, bias)
 
     def struct(self, dtype: torch.dtype) -> StackStruct:
-        """The stack as the kernels read it; NotFusable where they can't."""
+        """Return the stack for the kernels; raise NotFusable if they can't read it."""
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
@@ -108,7 +107,7 @@ class Stack(NamedTuple):
 
 
 def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
-    """The stack of a parameter `[experts, cols, depth]`, or `[experts, depth, cols]`."""
+    """Return the stack of a parameter `[experts, cols, depth]`, or `[experts, depth, cols]`."""
     packing: WeightPacking | None = layer.__dict__.get("packings", {}).get(name)
     bias = (layer._parameters, f"{name}_bias")
     if packing is None:
@@ -124,17 +123,17 @@ def _stack(layer: nn.Module, name: str, transposed: bool) -> Stack:
 
 
 class ExpertsParts:
-    """The matrices of an experts module, and how a row goes through them.
+    """The matrices and the gate of an experts module.
 
     Args:
-        experts: a module of transformers' interface, or one whose own code does the same.
+        experts: a module of transformers' interface, or with equivalent code of its own.
 
     Raises:
-        NotFusable: it is of another kind.
+        NotFusable: an unknown kind of module.
     """
 
     def __init__(self, experts: Any) -> None:
-        self._module = weakref.ref(experts)  # who keeps this may keep it by the module
+        self._module = weakref.ref(experts)  # weak, as this may be stored by module
         stacks = _OWN_STACKS.get(type(experts).__name__)
         gated = stacks is not None or bool(getattr(experts, "has_gate", False))
         if stacks is not None:
@@ -173,10 +172,10 @@ class ExpertsParts:
         return self.inputs[0].depth
 
     def struct(self, dtype: torch.dtype) -> ExpertsStruct:
-        """What the kernels are given, of activations of `dtype`; it stays where it is.
+        """Return the struct for the kernels, for activations of `dtype`, at a fixed address.
 
         Raises:
-            NotFusable: the weights are of a kind that the kernels don't read where they are.
+            NotFusable: the kernels can't read the weights in place.
         """
         found = lying(self.tensors)
         if self._prepared == (found, dtype):
@@ -205,7 +204,7 @@ class ExpertsParts:
         return struct
 
     def served(self, rows: Tensor) -> ExpertsStruct | None:
-        """The struct where the kernels can run `rows`, else None."""
+        """Return the struct if the kernels can run `rows`, else None."""
         if rows.dtype not in _SUFFIX or not rows.is_cpu or kernels.library() is None:
             return None
         try:
@@ -214,7 +213,7 @@ class ExpertsParts:
             return None
 
     def one(self, expert: int, rows: Tensor) -> Tensor:
-        """What one expert makes of `rows` `[n, H]`, product by product."""
+        """Run one expert on `rows` `[n, H]`, product by product."""
         mixed = torch.cat([stack.project(expert, rows) for stack in self.inputs], -1)
         out = self.down.project(expert, self._gate(mixed))
         if self.norm is not None:
@@ -222,7 +221,7 @@ class ExpertsParts:
         return out
 
     def _gate(self, x: Tensor) -> Tensor:
-        """What `down` is given, of input products `x` `[n, width]`."""
+        """Return the input of `down` for input products `x` `[n, width]`."""
         experts: Any = self.module
         if elementwise.served(x) and (self.glu == CLAMPED_PAIRS or self.activation is not None):
             return self._gate_in_kernel(x)
@@ -247,24 +246,24 @@ class ExpertsParts:
 
 
 class ExpertShare:
-    """Where an experts module's experts are, if not all of them are in its parameters.
+    """The placement of experts that are not all in their module's parameters.
 
     It is the module's attribute `expert_share`.
 
     Attributes:
-        where: for `llm.info()`.
-        held: the module whose parameters hold the experts that are here; None: the same.
+        where: description for `llm.info()`.
+        held: module with the local experts' parameters; None: the experts module.
     """
 
     where = "on each rank its own"
     held: nn.Module | None = None
 
     def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """What `run_experts` gives with all experts here.
+        """Return the output of all experts, wherever they are; as `run_experts`.
 
         Args:
-            rows: `[n, H]`, sorted by expert, and behind them those of identity experts.
-            counts: of each expert.
+            rows: `[n, H]`, sorted by expert, followed by those of identity experts.
+            counts: rows of each expert.
         """
         raise NotImplementedError
 
@@ -273,15 +272,15 @@ _parts: weakref.WeakKeyDictionary[nn.Module, ExpertsParts] = weakref.WeakKeyDict
 
 
 def parts_of(experts: nn.Module) -> ExpertsParts:
-    """The parts of an experts module, found once; NotFusable where they are of no known kind."""
+    """Return the cached parts of an experts module; raise NotFusable for an unknown kind."""
     parts = _parts.get(experts)
     if parts is None or parts.tensors[0][0].get(parts.tensors[0][1]) is None:
-        parts = _parts[experts] = ExpertsParts(experts)  # anew where it was quantized meanwhile
+        parts = _parts[experts] = ExpertsParts(experts)  # again if it was quantized meanwhile
     return parts
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Is it an experts module of transformers' interface?"""
+    """Return whether it is an experts module of transformers' interface."""
     return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed"))
 
 
@@ -311,7 +310,7 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
 
 
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The stacked matrices of an experts module that `flat_experts` runs; none of any other module."""
+    """Return the stacked matrices of an experts module run by `flat_experts`; none of other modules."""
     if not is_stacked(module):
         return []
     try:
@@ -333,9 +332,9 @@ def flat_experts(
     """Run the chosen experts.
 
     Args:
-        experts: a transformers experts module, whose weights are stacked along a first dimension.
+        experts: a transformers experts module with weights stacked along the first dimension.
         hidden: `[T, H]`.
-        top_k_index: `[T, k]` int64, the experts of each token; one beyond the last hands its row back.
+        top_k_index: `[T, k]` int64, the experts of each token; one beyond the last is the identity.
         top_k_weights: `[T, k]`.
         backend: "auto", or "torch" for the slow reference.
 
@@ -361,8 +360,8 @@ def flat_experts(
             torch.get_num_threads(),
         )
         return out
-    # Slots sorted by expert: each expert then owns one run of rows. The sort is stable, though no
-    # row's result depends on where in the run it stands.
+    # Slots sorted by expert: each expert has consecutive rows. The sort is stable, although no
+    # row's result depends on its position.
     by_expert = torch.argsort(top_k_index.reshape(-1), stable=True)
     rows = hidden[by_expert // top_k]
     count = num_experts(experts)
@@ -384,7 +383,7 @@ def flat_experts(
 def run_experts(
     experts: Any, rows: Tensor, counts: list[int] | Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """What the experts that are here make of rows `[n, H]`, sorted by expert, `counts[e]` of each."""
+    """Run the local experts on rows `[n, H]`, sorted by expert, `counts[e]` of each."""
     parts, counts = parts_of(experts), torch.as_tensor(counts, dtype=torch.int64)
     starts = torch.zeros(len(counts) + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=starts[1:])
@@ -407,7 +406,7 @@ def run_experts(
 
 
 def num_experts(experts: Any) -> int:
-    """How many experts with weights there are, on all ranks."""
+    """Return the number of experts with weights, on all ranks."""
     return int(getattr(experts, "num_routed_experts", None) or experts.num_experts)
 
 
@@ -430,13 +429,13 @@ def _function(library: ctypes.CDLL | None, name: str, dtype: torch.dtype) -> Cal
 
 
 def _act_of(experts: Any) -> Any:
-    """The activation of an experts module."""
+    """Return the activation of an experts module."""
     mlp = getattr(experts, "mlp", None)
     return getattr(experts, "act_fn", None) or getattr(mlp, "activation_fn", None)
 
 
 def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """gpt-oss' gate, with a sigmoid that gives a row the same bits in any batch."""
+    """Apply gpt-oss' gate, with a batch-invariant sigmoid."""
     gate = x[..., ::2].clamp(max=limit)
     up = x[..., 1::2].clamp(min=-limit, max=limit)
     opened = (1.0 / (1.0 + torch.exp(-(gate * alpha).float()))).to(x.dtype)
@@ -444,7 +443,7 @@ def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _glu_of(experts: Any) -> tuple[int, float, float]:
-    """How a gate is applied, found by trying; alpha and limit of CLAMPED_PAIRS."""
+    """Return the kind of the gate, determined by experiment, and alpha and limit of CLAMPED_PAIRS."""
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     numbers = alpha, limit
     apply: Any = getattr(type(experts), "_apply_gate", None)
@@ -455,18 +454,18 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
     x = torch.randn(16, 64, generator=noise, dtype=torch.float32) * 4
     with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
         for dtype in (torch.bfloat16, torch.float32):
-            theirs = apply(experts, x.to(dtype))
+            expected = apply(experts, x.to(dtype))
             if all(type(n) in (int, float) for n in numbers):
-                ours = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
-                if _close(ours, theirs):
+                actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
+                if _close(actual, expected):
                     return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
         if not hasattr(experts, "act_fn"):
             raise NotFusable("the gate of its experts is of no known kind")
         gate, up = x.bfloat16().chunk(2, -1)
-        theirs = apply(experts, x.bfloat16())
-        if torch.equal(theirs, experts.act_fn(gate) * up):
+        expected = apply(experts, x.bfloat16())
+        if torch.equal(expected, experts.act_fn(gate) * up):
             return SPLIT, 0.0, 0.0
-        if torch.equal(theirs, (experts.act_fn(gate.float()) * up.float()).bfloat16()):
+        if torch.equal(expected, (experts.act_fn(gate.float()) * up.float()).bfloat16()):
             return SPLIT_WIDE, 0.0, 0.0
     raise NotFusable("the gate of its experts is of no known kind")
 
@@ -480,7 +479,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """Matrices one below the other, the last ones transposed."""
+    """Return the stacks of DBRX: matrices stacked along rows, the last ones transposed."""
     inner, hidden, held = experts.ffn_hidden_size, experts.hidden_size, experts.mlp
     nothing: Place = ({}, "")
 
@@ -492,7 +491,7 @@ def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
 
 
 def _longcat_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """The usual ones, and experts without weights behind them."""
+    """Return the stacks of LongCat: the usual ones, followed by experts without weights."""
     return [_stack(experts, "gate_up_proj", False)], _stack(experts, "down_proj", False)
 
 
@@ -503,9 +502,9 @@ _OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
 
 
 def experts_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward for experts with code of their own that does what `flat_experts` does, else None."""
+    """Return a replacement by `flat_experts` for experts with their own forward, else None."""
     if is_stacked(module):
-        # What has to be tried is tried now, and not in the middle of a forward.
+        # Run experiments now, not during a forward.
         with suppress(NotFusable):
             parts_of(module)
     if type(module).__name__ not in _OWN_STACKS or "forward" in module.__dict__:

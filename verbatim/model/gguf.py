@@ -1,7 +1,7 @@
-"""GGUF files, llama.cpp's format, read by transformers into a model as any other.
+"""GGUF files, llama.cpp's format, read by transformers.
 
-What lies in few bits there (Q8_0, Q4_0 and others) is unpacked into the model's dtype; `quantization` packs
-it again in groups of our own.
+Quantized tensors (Q8_0, Q4_0 and others) are dequantized to the model's dtype; `quantization` quantizes them
+again, in Verbatim's format.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 def find_gguf(model: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that `model` names: itself, or the one in a folder that has no other weights.
+    """Return the GGUF file of `model`: itself, or the one in a folder without other weights.
 
     Raises:
-        ModelError: a folder holds several.
+        ModelError: a folder has several.
     """
     path = Path(os.path.expanduser(os.fspath(model)))
     if path.suffix == ".gguf":
@@ -51,14 +51,14 @@ def find_gguf(model: str | os.PathLike[str]) -> Path | None:
 def load_gguf(
     path: Path, *, dtype: str | torch.dtype = "auto", with_tokenizer: bool = True
 ) -> LoadedModel:
-    """Load the model of a GGUF file, and the tokenizer that it holds, if any.
+    """Load the model of a GGUF file, and its tokenizer, if any.
 
     Args:
-        dtype: "auto" is bfloat16, or float32 where every tensor of the file is.
+        dtype: "auto" is bfloat16, or float32 if every tensor of the file is.
 
     Raises:
-        NotSupported: the packages that read it are missing, or it is one of several parts.
-        ModelError, UnsupportedModel: it can't be read, or holds what transformers doesn't know.
+        NotSupported: missing packages, or a file of several parts.
+        ModelError, UnsupportedModel: it can't be read, or transformers does not support it.
     """
     missing = [package for name, package in _NEEDS.items() if find_spec(name) is None]
     if missing:
@@ -70,7 +70,7 @@ def load_gguf(
         raise NotSupported(
             f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
         )
-    all_float32, has_tokenizer = _look_into(path)
+    all_float32, has_tokenizer = _inspect(path)
     if dtype == "auto":
         dtype = "float32" if all_float32 else "bfloat16"
     where = {"trust_remote_code": False, "local_files_only": True, "gguf_file": path.name}
@@ -93,8 +93,8 @@ def load_gguf(
     )
 
 
-def _look_into(path: Path) -> tuple[bool, bool]:
-    """Is every tensor float32? Is there a tokenizer?"""
+def _inspect(path: Path) -> tuple[bool, bool]:
+    """Return whether every tensor is float32, and whether there is a tokenizer."""
     from gguf import GGMLQuantizationType, GGUFReader
 
     try:

@@ -1,6 +1,6 @@
-"""Groups of neighbours as bytes, in torch: the reference of the kernels that pack and unpack.
+"""Quantization of groups in torch: the reference of the packing kernels.
 
-`quantize.py` tells how they lie.
+`quantize.py` describes the layout.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 from verbatim.errors import ModelError
 from verbatim.model.weight_packing import HEAD_BYTES, WeightPacking, stretches
 
-LARGEST = 2.0**126  # of a weight, so that a group's range is still a number
-PIECE = 1 << 20  # elements that are packed at once
-_HIGH_BITS = -0x10000  # of a float32: those that a bf16 keeps
+LARGEST = 2.0**126  # largest weight, so that a group's range is finite
+PIECE = 1 << 20  # elements packed at once
+_HIGH_BITS = -0x10000  # the bits of a float32 that a bf16 keeps
 
 
 def unfit(name: str) -> ModelError:
-    """What is raised for a weight that can't be held, by its name."""
+    """Return the error for a weight that can't be quantized."""
     return ModelError(
         f"quantization: {name} has NaN, an infinity or a number beyond {LARGEST:.3g}, which can't be "
         "quantized"
@@ -25,7 +25,7 @@ def unfit(name: str) -> ModelError:
 
 
 def _encode(x: Tensor, dim: int, bits: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups as bytes (two codes to a byte in 4 bits), with scale and low as bf16, `dim` kept."""
+    """Quantize groups to bytes (two codes per byte with 4 bits), with scale and low as bf16."""
     levels = 2**bits - 1
     low, high = x.aminmax(dim=dim, keepdim=True)
     if not bool((torch.maximum(high, -low) <= LARGEST).all()):  # a NaN is not, either
@@ -44,30 +44,30 @@ def _encode(x: Tensor, dim: int, bits: int, name: str) -> tuple[Tensor, Tensor, 
 
 
 def _decode(code: Tensor, scale: Tensor, low: Tensor, dim: int, size: int, bits: int) -> Tensor:
-    """What `_encode` made, read back in float32; `size` is that of the groups."""
+    """Dequantize groups of `size` elements to float32."""
     if bits == 4:
         code = torch.cat([code & 15, code >> 4], dim).narrow(dim, 0, size)
     return low.float() + scale.float() * code
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """To the next bf16 away from zero, in float32."""
+    """Round to the next bf16 away from zero, in float32."""
     return (x.view(torch.int32) + 0xFFFF & _HIGH_BITS).view(torch.float32)
 
 
 def _round_down(x: Tensor) -> Tensor:
-    """To the next bf16 that is not above, in float32."""
+    """Round down to a bf16, in float32."""
     truncated = (x.view(torch.int32) & _HIGH_BITS).view(torch.float32)
     return torch.where(x < 0, _round_up(x), truncated)
 
 
 def _as_bf16(x: Tensor) -> Tensor:
-    """Float32 that are bf16, with their bits as they are."""
+    """Convert float32 values that are exact in bf16, bit for bit."""
     return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _as_heads(data: Tensor) -> Tensor:
-    """Bytes at any address as bf16."""
+    """Return bytes at any address as bf16."""
     return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
@@ -75,7 +75,7 @@ def _as_heads(data: Tensor) -> Tensor:
 
 
 def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
-    """`weight` `[..., N, K]` into `out`, `[packing.nbytes]` uint8."""
+    """Quantize `weight` `[..., N, K]` into `out`, `[packing.nbytes]` uint8."""
     depth, bits = packing.depth, packing.quantization.bits
     target = out.view(packing.vectors, packing.vector_bytes)
     rows = weight.reshape(packing.vectors, depth)
@@ -93,7 +93,7 @@ def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) ->
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
-    """What `pack_rows` made, into the contiguous `out`."""
+    """Dequantize the output of `pack_rows` into the contiguous `out`."""
     depth, bits = packing.depth, packing.quantization.bits
     source = packed.view(packing.vectors, packing.vector_bytes)
     target = out.view(packing.vectors, depth)
@@ -117,7 +117,7 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
 
 
 def pack_columns(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
-    """`weight` `[..., K, N]` into `out`, `[packing.nbytes]` uint8."""
+    """Quantize `weight` `[..., K, N]` into `out`, `[packing.nbytes]` uint8."""
     bits, width = packing.quantization.bits, packing.shape[-1]
     at = 0
     for matrix in weight.reshape(-1, packing.depth, width):
@@ -133,7 +133,7 @@ def pack_columns(weight: Tensor, packing: WeightPacking, name: str, out: Tensor)
 
 
 def unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
-    """What `pack_columns` made, into the contiguous `out`."""
+    """Dequantize the output of `pack_columns` into the contiguous `out`."""
     bits, width = packing.quantization.bits, packing.shape[-1]
     at = 0
     for matrix in out.view(-1, packing.depth, width):
@@ -150,7 +150,7 @@ def unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
 
 
 def _pieces(packing: WeightPacking) -> list[tuple[int, int]]:
-    """`stretches`, in pieces that are worked on at once."""
+    """Return `stretches` in pieces that are processed at once."""
     found = []
     for count, size in stretches(packing.depth, packing.quantization.group_size):
         step = max(1, PIECE // (size * packing.shape[-1]))

@@ -1,4 +1,4 @@
-"""Hidden states: what a model's head sees of the rows that need logits, what its body makes of all."""
+"""Hidden states: the head's inputs of rows that need logits, and the body's outputs of all rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from verbatim.model.context import Pass, active_pass
 
 
 def head_of(inner: Any) -> nn.Module | None:
-    """The module that turns hidden states into logits; None where the model names none.
+    """Return the module that turns hidden states into logits, or None.
 
     Args:
-        inner: a transformers model, not wrapped.
+        inner: an unwrapped transformers model.
     """
     try:
         head = inner.get_output_embeddings()
@@ -27,9 +27,9 @@ def head_of(inner: Any) -> nn.Module | None:
 
 @contextmanager
 def head_inputs(head: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Any]]]:
-    """Note what `head` is called with in each of these passes; nothing is left behind on it.
+    """Record the inputs of `head` in each of these forward contexts, by a temporary hook.
 
-    A hook, and the last one, sees what the owner's own hooks and wrappers made of it.
+    As the last hook, it sees the result of the owner's hooks and wrappers.
     """
     seen: list[list[Any]] = [[] for _ in walks]
     if head is None:
@@ -51,10 +51,9 @@ def head_inputs(head: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[
 
 @contextmanager
 def body_outputs(body: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Tensor]]]:
-    """Note the last hidden states that a model's `body` (its `get_decoder()`) returns in each of these
-    passes; nothing is left behind on it. None notes nothing.
+    """Record the last hidden states of `body` (the model's `get_decoder()`) in each forward context.
 
-    A hook, as in `head_inputs`. It sees all rows, whether or not any of them has logits.
+    It is a temporary hook, as in `head_inputs`, and sees all rows. None records nothing.
     """
     made: list[list[Tensor]] = [[] for _ in walks]
     if body is None:
@@ -75,7 +74,7 @@ def body_outputs(body: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list
 
 
 def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str | None:
-    """Why the hidden states can't be handed back, from what `head` saw of `num_rows` rows; else None."""
+    """Return why hidden states are not available, from the inputs of `head` for `num_rows` rows, or None."""
     if head is None:
         return "it names no output embedding"
     if len(seen) != 1:
@@ -86,10 +85,10 @@ def why_no_hidden(head: nn.Module | None, seen: list[Any], num_rows: int) -> str
 
 
 def hidden_rows(seen: list[Any], logit_rows: Tensor) -> Tensor:
-    """The hidden states `[R, H]` of `logit_rows` `[R]` of the T rows, in memory of their own."""
+    """Return a copy of the hidden states `[R, H]` of `logit_rows` `[R]`."""
     if len(seen) != 1:
         raise NotSupported(f"the model's output embedding ran {len(seen)} times in a forward")
     hidden: Tensor = seen[0].detach().flatten(0, -2)
-    if len(hidden) == len(logit_rows):  # all rows, or those that the model has picked itself
+    if len(hidden) == len(logit_rows):  # all rows, or already selected by the model
         return hidden.clone()
     return hidden[logit_rows]

@@ -1,18 +1,18 @@
-"""Products of whole numbers: weights in few bits with activations in eight.
+"""Integer products: quantized weights with activations of 8 bits.
 
-Of a row x and a group of K (the weight's): `xs = max|x| / 127` and the codes `round(x * (127 / max|x|))`, to
-even, in float32. A group whose largest is below 2^-100 is zero; one with a NaN or an infinity in it makes
-its row NaN. A weight is `low + scale * code` (`quantize.py`), so a group contributes
+For a row x and a weight's group of K: `xs = max|x| / 127` and the codes `round(x * (127 / max|x|))`, to even,
+in float32. A group with a maximum below 2^-100 is zero; one with a NaN or an infinity makes its row NaN. A
+weight is `low + scale * code` (`quantize.py`), so a group contributes
 
     xs * (scale * D + low * S)        D: the sum of both codes' products, S: of the activations' codes
 
 in float32, each step rounded; contributions are added in the order of the groups, then the bias, and the sum
-is rounded to the model's dtype. D and S are whole numbers below 2^24, so they are the same in whatever order
-they are added: `kernels/integer*` and the torch below give the same bits on every machine.
+is rounded to the model's dtype. D and S are integers below 2^24, so they are exact in any order of
+additions: `kernels/integer*` and the torch code below give the same bits on every machine.
 
-Such a matrix lies interleaved: `[blocks, words, 32]` of int32, block by block of 32 columns of the product
-(rows of the matrix), zeros where there are none. A column's words are, group by group, its (scale, low), then
-its codes: in 8 bits four neighbours a word; in 4 bits eight, the later four in the upper halves of the bytes.
+Such a matrix is interleaved: `[blocks, words, 32]` of int32, with blocks of 32 columns of the product (rows
+of the matrix), padded with zeros. A column's words are, group by group, its (scale, low), then its codes:
+with 8 bits four neighbours per word; with 4 bits eight, the later four in the upper halves of the bytes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch import Tensor
 from verbatim.model.quantize import find_library, unpack
 from verbatim.model.weight_packing import WeightPacking, stretches
 
-BLOCK = 32  # columns; `WeightPacking.nbytes` counts them, too
+BLOCK = 32  # columns per block, also in `WeightPacking.nbytes`
 _SMALLEST = 2.0**-100
 
 
 def interleave(
     packed: Tensor, packing: WeightPacking, *, backend: str = "auto"
 ) -> tuple[Tensor, WeightPacking]:
-    """Lay matrices that `pack` made out for products of whole numbers.
+    """Convert quantized matrices to the layout for integer products.
 
     Args:
-        packed: of `[N, K]`, `[K, N]`, or of a stack of either.
-        backend: as of `quantize.unpack`. All give the same bytes.
+        packed: the output of `pack` for `[N, K]`, `[K, N]`, or a stack of either.
+        backend: as in `quantize.unpack`. All give the same bytes.
 
     Returns:
-        The bytes, and how they lie.
+        The bytes and their layout.
     """
     assert not packing.interleaved
     laid = replace(packing, interleaved=True)
@@ -56,7 +56,7 @@ def interleave(
 
 
 def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:
-    """One matrix into its blocks."""
+    """Convert one matrix."""
     rows = packed.view(packing.width, -1) if not packing.columns else _turned(packed, packing)
     function = _interleave(backend)
     if function is not None and packed.is_cpu:
@@ -79,7 +79,7 @@ def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend
 
 
 def _turned(packed: Tensor, packing: WeightPacking) -> Tensor:
-    """Quantized columns of `[K, N]` as rows of `[N, K]`, the same numbers: `[N, vector_bytes]`."""
+    """Return quantized columns of `[K, N]` as rows of `[N, K]`: `[N, vector_bytes]`."""
     bits, width = packing.quantization.bits, packing.width
     codes, heads, at = [], [], 0
     for count, size in stretches(packing.depth, packing.quantization.group_size):
@@ -96,7 +96,7 @@ def _turned(packed: Tensor, packing: WeightPacking) -> Tensor:
 def interleaved_rows(
     data: Tensor, packing: WeightPacking, rows: Tensor | None = None
 ) -> tuple[Tensor, WeightPacking]:
-    """The other way round: some rows, `rows` `[n]` by number, or all, as `pack` makes rows of `[N, K]`."""
+    """Return all rows, or `rows` `[n]`, of an interleaved matrix in `pack`'s layout of `[N, K]`."""
     assert packing.interleaved and data.shape == (packing.nbytes,)
     blocks = data.view(torch.int32).view(-1, packing.vector_words, BLOCK)
     if rows is None:
@@ -109,7 +109,7 @@ def interleaved_rows(
 
 
 def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
-    """`quantize.unpack`, of matrices that may be interleaved."""
+    """Dequantize matrices that may be interleaved."""
     packed = packed.contiguous()
     if not packing.interleaved:
         return unpack(packed, packing)
@@ -121,11 +121,11 @@ def unpack_any(packed: Tensor, packing: WeightPacking) -> Tensor:
 
 
 def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows `[R, K]` as codes: `(codes, xs, S)`, all float32: `[R, K]`, and `[R, groups]` twice."""
+    """Quantize rows `[R, K]`: `(codes, xs, S)`, all float32: `[R, K]`, and `[R, groups]` twice."""
     codes, scales, sums = [], [], []
     for part in x.float().split(group, 1):
         peak = part.abs().amax(1, keepdim=True)
-        most = torch.full_like(peak, 127.0)  # a tensor: torch turns a number over x into a product
+        most = torch.full_like(peak, 127.0)  # a tensor: torch computes number / x as a product
         fit = (peak >= _SMALLEST) & (peak < torch.inf)
         code = torch.where(fit, (part * (most / peak)).round(), 0.0)
         scales.append(torch.where(fit, peak / most, torch.where(peak < 1, 0.0, torch.nan)))
@@ -137,7 +137,7 @@ def activation_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 def integer_linear(
     x: Tensor, data: Tensor, packing: WeightPacking, bias: Tensor | None, float32: bool
 ) -> Tensor:
-    """The product in torch, slowly: `[..., N]` of x `[..., K]`, in x's dtype or in float32."""
+    """Compute the product in torch, slowly: `[..., N]` of x `[..., K]`, in x's dtype or in float32."""
     group = packing.quantization.group_size
     rows = x.reshape(-1, packing.depth)
     codes, scales, sums = activation_codes(rows, group)
@@ -166,11 +166,11 @@ def _interleave(backend: str) -> Any:
     return function
 
 
-# ---- rows of bytes, as `pack` makes them, and rows of words ----
+# ---- rows of bytes, in `pack`'s layout, and rows of words ----
 
 
 def _groups(rows: Tensor, packing: WeightPacking) -> list[tuple[Tensor, Tensor, int]]:
-    """Of each stretch of groups: codes `[n, groups, bytes]`, heads `[n, groups, 4]`, codes of a group."""
+    """Return (codes `[n, groups, bytes]`, heads `[n, groups, 4]`, group size) per group size."""
     bits, found, at, count_before = packing.quantization.bits, [], 0, 0
     heads = rows[:, (packing.depth * bits + 7) // 8 :].reshape(len(rows), -1, 4)
     for count, size in stretches(packing.depth, packing.quantization.group_size):
@@ -182,7 +182,7 @@ def _groups(rows: Tensor, packing: WeightPacking) -> list[tuple[Tensor, Tensor, 
 
 
 def _codes(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
-    """Codes `[N, K]` uint8, and heads `[N, groups, 2]` bf16."""
+    """Return codes `[N, K]` uint8, and heads `[N, groups, 2]` bf16."""
     codes, heads = [], []
     for part, head, size in _groups(packed.view(-1, packing.vector_bytes), packing):
         if packing.quantization.bits == 4:
@@ -193,7 +193,7 @@ def _codes(packed: Tensor, packing: WeightPacking) -> tuple[Tensor, Tensor]:
 
 
 def _words(rows: Tensor, packing: WeightPacking) -> Tensor:
-    """Rows of bytes as rows of words: `[n, packing.vector_words]` int32."""
+    """Convert rows of bytes to rows of words: `[n, packing.vector_words]` int32."""
     bits, found = packing.quantization.bits, []
     for codes, heads, size in _groups(rows, packing):
         if bits == 4:
@@ -208,7 +208,7 @@ def _words(rows: Tensor, packing: WeightPacking) -> Tensor:
 
 
 def _rows(words: Tensor, packing: WeightPacking) -> Tensor:
-    """Rows of words as rows of bytes: `[n, packing.vector_bytes]` uint8."""
+    """Convert rows of words to rows of bytes: `[n, packing.vector_bytes]` uint8."""
     bits, codes, heads, at = packing.quantization.bits, [], [], 0
     data = words.contiguous().view(torch.uint8)
     for count, size in stretches(packing.depth, packing.quantization.group_size):

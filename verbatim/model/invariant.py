@@ -1,12 +1,12 @@
-"""Row-invariant versions of the torch functions that models call.
+"""Batch-invariant versions of the torch functions that models call.
 
-torch computes the last few elements of an elementwise loop by other code than the rest, so `silu`,
-`sigmoid`, `softplus` and their like change bits with the number of rows and of threads; so do its
-matrix products. The functions here are composed of operations that do not (measured: `exp`, `expm1`,
-`log1p`, `tanh`, `erf`, and what IEEE rounds correctly), and products go to `products.py`.
+torch computes the last few elements of an elementwise loop by other code than the rest, so the bits of
+`silu`, `sigmoid`, `softplus` and similar functions depend on the number of rows and threads, like those of
+matrix products. The functions here consist of operations without this problem (measured: `exp`, `expm1`,
+`log1p`, `tanh`, `erf`, and those that IEEE rounds correctly); products are in `products.py`.
 
-Known modules get one of these as their forward while we run. What a model calls directly is caught by
-`InvariantMode`, which costs about 110 us a layer and is therefore entered only for models that need it.
+Known modules get one of these as their forward during a forward of the engine. Direct calls are replaced by
+`InvariantMode`, which costs about 110 us per layer and is only used for models that need it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SQRT_2_OVER_PI = 0.7978845608028654
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), in float32 inside."""
+    """Return 1 / (1 + exp(-x)), computed in float32."""
     if elementwise.served(x):
         return elementwise.activate(x, Activation.SIGMOID)
     return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
-    """x / (1 + exp(-x)), in float32 inside."""
+    """Return x / (1 + exp(-x)), computed in float32."""
     if elementwise.served(x):
         return elementwise.activate(x, Activation.SILU)
     wide = x.float()
@@ -57,53 +57,53 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """log(1 + exp(beta x)) / beta, and x itself where beta x is over the threshold."""
+    """Return log(1 + exp(beta x)) / beta, or x where beta x is over the threshold."""
     scaled = x.float() * beta
     smooth = (torch.clamp(scaled, min=0.0) + torch.log1p(torch.exp(-scaled.abs()))) / beta
     return torch.where(scaled > threshold, x.float(), smooth).to(x.dtype)
 
 
 def logsigmoid(x: Tensor) -> Tensor:
-    """-softplus(-x)."""
+    """Return -softplus(-x)."""
     return -softplus(-x)
 
 
 def elu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """x above 0, alpha (exp(x) - 1) below."""
+    """Return x above 0, alpha (exp(x) - 1) below."""
     wide = x.float()
     return torch.where(wide > 0, wide, alpha * torch.expm1(wide)).to(x.dtype)
 
 
 def selu(x: Tensor, inplace: bool = False) -> Tensor:
-    """Scaled elu with the constants of Klambauer et al. 2017."""
+    """Return the scaled elu of Klambauer et al. 2017."""
     wide = 1.0507009873554805 * elu(x.float(), 1.6732632423543772)
     return wide.to(x.dtype)
 
 
 def mish(x: Tensor, inplace: bool = False) -> Tensor:
-    """x tanh(softplus(x))."""
+    """Return x tanh(softplus(x))."""
     wide = x.float()
     return (wide * torch.tanh(softplus(wide))).to(x.dtype)
 
 
 def glu(x: Tensor, dim: int = -1) -> Tensor:
-    """The first half times the sigmoid of the second."""
+    """Return the first half times the sigmoid of the second."""
     value, gate = x.chunk(2, dim)
     return value * sigmoid(gate)
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """1 / sqrt(x), in float32 inside: torch's bfloat16 loop and its tail round differently."""
+    """Return 1 / sqrt(x), computed in float32: torch's bfloat16 loop and its tail round differently."""
     return torch.sqrt(x.float()).reciprocal().to(x.dtype)
 
 
 def exp2(x: Tensor) -> Tensor:
-    """2 to the x by exp."""
+    """Return 2 ** x, by exp."""
     return torch.exp(x.double() * 0.6931471805599453).to(x.dtype)
 
 
 def power(x: Tensor, exponent: Any) -> Tensor:
-    """`x ** exponent`, for the exponents that `replacement` does not leave with torch."""
+    """Return `x ** exponent`, for exponents that torch does not compute batch-invariantly."""
     if isinstance(exponent, int | float) and exponent == -0.5:
         return rsqrt(x)
     return torch.pow(x.double(), exponent).to(x.dtype)
@@ -161,7 +161,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: _refused("conv1d"),
 }
 
-# Only these dtypes need them: in float32 torch's own are rounded correctly everywhere.
+# For half precision only: in float32 torch rounds correctly everywhere.
 _HALF_ONLY: dict[Any, Callable[..., Any]] = {
     torch.rsqrt: rsqrt,
     Tensor.rsqrt: rsqrt,
@@ -170,7 +170,7 @@ _POWERS = frozenset({torch.pow, Tensor.pow, Tensor.__pow__})
 
 
 def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What must be called in place of `func(*args)`, or None where torch's own serves."""
+    """Return the replacement of `func(*args)`, or None if torch's is batch-invariant."""
     first = args[0] if args else None
     if func in _POWERS:
         if isinstance(first, Tensor) and first.is_floating_point() and len(args) > 1:
@@ -186,14 +186,14 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         return _HALF_ONLY[func] if half else None
     found = REPLACEMENTS.get(func)
     if found is _matmul and isinstance(first, Tensor):
-        # A product over a dimension of 1 (rotary angles) is one rounding an element.
+        # A product over a dimension of 1 (rotary embeddings) has one rounding per element.
         if first.shape[-1] == 1 or not first.is_floating_point():
             return None
     return found
 
 
 class InvariantMode(TorchFunctionMode):
-    """Swaps every torch function that is not row-invariant for one that is. The safety net."""
+    """Torch-function override that replaces every function that is not batch-invariant."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -203,10 +203,10 @@ class InvariantMode(TorchFunctionMode):
 
 
 class GateTensor(Tensor):
-    """What a linear makes that is a gate: the first function that must be swapped is, and ends it.
+    """The output of a gate's linear; the next function to replace is replaced.
 
-    Attention layers and shared experts put a gate through a function of their own code. This catches it
-    without a mode, which would look at every function of a forward.
+    Attention layers and shared experts apply a function to gates in their own code. This replaces it
+    without a torch-function mode, which would intercept every function of a forward.
     """
 
     @classmethod
@@ -222,7 +222,7 @@ class GateTensor(Tensor):
 
 
 def is_gate(parent: nn.Module, name: str) -> bool:
-    """Is the child `name` of `parent` a linear whose output its parent puts through a function?"""
+    """Return whether the child `name` of `parent` is the linear of a gate."""
     if type(parent._modules.get(name)) is not nn.Linear:
         return False
     return name in ("g_proj", "shared_expert_gate") or (
@@ -231,13 +231,13 @@ def is_gate(parent: nn.Module, name: str) -> bool:
 
 
 def gate_forward(linear: Any) -> Callable[..., Tensor]:
-    """A row-invariant forward for a linear that is a gate."""
+    """Return a batch-invariant forward for the linear of a gate."""
     forward = _linear_forward(linear)
     return lambda x: forward(x).as_subclass(GateTensor)
 
 
 class Recorder(TorchFunctionMode):
-    """Notes which functions would have to be swapped, to learn whether a model needs the safety net."""
+    """Records the functions to replace, to determine whether a model needs `InvariantMode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def _linear_forward(module: nn.Linear) -> Callable[..., Tensor]:
 
 
 def _conv1d_forward(module: nn.Module) -> Callable[..., Tensor]:
-    """transformers' Conv1D: a linear whose weight is stored [in, out]."""
+    """Return a forward for transformers' Conv1D, a linear with a weight `[in, out]`."""
     parameters = module._parameters
 
     def forward(x: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def _conv1d_forward(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
-    """How to make a row-invariant forward for a module of exactly this class."""
+    """Return factories of batch-invariant forwards, by exact class."""
     from transformers import activations as hf
     from transformers.pytorch_utils import Conv1D
 
@@ -306,7 +306,7 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
         ("QuickGELUActivation", lambda x: x * sigmoid(1.702 * x)),
     )
     for name, function in by_name:
-        if hasattr(hf, name):  # the two ends of the supported versions name them differently
+        if hasattr(hf, name):  # names differ between supported versions
             makers[getattr(hf, name)] = plain(function)
     return makers
 
@@ -315,12 +315,12 @@ _makers: dict[type[nn.Module], Callable[..., Any]] | None = None
 
 
 def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., Any] | None:
-    """A row-invariant forward for a module we know, else None.
+    """Return a batch-invariant forward for a known module, else None.
 
-    Where `same_bits` is False, only of norms, routers and experts.
+    If `same_bits` is False, only for norms, routers and experts.
 
-    Only exact classes count: a subclass or a parametrized module may do anything, and one whose
-    forward was replaced on the instance does what its owner wants.
+    Only exact classes count: a subclass or a parametrized module may do anything, and a
+    forward replaced on the instance is kept.
     """
     global _makers
     if _makers is None:

@@ -1,4 +1,4 @@
-"""A decoder layer taken apart: its modules by the part they play, and what it hands to its attention."""
+"""The parts of a decoder layer: its modules by role, and the shape of its attention."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from verbatim.model.norms import Norm
 
 
 class Rotation(enum.IntEnum):
-    """Which dimensions of a head are turned together; as in `kernels/elementwise.h`."""
+    """The pairs of dimensions in rotary embeddings; as in `kernels/elementwise.h`."""
 
     UNTURNED = 0
     HALVES = 1  # i with i + half
     NEIGHBOURS = 2  # 2i with 2i + 1
-    ONCE = 3  # as HALVES, with one angle for both halves and not two
+    ONCE = 3  # as HALVES, with one angle for both halves instead of two
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """A layer of the common shape, taken apart.
+    """The parts of a layer of the common structure.
 
     Attributes:
-        inputs: of attention: q, k and v, or one for all three.
-        gates: gate and up, or one for both; empty where `mlp` runs as it is, or is a mixture of experts.
-        mixture: what `mlp` is then; None: it has no experts, or they run as they are.
+        inputs: projections of attention: q, k and v, or one for all three.
+        gates: gate and up, or one for both; empty if `mlp` runs unchanged, or is a mixture of experts.
+        mixture: the parts of a mixture of experts; None without one, or if it runs unchanged.
         norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
-        residual_scale: factor of what is added to the residual.
+        residual_scale: factor of the terms added to the residual.
     """
 
     layer: nn.Module
@@ -47,23 +47,23 @@ class LayerParts:
 
     @property
     def has_mlp(self) -> bool:
-        """Is its MLP one that the kernels run?"""
+        """True if the kernels run its MLP."""
         return bool(self.gates) or self.mixture is not None
 
     def modules(self) -> list[nn.Module]:
-        """Everything that does not run by its own forward any more, the layer itself not included."""
+        """Return the modules replaced by the kernels, without the layer itself."""
         mlp = [*self.mlp.modules()] if self.has_mlp else []
         return [*self.attention.modules(), *mlp, *(n.module for n in self.norms.values())]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a layer hands to its attention: numbers of heads, widths, options, and how heads are turned."""
+    """The shape of a layer's attention: numbers of heads, widths, options and rotary type."""
 
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
     rotation: Rotation
-    options: AttentionOptions  # without sinks: those are read anew each time
+    options: AttentionOptions  # without sinks, which are read each time
     sinks: bool

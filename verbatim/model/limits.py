@@ -1,10 +1,10 @@
-"""What a model's config says about its limits and its ends."""
+"""Length limits and end-of-sequence ids of a model, from its config."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Names under which configs keep the largest position plus one.
+# Config fields of the largest position plus one.
 _LENGTH_FIELDS = (
     "max_position_embeddings",
     "n_positions",
@@ -16,10 +16,10 @@ _LENGTH_FIELDS = (
 
 
 def max_length_of(config: Any) -> tuple[int | None, str]:
-    """The longest sequence the model may see, None for no limit, and where the number comes from.
+    """Return the maximum sequence length, None for no limit, and the source of the number.
 
-    Rotary embeddings of type "dynamic" and "longrope" change with the longest sequence in the batch
-    once it passes a length; up to there they are fixed, so that is the limit. For "longrope" it is the
+    Rotary embeddings of type "dynamic" and "longrope" depend on the longest sequence in the batch
+    over some length, which therefore is the limit. For "longrope" it is the
     length of the original training, for "dynamic" `max_position_embeddings`.
     """
     text = config.get_text_config(decoder=True)
@@ -45,7 +45,7 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Every rotary setting: one dictionary, or one for each kind of layer."""
+    """Return the rotary settings: one dictionary, or one per kind of layer."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if not isinstance(found, dict):
         return []
@@ -54,7 +54,7 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:
-    """End-of-sequence ids: of generation_config.json, else of the config."""
+    """Return the end-of-sequence ids of generation_config.json, else of the config."""
     for source in (generation_config, config):
         value = getattr(source, "eos_token_id", None)
         if value is not None:

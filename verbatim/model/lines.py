@@ -1,9 +1,9 @@
-"""Weights that begin at a cache line.
+"""Alignment of weights to cache lines.
 
-A checkpoint's file is mapped, and its header is as long as it is: most weights of most files begin somewhere
-within a line. A product then reads every vector of them across two lines, which costs nothing at a few rows,
-where memory is the limit, and a tenth from 16 rows on (measured). So those are copied once, when the model is
-opened; what begins at a line stays mapped.
+Checkpoint files are mapped, and the length of their headers is arbitrary, so most weights are not aligned to
+cache lines. A product then reads every vector across two lines, which costs nothing at a few rows, where
+memory is the limit, and a tenth from 16 rows on (measured). So unaligned weights are copied once, when the
+model is opened; aligned ones stay mapped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from verbatim.options import available_memory
 
 _LINE = 64  # bytes
-_SMALL = 1 << 16  # bytes of a weight that stays in the nearest cache wherever it begins
+_SMALL = 1 << 16  # bytes below which a weight stays in the L1 or L2 cache anyway
 _DONTNEED = 4  # of madvise on Linux
 
 
 def begin_at_lines(module: nn.Module) -> None:
-    """Copy the weights that don't; none where the copies would take half of what memory is left.
+    """Copy unaligned weights, unless the copies would take half of the available memory.
 
-    The pages of the file that were read for a copy are let go of at once, so that the peak is one weight.
+    The file's pages are released after each copy, so the peak is one weight.
     """
     weights = [p for p in module.parameters() if p.data_ptr() % _LINE and p.nbytes >= _SMALL]
     if sum(p.nbytes for p in weights) > available_memory() // 2:
@@ -34,12 +34,12 @@ def begin_at_lines(module: nn.Module) -> None:
     files = _mapped_files() if weights else []
     for parameter in weights:
         before = parameter.data
-        parameter.data = before.clone()  # torch's own memory begins at a line
-        _let_go(before, files)
+        parameter.data = before.clone()  # torch allocates aligned memory
+        _release_pages(before, files)
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Where in memory files lie, (begin, end) in ascending order; none where that can't be known."""
+    """Return the address ranges of mapped files, (begin, end), sorted; empty if unknown."""
     found = []
     try:
         with open("/proc/self/maps") as lines:
@@ -53,8 +53,8 @@ def _mapped_files() -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def _let_go(tensor: Tensor, files: list[tuple[int, int]]) -> None:
-    """Whole pages of a tensor that nobody uses any more; memory that is no file's is left alone."""
+def _release_pages(tensor: Tensor, files: list[tuple[int, int]]) -> None:
+    """Release the whole pages of an unused tensor, if they are mapped from a file."""
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     place = bisect.bisect_right(files, (begin, 1 << 64)) - 1

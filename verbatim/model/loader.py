@@ -1,7 +1,7 @@
-"""Opening a model: a folder, a hub id, or the one inside the package.
+"""Loading of models from a folder or a hub id.
 
-transformers builds the module on the meta device and fills it from the checkpoint; what is checked
-here is that everything the module needs was really there.
+transformers builds the module on the meta device and fills it from the checkpoint; this module checks that
+the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -46,42 +46,39 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_BIG = 500_000_000  # bytes of weights from which a progress bar is shown
+_BIG = 500_000_000  # bytes of weights above which a progress bar is shown
 Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# transformers puts functions of its own and of torch away while it builds a model. Two threads at once
-# would put them back in the wrong order, and every model after that is built wrong. Where `exclusive` is
-# wanted too, that one is taken first.
+# transformers patches its own and torch's functions while it builds a model. Two threads at once would
+# restore them in the wrong order, and break every later model. Acquire `exclusive` before this lock.
 building = threading.RLock()
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A module with its tokenizer and what its folder says about generation."""
+    """A module with its tokenizer and generation config."""
 
     module: nn.Module
     tokenizer: Any  # a transformers tokenizer, or None
     generation_config: Any  # transformers' GenerationConfig
     name: str
-    live: bool = False  # somebody else's module, whose weights may change between two calls
+    live: bool = False  # the caller's module; its weights may change between calls
     checkpoint: Checkpoint | None = None  # None for a live one
-    lazy_weights: Mapping[nn.Parameter, Any] | None = (
-        None  # of weights that were left where they are
-    )
-    folder: Path | None = None  # where those are
-    packed: PackingReport | None = None  # what is in few bits; None: nothing is
-    quantization: Quantization | None = None  # of lazy weights, when they are read
+    lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
+    folder: Path | None = None  # their folder
+    packed: PackingReport | None = None  # the quantized weights; None: none
+    quantization: Quantization | None = None  # for lazy weights, when they are read
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What `LLM` was asked to open, for whoever opens it once more elsewhere.
+    """The arguments of `LLM` for a model, to open it in another process.
 
     Attributes:
-        model: a folder's whole path, a hub id, or None for the small model inside the package.
-        config: what a DCP folder is a checkpoint of, as plain data; None for everything else.
+        model: an absolute path, a hub id, or None for the small model inside the package.
+        config: the config of a DCP folder, as plain data; None for other models.
         quantization: the fields of a `Quantization`, as plain data.
     """
 
@@ -101,9 +98,9 @@ class ModelSource:
         trust_remote_code: bool,
         loaded: LoadedModel,
     ) -> ModelSource:
-        """From `LLM`'s arguments, once they have been opened here as `loaded`."""
+        """Return the source of `LLM`'s arguments, after they were opened as `loaded`."""
         if loaded.config is not None:
-            model = loaded.folder  # whatever its `latest` may lead to by then
+            model = loaded.folder  # `latest` may change later
         if model is not None:
             named = os.path.expanduser(os.fspath(model))
             model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
@@ -113,11 +110,10 @@ class ModelSource:
 
 
 class Checkpoint:
-    """The files a module's weights were read from, so that they can be dropped and read again.
+    """The files of a module's weights, from which freed weights are read again.
 
-    Only weights are dropped, also those in few bits; other buffers are small, and some are in no file. The
-    module, its parameters and whoever looks at them stay valid, only their memory goes and comes back
-    elsewhere.
+    Only weights are freed, also quantized ones; other buffers are small, and some are in no file. The module
+    and its parameters stay valid; only their memory is freed and allocated again.
     """
 
     def __init__(
@@ -129,9 +125,9 @@ class Checkpoint:
         fingerprints: Callable[[Path], dict[str, tuple[int, int]]],
     ) -> None:
         """Args:
-        module: as it was just read from `folder`.
-        read: reads it once more.
-        fingerprints: size and time of the files that decide what the weights are.
+        module: just read from `folder`.
+        read: reads the module again.
+        fingerprints: returns size and time of the files that determine the weights.
         """
         self.folder = folder
         self.dropped = False
@@ -141,11 +137,11 @@ class Checkpoint:
         self._state = _state(module)
 
     def drop(self, module: nn.Module) -> None:
-        """Free the memory of the parameters; reading one gives NaN until `restore`. Again does nothing.
+        """Free the memory of the parameters, which are NaN until `restore`.
 
         Raises:
             NotSupported: the weights were changed since they were read, and would be lost.
-            ModelChanged: the files were.
+            ModelChanged: the files were changed.
         """
         if self.dropped:
             return
@@ -162,11 +158,11 @@ class Checkpoint:
         drop_weights(module)
 
     def restore(self, module: nn.Module) -> None:
-        """Read the weights again as they were read before, bit for bit; nothing if they are there.
+        """Read freed weights again, bit for bit.
 
         Raises:
-            ModelChanged: the files are others than those that were read.
-            ModelError: they can't be read any more.
+            ModelChanged: the files were changed.
+            ModelError: they can't be read.
         """
         if not self.dropped:
             return
@@ -182,7 +178,7 @@ class Checkpoint:
         self.dropped = False
 
     def moved(self, module: nn.Module) -> None:
-        """Its weights are elsewhere now, and still what was read."""
+        """Update after the weights moved in memory, unchanged."""
         self._state = _state(module)
 
     def _check_files(self) -> None:
@@ -193,7 +189,7 @@ class Checkpoint:
 
 
 def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of the files that decide what the weights are."""
+    """Return size and time of the files that determine the weights."""
     found = {}
     for path in folder.glob("*"):
         if path.suffix in _WEIGHTS or path.name.endswith((".index.json", "config.json")):
@@ -203,7 +199,7 @@ def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Which parameters there are, held weakly, and how often each was written to."""
+    """Return weak references and version counters of the parameters."""
     weights = [*module.named_parameters(), *((n, p) for n, p, _ in packed_buffers(module))]
     return {n: (weakref.ref(p), p.shape, p.dtype, p._version) for n, p in weights}
 
@@ -221,15 +217,15 @@ def load(
 
     Args:
         source: a folder in Hugging Face's format, or a hub id.
-        dtype: "auto" takes the checkpoint's own (float16 becomes bfloat16, which a CPU computes in).
+        dtype: "auto" takes the checkpoint's (float16 becomes bfloat16, which CPUs support).
         revision: a branch, tag or commit of a hub id.
-        trust_remote_code: let the model's own Python code run; off unless asked for.
+        trust_remote_code: run the checkpoint's Python code.
         skeleton: builds the module without its weights, from a folder, a config, a dtype and
-            `trust_remote_code`; it returns a lazy weight for each parameter as well. None reads the weights.
+            `trust_remote_code`; it also returns lazy weights. None loads the weights.
 
     Raises:
-        ModelError: nothing there, a damaged file, weights that are missing.
-        UnsupportedModel: an architecture that transformers does not know as a causal LM.
+        ModelError: no model, a damaged file, or missing weights.
+        UnsupportedModel: not a causal LM of transformers.
     """
     source = os.fspath(source)
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -264,10 +260,10 @@ def load(
 
 
 def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
-    """The torch dtype that `dtype` means for a model on a CPU.
+    """Return the torch dtype of `dtype` for a model on a CPU.
 
     Raises:
-        NotSupported: a dtype that is not computed in.
+        NotSupported: an unsupported dtype.
     """
     if dtype == "auto":
         own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
@@ -284,7 +280,7 @@ def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
 
 
 def _check_folder(folder: Path) -> None:
-    """Find damage before minutes of loading: a config that is no JSON, shards missing or cut short."""
+    """Check a folder before minutes of loading: invalid JSON, missing or truncated shards."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
@@ -308,7 +304,7 @@ def stored_dtypes(path: Path) -> dict[str, str]:
     """Return the dtype of each tensor of a safetensors file, by the format's names.
 
     Raises:
-        ModelError: it is damaged or cut short.
+        ModelError: it is damaged or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -321,24 +317,24 @@ def stored_dtypes(path: Path) -> dict[str, str]:
 
 
 def _pickled_dtypes(path: Path) -> dict[str, str]:
-    """Return the dtype of each tensor of a file of torch.save; {} of one that transformers will refuse."""
+    """Return the dtype of each tensor of a torch.save file; {} if transformers will refuse it."""
     try:
         tensors = torch.load(path, map_location="meta", mmap=True, weights_only=True)
         return {name: str(tensor.dtype) for name, tensor in tensors.items()}
-    except Exception:  # damaged in any way, or from before torch 1.6
+    except Exception:  # damaged, or from before torch 1.6
         return {}
 
 
 def read_config(source: str, where: dict[str, Any]) -> Any:
-    """The transformers config of a causal language model.
+    """Read the transformers config of a causal language model.
 
     Args:
         source: a folder, a config.json or a hub id.
-        where: what transformers' `from_pretrained` takes beside it.
+        where: other arguments of transformers' `from_pretrained`.
 
     Raises:
         ModelError: it can't be read.
-        UnsupportedModel: of something else.
+        UnsupportedModel: not a causal language model.
     """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -349,7 +345,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         config = AutoConfig.from_pretrained(source, **where)
     except VerbatimError:
         raise
-    except Exception as error:  # a config is checked by its own class, in its own ways
+    except Exception as error:  # config classes raise arbitrary exceptions
         first = first_line(error)
         if "model type" in first or "Unrecognized model" in first:
             raise UnsupportedModel(f"{source}: {first}") from None
@@ -367,7 +363,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
 
 
 def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
-    """The module with its weights, by transformers; arguments as of `read_config`.
+    """Load the module with its weights by transformers; arguments as in `read_config`.
 
     Raises:
         ModelError: it can't be loaded, or weights are missing.
@@ -382,7 +378,7 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
             )
     except VerbatimError:
         raise
-    except Exception as error:  # building and unpickling raise whatever a damaged file leads to
+    except Exception as error:  # a damaged file leads to arbitrary exceptions
         raise ModelError(f"{source}: can't be loaded: {first_line(error)}") from error
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
@@ -395,10 +391,10 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
 
 
 def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
-    """Compare what the config describes with the checkpoint, before memory is asked for.
+    """Compare the config with the checkpoint, before memory is allocated.
 
     Raises:
-        ModelError: a model far larger than the files, or integers for weights.
+        ModelError: a model far larger than the files, or integer weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -406,7 +402,7 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
     if "gguf_file" not in where and not folder.is_dir():
         from transformers.utils.hub import cached_file
 
-        for name in _INDICES:  # transformers fetches and opens what they name
+        for name in _INDICES:  # transformers fetches and opens the files that they name
             index = cached_file(
                 source,
                 name,
@@ -430,7 +426,7 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
 
 
 def _folder(source: str, where: dict[str, Any]) -> Path:
-    """Where the files are that a folder or a hub id was just loaded from."""
+    """Return the folder that a folder or a hub id was just loaded from."""
     from transformers.utils.hub import cached_file
 
     if os.path.isdir(source):
@@ -442,7 +438,7 @@ def _folder(source: str, where: dict[str, Any]) -> Path:
 
 
 def _all_files(source: str, where: dict[str, Any]) -> Path:
-    """The folder with the weights of a folder or a hub id, fetched if need be."""
+    """Return the folder with the weights of a folder or a hub id, fetched if missing."""
     if os.path.isdir(source):
         return Path(source).resolve()
     from huggingface_hub import snapshot_download
@@ -471,7 +467,7 @@ def _generation_config(folder: Path, config: Any) -> Any:
 
 
 def _weight_bytes(source: str) -> int:
-    """Bytes of a folder's weights; a hub id counts as big."""
+    """Return the bytes of a folder's weights; more than `_BIG` for a hub id."""
     if not os.path.isdir(source):
         return _BIG + 1
     return sum(f.stat().st_size for f in Path(source).rglob("*") if f.suffix in _WEIGHTS)
@@ -479,7 +475,7 @@ def _weight_bytes(source: str) -> int:
 
 @contextmanager
 def quiet(*, progress: bool) -> Iterator[None]:
-    """Without transformers' report of keys it did not need, and with a bar only where one waits."""
+    """Silence transformers' report of unused keys, and its progress bar unless `progress`."""
     from transformers.utils import logging
 
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -495,10 +491,10 @@ def quiet(*, progress: bool) -> Iterator[None]:
 
 
 def _tokenizer(source: str, where: dict[str, Any]) -> Any:
-    """The folder's tokenizer, or None where it has no file of one: ids in and out need none.
+    """Return the folder's tokenizer, or None without tokenizer files.
 
     Raises:
-        ModelError: there are files, and they can't be read.
+        ModelError: the files can't be read.
     """
     from verbatim.text.tokenizer import Tokenizer, has_tokenizer_files
 

@@ -1,10 +1,9 @@
-"""What a model's attention masks say, read once when the model is opened.
+"""The rules of a model's attention masks, read once when the model is opened.
 
-A flat batch carries no masks: the attention contract knows causality and a window. What the model
-itself believes stands in the masks that it asks transformers to make, so during the first look we make
-them, and read each one's rule at far positions: a window longer than any prompt of the look shows, and
-so do chunks, prefixes and whatever else is neither. The mask then travels to the attention call, where
-a layer's own settings are held against it; one that the model changed on the way has lost its note.
+Flat batches have no masks: attention is causal, with an optional window. The model's intention is in the
+masks that it requests from transformers, so inspection provides these masks, and evaluates each one's rule
+at far positions, which reveals windows longer than the prompt, chunks and prefixes. The mask is then passed
+to the attention call and compared with the layer's settings; a mask modified on the way loses its rule.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from verbatim.errors import UnsupportedModel
 from verbatim.model.context import flat_attention
 from verbatim.model.limits import max_length_of
 
-LOOK = "verbatim_look"  # the implementation's name in transformers' registries during the look
-LATER = -1  # the "window" of a mask that shows later tokens
+LOOK = "verbatim_look"  # name in transformers' registries during inspection
+LATER = -1  # the "window" of a mask with later tokens
 
-_FARTHEST = (
-    1 << 22
-)  # positions to which rules are read, where the model has no limit or a larger one
+# Rules are evaluated up to this position, if the model has no limit or a larger one.
+_FARTHEST = 1 << 22
 
-# Operations after which a mask still says the same.
+# Operations that do not change a mask's rule.
 _HARMLESS = frozenset(
     {
         Tensor.__getitem__,
@@ -44,11 +42,11 @@ _HARMLESS = frozenset(
 
 
 class NotedMask(Tensor):
-    """A mask with the window it stands for, until something changes it.
+    """A mask with its window, until it is modified.
 
     Attributes:
-        window: 0 for a causal mask, LATER for one that shows later tokens, None for another one.
-        reach: positions to which that is known.
+        window: 0 for a causal mask, LATER for one with later tokens, None for others.
+        reach: number of positions for which the rule is known.
     """
 
     window: int | None
@@ -85,7 +83,7 @@ def noted_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> NotedMask:
-    """transformers' signature of a function that makes masks; ours is all zeros, with a note."""
+    """Return an all-zero mask with its window, with transformers' signature for mask functions."""
     length = max_length_of(config)[0] if config is not None else None
     reach = min(length or _FARTHEST, _FARTHEST)
     padded = attention_mask is not None and not bool(attention_mask.all())
@@ -97,22 +95,22 @@ def noted_mask(
 def window_of(
     mask_function: Callable[..., Any], length: int, device: torch.device | str = "cpu"
 ) -> int | None:
-    """The window of a rule `(batch, head, query, key) -> visible`, read at positions below `length`.
+    """Return the window of a rule `(batch, head, query, key) -> visible`, evaluated below `length`.
 
     Returns:
-        0 where every query sees all keys up to itself, w where it sees the last w of them (itself
-        included), LATER where it sees the next one, None where the rule is another one or can't be read.
+        0 if every query sees all keys up to itself, w if it sees the last w of them (itself included),
+        LATER if it sees the next one, None for another rule or one that can't be evaluated.
     """
     window = 0
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    # Neighbours tell a window from chunks: a window is equally wide at both.
+    # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
     queries = {length - 1, length - 2, length // 2, length // 3, 1}
     for query in sorted((q for q in queries if q > 0), reverse=True):
         keys = torch.arange(query + 2, device=device)
         try:
             rule = mask_function(zero, zero, zero + query, keys)
             visible = torch.as_tensor(rule, device=device).expand(query + 2)
-        except Exception:  # it looks things up by position, in whatever way its author liked
+        except Exception:  # rules are arbitrary code
             return None
         if bool(visible[query + 1]):
             return LATER
@@ -137,7 +135,7 @@ def noted_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`flat_attention` for the look: the mask must say what the layer's own settings say."""
+    """Run `flat_attention` for inspection, if the mask agrees with the layer's settings."""
     name = type(module).__name__
     if attention_mask is None:
         raise UnsupportedModel(f"{name} attends without a mask, so to later tokens as well")
@@ -160,7 +158,7 @@ def noted_attention(
 
 
 def register() -> None:
-    """Put the look's masks and attention into transformers' registries; harmless when repeated."""
+    """Register the masks and attention of inspection in transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionMaskInterface.register(LOOK, noted_mask)

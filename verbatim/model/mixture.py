@@ -1,4 +1,4 @@
-"""A mixture of experts as the kernels run it in a layer: router, experts, and one expert for all rows."""
+"""Mixtures of experts in fused layers: router, experts, and a shared expert."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class MixtureStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MixtureParts:
-    """A block of experts, taken apart.
+    """The parts of a mixture of experts.
 
     Attributes:
-        correction: where the router's correction is, if it has one.
-        shared_gates, shared_down: of an expert that every row goes to; empty and None: there is none.
-        shared_gate: a linear to one number, whose sigmoid scales that expert; None: nothing does.
-        scale: of what the chosen experts make together.
+        correction: reference of the router's correction, if it has one.
+        shared_gates, shared_down: of the shared expert; empty and None without one.
+        shared_gate: a linear to one number; its sigmoid scales the shared expert. None: no scale.
+        scale: factor of the chosen experts' sum.
     """
 
     router: RouterParts
@@ -54,12 +54,12 @@ class MixtureParts:
 
     @property
     def numbers(self) -> int:
-        """Weights that a row is multiplied with in its experts."""
+        """Number of expert weights per row."""
         stacks = (*self.experts.inputs, self.experts.down)
         return self.router.form.top_k * sum(stack.cols * stack.depth for stack in stacks)
 
     def places(self) -> list[Place]:
-        """Where the tensors are that the kernels get addresses of."""
+        """Return references of the tensors that the kernels read."""
         linears = [*self.shared_gates, self.shared_down, self.shared_gate]
         found = [*self.router.places(), *self.experts.tensors]
         if self.correction is not None:
@@ -67,7 +67,7 @@ class MixtureParts:
         return found + [p for m in linears if m is not None for p in places_of(m)]
 
     def fill(self, struct: MixtureStruct, dtype: torch.dtype) -> None:
-        """Write what the kernels need of it; NotFusable where they can't run it."""
+        """Fill in the struct for the kernels; raise NotFusable if they can't run it."""
         router, form = struct.router, self.router.form
         fill_form(router, form)
         weight = self.router.weight[0][self.router.weight[1]]
@@ -104,7 +104,7 @@ class MixtureParts:
 
 
 def mixtures_of(block: nn.Module) -> Iterator[MixtureParts]:
-    """What a block may be, by its parts, the likeliest first: whether it is, a trial has to tell."""
+    """Yield possible structures of a block, the likeliest first, to be verified by a trial."""
     children = [m for m in block._modules.values() if m is not None]
     routers = [parts for m in children if (parts := router_parts(m)) is not None]
     others = [m for m in children if not any(m is r.module for r in routers)]
@@ -141,7 +141,7 @@ def mixtures_of(block: nn.Module) -> Iterator[MixtureParts]:
 def _shared_parts(
     mlp: nn.Module, experts: ExpertsParts
 ) -> tuple[list[nn.Module], nn.Module | None]:
-    """Gates and down of a shared expert, whose activation must be that of the others."""
+    """Return gates and down of a shared expert with the activation of the others, or ([], None)."""
     parts = mlp._modules
     gates = [m for n in ("gate_proj", "up_proj") if (m := parts.get(n)) is not None]
     gates = gates if len(gates) == 2 else [m for m in [parts.get("gate_up_proj")] if m is not None]

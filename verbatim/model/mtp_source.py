@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP): where a model has them, and how they are read."""
+"""Loading of layers for multi-token prediction (MTP)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from verbatim.model.mtp import MtpLayers
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """Draft with the layers for multi-token prediction that came with the model.
+    """Draft with the model's layers for multi-token prediction.
 
-    What they keep of each token lies beside its K and V, and counts as KV memory. They stay when weights
-    sleep, and as they are when weights are updated: drafts get worse then, and no word changes.
+    Their K and V count as KV memory. Their weights are kept during sleep, and not changed by weight updates:
+    drafts then get worse, but tokens do not change.
 
     Attributes:
-        model: where they are, if not in the model's own checkpoint: a folder in Hugging Face's format of the
-            same architecture, of which nothing else is read. Or, of a live module, transformers' `MtpModel`,
-            made of that very module. None reads them from the model's checkpoint.
+        model: their source. None: the model's checkpoint. Or a folder in Hugging Face's format of the same
+            architecture, of which nothing else is read. Or, for a live module, transformers' `MtpModel` of
+            that module.
 
     Raises:
-        InvalidRequest: a name of nothing.
+        InvalidRequest: the folder does not exist.
     """
 
     model: Any = field(default=None, repr=False)
@@ -49,17 +49,17 @@ class Mtp:
 
     @property
     def beside(self) -> Path | None:
-        """The folder that holds the layers, where it is not the model's own."""
+        """The folder of the layers, if it is not the model's."""
         if not isinstance(self.model, str | os.PathLike):
             return None
         return Path(os.path.abspath(os.path.expanduser(self.model)))
 
 
 def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
-    """Open the model's layers for multi-token prediction, without stores yet.
+    """Open the model's layers for multi-token prediction, without KV stores.
 
     Raises:
-        InvalidRequest, NotSupported, ModelError: it has none, or none that can be run.
+        InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
     """
     inner, beside = inner_model(decoder.module), draft.beside
     if draft.model is not None and beside is None:
@@ -75,10 +75,10 @@ def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
 
 
 def given_mtp(mtp: Any, inner: Any) -> Any:
-    """The `MtpModel` that somebody hands over for the transformers model `inner`, checked.
+    """Check a given `MtpModel` for the transformers model `inner`, and return it.
 
     Raises:
-        InvalidRequest: it is none, has no layers, or was made for another model.
+        InvalidRequest: another type, no layers, or of another model.
     """
     from transformers.modeling_layers import MtpModel
 
@@ -86,7 +86,7 @@ def given_mtp(mtp: Any, inner: Any) -> Any:
         raise InvalidRequest(f"Mtp(model={type(mtp).__name__}): must be transformers' MtpModel")
     if not len(mtp.layers):
         raise InvalidRequest("Mtp(model=...): it has 0 layers; 1 or more are needed")
-    # The embedding is a copy where the original norms what it gives.
+    # The embedding is a copy if the original norms its output.
     head, embedding = head_of(inner), inner.get_input_embeddings()
     copied = hasattr(embedding, "embed_norm")
     if mtp.shared_head is not head or not (copied or mtp.embed_tokens is embedding):
@@ -98,9 +98,7 @@ def given_mtp(mtp: Any, inner: Any) -> Any:
 
 
 def mtp_names(config: Any) -> tuple[str, ...]:
-    """Patterns of the names that MTP layers have in a checkpoint of a model with this config: they count on
-    from the last of its own layers. () where it has none.
-    """
+    """Return patterns of the names of MTP layers in a checkpoint, numbered after the model's own layers."""
     config = config.get_text_config(decoder=True)
     number, first = getattr(config, "num_mtp_layers", None), config.num_hidden_layers
     if not _is_number(number):
@@ -109,17 +107,17 @@ def mtp_names(config: Any) -> tuple[str, ...]:
 
 
 def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
-    """transformers' `MtpModel` of `inner`, with its weights from the checkpoint that `inner` came from.
+    """Load transformers' `MtpModel` of `inner`, with weights from the checkpoint of `inner`.
 
     Args:
-        inner: a transformers model; left as it is.
-        folder: of that checkpoint, in Hugging Face's format or DCP.
-        beside: another folder to take them from, in Hugging Face's format, of the same architecture.
+        inner: a transformers model; not changed.
+        folder: the checkpoint's folder, in Hugging Face's format or DCP.
+        beside: another folder to load them from, in Hugging Face's format, of the same architecture.
 
     Raises:
-        NotSupported: its config names no such layers, or none that can be built.
-        InvalidRequest: what lies beside is none, or was made for another model.
-        ModelError: their weights are missing, incomplete or of other shapes.
+        NotSupported: its config has no such layers, or unsupported ones.
+        InvalidRequest: `beside` is invalid, or of another model.
+        ModelError: their weights are missing, incomplete or of wrong shapes.
     """
     from transformers.modeling_layers import MtpModel
 
@@ -127,7 +125,7 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
         try:
             with _findable(inner, files), quiet(progress=False):
                 mtp: Any = MtpModel.from_pretrained(inner).eval()
-        except Exception as error:  # reading and building raise whatever a damaged file leads to
+        except Exception as error:  # a damaged file leads to arbitrary exceptions
             raise ModelError(
                 f"draft='mtp': {told} holds no {number} complete MTP layers for "
                 f"{type(inner).__name__}: {first_line(error)}"
@@ -139,10 +137,10 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
 
 
 def mtp_bytes(inner: Any, folder: Path, beside: Path | None = None) -> int:
-    """What the weights of these layers take, embedding and head left out; arguments as of `load_mtp`.
+    """Return the bytes of these layers, without embedding and head; arguments as in `load_mtp`.
 
     Raises:
-        NotSupported, InvalidRequest: as `load_mtp`. Their files are not looked into.
+        NotSupported, InvalidRequest: as `load_mtp`. Files of weights are not read.
     """
     from transformers.modeling_layers import MtpModel
 
@@ -154,9 +152,9 @@ def mtp_bytes(inner: Any, folder: Path, beside: Path | None = None) -> int:
 
 @contextmanager
 def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[Path, int]]:
-    """Let a model's config say what its MTP layers are; where they lie, and how many there are.
+    """Describe the MTP layers in the model's config temporarily; yield their folder and number.
 
-    Nobody runs the model meanwhile: its config is another one.
+    The model must not run meanwhile.
     """
     name, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
     told = config
@@ -187,7 +185,7 @@ _ALIKE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
 def _config_beside(config: Any, folder: Path) -> Any:
-    """What a folder says of its MTP layers, for a model of `config`."""
+    """Return the config of another folder's MTP layers, checked against the model's."""
     if not (folder / "config.json").is_file():
         raise InvalidRequest(f"Mtp({str(folder)!r}): it holds no config.json")
     found = read_config(str(folder), {"trust_remote_code": False, "local_files_only": True})
@@ -203,7 +201,7 @@ def _config_beside(config: Any, folder: Path) -> Any:
 
 @contextmanager
 def _as_told(config: Any, told: Any) -> Iterator[None]:
-    """Let a config say of MTP layers what another one says."""
+    """Copy the MTP fields of another config temporarily."""
     own = config.__dict__
     said = {n: v for n, v in told.__dict__.items() if n == "num_mtp_layers" or n.startswith("mtp_")}
     before = {name: own[name] for name in said if name in own}
@@ -219,8 +217,9 @@ def _as_told(config: Any, told: Any) -> Iterator[None]:
 
 @contextmanager
 def _files(inner: Any, folder: Path) -> Iterator[Path]:
-    """Where transformers can read MTP layers: the folder itself, or, of a DCP checkpoint, one in which they
-    are written for a moment, in safetensors; the model's own layers are not.
+    """Yield a folder from which transformers can read MTP layers.
+
+    It is the folder itself, or, for a DCP checkpoint, a temporary one with these layers in safetensors.
     """
     dcp = find_dcp(folder)
     if dcp is None:
@@ -245,9 +244,11 @@ def _files(inner: Any, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _findable(inner: Any, folder: Path) -> Iterator[None]:
-    """Let transformers find the weights: it reads the folder that the config names, and takes for weights of
-    MTP layers what the model's class ignores. Many classes ignore nothing. Older versions (5.17) also
-    expect to find how weights are renamed at a model that they have loaded, and this one may have been built.
+    """Let transformers find the weights of MTP layers.
+
+    It reads the folder named by the config, and takes the names that the model's class ignores; many
+    classes ignore none. Older versions (5.17) also expect the weight conversions of a loaded model, which
+    a built one lacks.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 

@@ -1,4 +1,4 @@
-"""Where the tensors and numbers hang that a fast path depends on, and whether they are as they were."""
+"""References to the tensors and numbers that a fast path depends on, to detect changes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 
 from verbatim.model.packed import PackedLinear
 
-# Where a tensor's numbers are: address, number, strides, dtype. None: there is no tensor.
+# The layout of a tensor: address, number of elements, strides, dtype. None: there is no tensor.
 Lying = tuple[int, int, tuple[int, ...], torch.dtype] | None
-# Where a tensor or a number hangs: in which dictionary, by what name.
+# A reference to a tensor or a number: its dictionary and name.
 Place = tuple[dict[str, Any], str]
-# What changes while a module is borrowed, or by who calls it.
+# Attributes that change while a module is patched, or with its caller.
 NOT_OURS = frozenset(
     {"training", "_attn_implementation_internal", "_experts_implementation_internal"}
 )
 
 
 def lying(places: list[Place]) -> list[Lying]:
-    """Where the tensors lie that hang there now."""
+    """Return the current layouts of the referenced tensors."""
     return [
         None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride(), t.dtype)
         for fields, name in places
@@ -28,10 +28,7 @@ def lying(places: list[Place]) -> list[Lying]:
 
 
 def numbers_of(modules: list[nn.Module]) -> list[Place]:
-    """Where modules keep numbers and words that their forwards may depend on: each dictionary and name.
-
-    Also those of configs, which some forwards read each time.
-    """
+    """Return references of the numbers and strings that forwards may depend on, also those of configs."""
     fields = [m.__dict__ for m in dict.fromkeys(modules)]
     configs = [f["config"].__dict__ for f in fields if hasattr(f.get("config"), "__dict__")]
     return [
@@ -43,7 +40,7 @@ def numbers_of(modules: list[nn.Module]) -> list[Place]:
 
 
 def places_of(linear: nn.Module) -> list[Place]:
-    """Where the tensors of a linear layer hang."""
+    """Return references of the tensors of a linear layer."""
     if type(linear) is PackedLinear:
         return [(linear._buffers, "packed"), (linear._parameters, "bias")]
     return [(linear._parameters, "weight"), (linear._parameters, "bias")]

@@ -1,14 +1,14 @@
-"""Weights in 8 or 4 bits: how a matrix becomes bytes, and how bytes become the matrix again.
+"""Weight quantization in 8 or 4 bits: packing and unpacking of matrices.
 
 A matrix is cut into groups of neighbours along its contraction dimension (the last group of a row may be
-short), and an element of a group is held as a whole number:
+short), and an element of a group is stored as an integer:
 
     code = round((w - low) / scale)        w is read back as low + scale * code
 
-with `low` the group's least element and `scale` its range over 2^bits - 1, both bf16 and rounded outwards,
+with `low` the group's smallest element and `scale` its range over 2^bits - 1, both bf16 and rounded outwards,
 so that no element is more than half a step off. `scale * code` is exact in float32 (8 bits times 8), so an
-element is read back with one rounding to float32, and one more to bf16 where the model is in bf16: the same
-bits by every backend. Nothing depends on the number of threads.
+element is read back with one rounding to float32, and one more to bf16 if the model is in bf16: the same
+bits by every backend and number of threads.
 
 At equal bytes, bf16 heads and smaller groups err less than float32 heads and larger groups, and `low` is
 worth its two bytes at 8 bits as well as at 4 (benchmarks/quantize.py --formats).
@@ -37,11 +37,11 @@ _SUFFIX = {torch.float32: 0, torch.bfloat16: 1}
 def pack(
     weight: Tensor, packing: WeightPacking, name: str = "a weight", *, backend: str = "auto"
 ) -> Tensor:
-    """`weight` to `[packing.nbytes]` uint8.
+    """Quantize `weight` to `[packing.nbytes]` uint8.
 
     Args:
-        name: of the weight, for the message.
-        backend: as of `unpack`; columns are packed by torch. All give the same bits.
+        name: name of the weight, for errors.
+        backend: as in `unpack`; columns are packed by torch. All give the same bits.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
@@ -52,7 +52,7 @@ def pack(
 def pack_and_measure(
     weight: Tensor, packing: WeightPacking, name: str = "a weight"
 ) -> tuple[Tensor, tuple[float, float]]:
-    """`pack` and `squared_error` of what it gives, in one pass where the kernel serves."""
+    """Run `pack` and `squared_error`, in one pass if the kernel supports it."""
     packed, squares = _pack(weight, packing, name, "auto")
     return packed, squares or squared_error(weight, packed, packing)
 
@@ -92,11 +92,11 @@ def _pack(
 def unpack(
     packed: Tensor, packing: WeightPacking, *, out: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
-    """`[packing.nbytes]` uint8 back to the parameter.
+    """Dequantize `[packing.nbytes]` uint8 to the parameter.
 
     Args:
-        out: contiguous, to be filled and returned; None makes a new tensor.
-        backend: "kernel", "torch", "auto" for the kernel where it can serve, or one of
+        out: contiguous tensor to fill and return; None allocates one.
+        backend: "kernel", "torch", "auto" for the kernel if it supports the tensors, or one of
             `kernels.available()`. All give the same bits.
     """
     assert packed.dtype == torch.uint8 and packed.shape == (packing.nbytes,)
@@ -130,20 +130,20 @@ def unpack(
 
 
 def unpack_rows(packed: Tensor, packing: WeightPacking, rows: Tensor) -> Tensor:
-    """Some rows, `rows` `[n]` by number, of a matrix in few bits: `[n, K]`."""
+    """Dequantize the rows `rows` `[n]` of a quantized matrix: `[n, K]`."""
     assert not packing.columns and len(packing.shape) == 2
     some = packed.view(packing.vectors, packing.vector_bytes)[rows]
     return unpack(some.flatten(), replace(packing, shape=(len(some), packing.depth)))
 
 
 def rounded(weight: Tensor, packing: WeightPacking, name: str = "a weight") -> Tensor:
-    """What packing and unpacking leave of `weight`: a parameter, or some rows of one."""
+    """Return `weight`, a parameter or some rows of one, after packing and unpacking."""
     packing = replace(packing, shape=tuple(weight.shape))
     return unpack(pack(weight, packing, name), packing)
 
 
 def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tuple[float, float]:
-    """The sums of (unpacked - weight)^2 and of weight^2, without unpacking all of it at once."""
+    """Return the sums of (unpacked - weight)^2 and of weight^2, computed in pieces."""
     group, width = packing.quantization.group_size, packing.shape[-1]
     lines = weight.numel() // max(1, width)
     step = max(1, groups.PIECE // max(1, width))
@@ -165,7 +165,7 @@ def squared_error(weight: Tensor, packed: Tensor, packing: WeightPacking) -> tup
 
 @functools.cache
 def _pack_function(backend: str) -> Callable[..., int] | None:
-    """The kernel that packs rows; None is torch."""
+    """Return the kernel that packs rows; None for torch."""
     library = find_library(backend)
     if library is None:
         return None
@@ -177,7 +177,7 @@ def _pack_function(backend: str) -> Callable[..., int] | None:
 
 
 def find_library(backend: str) -> ctypes.CDLL | None:
-    """The library that `backend` means; None is torch."""
+    """Return the library of `backend`; None for torch."""
     if backend == "torch":
         return None
     name: str | None = backend
@@ -193,7 +193,7 @@ def find_library(backend: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def _functions(backend: str) -> dict[bool, Callable[..., None]] | None:
-    """The kernels that unpack rows and columns, by `WeightPacking.columns`; None is torch."""
+    """Return the kernels that unpack rows and columns, by `WeightPacking.columns`; None for torch."""
     library = find_library(backend)
     if library is None:
         return None

@@ -1,14 +1,13 @@
-"""What is refused by a model's config or parts, because a look would not see it or not see why.
+"""Models refused by their config or parts, as inspection would not find the problem or its reason.
 
-Everything else is refused by what the look and the trial find, so that an architecture nobody has
-heard of is treated by what it does.
+Other models are refused by inspection and trial, so that unknown architectures are judged by behaviour.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Parts of the names of layer kinds, and what such layers do.
+# Substrings of layer types, and the reason to refuse them.
 _STATE = "keep a recurrent state, which is not in K and V"
 _INDEXER = "choose the keys they attend to by an indexer with keys of its own"
 _KINDS = {
@@ -36,7 +35,7 @@ _CLASSES = {
 
 
 def reason_to_refuse(inner: Any) -> str | None:
-    """Why the transformers model `inner` can't be run on flat batches; None where nothing is known."""
+    """Return why the transformers model `inner` can't run on flat batches, or None."""
     config = inner.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; only causal models are run"

@@ -1,9 +1,9 @@
-"""Routers of mixtures of experts: how a token's logits become its experts and their weights.
+"""Routers of mixtures of experts: from a token's logits to its experts and weights.
 
-transformers has a router class for nearly every model, of a few forms. Which one a class has is tried and
-not read: its own forward on random rows, with random weights, against each form's formula. A router of a
-known form runs by `choose`, which gives a row the same bits in any batch and takes forced experts; any
-other keeps its forward, and its choice can't be replaced.
+transformers has a router class for nearly every model, of a few forms. The form of a class is determined
+by experiment: its forward on random rows, with random weights, is compared with each form's formula. A
+router of a known form runs by `choose`, which is batch-invariant and accepts forced experts; any other
+keeps its forward, and can't replay routing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verbatim.model.products import Matrix
 # As `Score` of kernels/experts.h.
 AS_IS, SOFTMAX, SIGMOID = range(3)
 
-_ROWS = 64  # of a trial
+_ROWS = 64  # per experiment
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _GROUPS = ("num_group", "n_group")
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
@@ -39,18 +39,18 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 
 @dataclass(frozen=True, slots=True)
 class RouterForm:
-    """How logits become a choice; the fields of `Router` in kernels/experts.h.
+    """The form of a router: the fields of `Router` in kernels/experts.h.
 
     Attributes:
-        score: of all experts: AS_IS, SOFTMAX or SIGMOID of the logits. The largest are chosen.
-        chosen_score: of the chosen experts, from their logits; AS_IS keeps their `score`.
+        score: scores of all experts: AS_IS, SOFTMAX or SIGMOID of the logits. The largest are chosen.
+        chosen_score: scores of the chosen experts from their logits; AS_IS keeps their `score`.
         normalized: a row's weights are divided by their sum.
-        groups, top_groups: of experts, of which a row takes some; 0 groups: it takes any expert.
-        best_two: a group's score is the sum of its two best ones, and not the best.
-        scale: of the weights.
-        softcap: of the logits; 0.0 caps nothing.
-        wide: the logits are made in float32, whatever the dtype of the activations.
-        rounded: the weights are rounded to the dtype of the activations, and not left in float32.
+        groups, top_groups: groups of experts, and how many a row may use; 0: no groups.
+        best_two: a group's score is the sum of its two best scores, not the best.
+        scale: factor of the weights.
+        softcap: cap of the logits; 0.0 disables it.
+        wide: logits are computed in float32, for any dtype of the activations.
+        rounded: weights are rounded to the dtype of the activations, else float32.
     """
 
     top_k: int
@@ -68,12 +68,12 @@ class RouterForm:
 
 @dataclass(frozen=True, slots=True)
 class RouterParts:
-    """A router of a known form, and where its tensors are.
+    """A router of a known form, and references of its tensors.
 
     Attributes:
-        correction: is added to the scores for the choice alone; None: there is none in the router.
+        correction: added to the scores for the choice only; None: the router has none.
         takes_correction: its forward takes a correction as an argument.
-        returns: what its forward returns, in order: "weights", "experts", and most often "logits".
+        returns: the outputs of its forward, in order: "weights", "experts", and mostly "logits".
     """
 
     module: nn.Module
@@ -85,7 +85,7 @@ class RouterParts:
     returns: tuple[str, ...]
 
     def places(self) -> list[Place]:
-        """Where its tensors are, for who keeps their addresses."""
+        """Return the references of its tensors."""
         return [p for p in (self.weight, self.bias, self.correction) if p is not None]
 
 
@@ -124,9 +124,9 @@ def choose(
 
     Args:
         logits: `[T, E]` float32.
-        correction: `[E]`, added to the scores for the choice alone.
-        forced: `[T, k]`, experts in the order of their slots, -1 where the choice is free.
-        dtype: of the activations, to which weights are rounded if `form.rounded`.
+        correction: `[E]`, added to the scores for the choice only.
+        forced: `[T, k]`, experts in the order of their slots, -1 for a free choice.
+        dtype: dtype of the activations, to which weights are rounded if `form.rounded`.
 
     Returns:
         The weights `[T, k]` and the experts `[T, k]` int64, best first, ties to the lowest number.
@@ -143,7 +143,7 @@ def choose(
     if forced is not None:
         forced = forced.to(torch.int16).contiguous()
     logits = logits.clone(memory_format=torch.contiguous_format)  # the kernel writes to it
-    weights = torch.empty(rows, k, dtype=torch.float32)  # the default may be another one
+    weights = torch.empty(rows, k, dtype=torch.float32)  # the default dtype may differ
     experts = torch.empty(rows, k, dtype=torch.int32)
     _kernel(kernels.library(), dtype)(
         ctypes.addressof(struct),
@@ -213,13 +213,13 @@ def _scores(logits: Tensor, score: int) -> Tensor:
 
 
 def forced_experts() -> Tensor | None:
-    """What the active pass forces in the layer whose router runs now, `[T, k]`, or None."""
+    """Return the forced experts of the running router's layer, `[T, k]`, or None."""
     note: Any = getattr(active_pass(), "forced_experts", None)  # a pass without routing has none
     return None if note is None else note()
 
 
 def router_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """A forward for a router whose form is known, else None."""
+    """Return a batch-invariant forward for a router of a known form, else None."""
     special = _SPECIAL.get(type(module).__name__)
     if special is not None and type(module).__module__.startswith("transformers.models."):
         return special(module)
@@ -251,11 +251,11 @@ def _forward(parts: RouterParts) -> Callable[..., Any]:
     return forward
 
 
-# ---- routers with something of their own around the choice ----
+# ---- routers with additional steps ----
 
 
 def _gemma4(module: Any) -> Callable[..., Any]:
-    """A norm and a gain before the projection, a gain for each expert behind the choice."""
+    """Return Gemma 4's forward: norm and gain before the projection, a gain per expert after the choice."""
     form = RouterForm(module.config.top_k_experts, normalized=True)
 
     def forward(hidden_states: Tensor) -> Any:
@@ -268,7 +268,7 @@ def _gemma4(module: Any) -> Callable[..., Any]:
 
 
 def _phimoe(module: Any) -> Callable[..., Any]:
-    """Two experts, each by a softmax over those that are close to it; its choice can't be replaced."""
+    """Return PhiMoE's forward: two experts, each by a softmax over close scores; no forced experts."""
     mix = sys.modules[type(module).__module__].sparsemixer
 
     def forward(hidden_states: Tensor) -> Any:
@@ -285,11 +285,11 @@ _SPECIAL: dict[str, Callable[[Any], Callable[..., Any]]] = {
 }
 
 
-# ---- which form a router has ----
+# ---- the form of a router ----
 
 
 def router_parts(module: nn.Module) -> RouterParts | None:
-    """The form of a router and its tensors, or None where it is of no known form."""
+    """Return the form of a router and its tensors, or None for an unknown form."""
     fields = module.__dict__
     if type(fields.get("top_k")) is not int or "forward" in fields or isinstance(module, nn.Linear):
         return None
@@ -348,7 +348,7 @@ def router_parts(module: nn.Module) -> RouterParts | None:
 
 @dataclass(frozen=True)
 class _Case:
-    """What decides about a router's form."""
+    """The properties that determine a router's form."""
 
     cls: type[nn.Module]
     forward: Any
@@ -360,22 +360,22 @@ class _Case:
     has_correction: bool
 
 
-_Found = tuple[RouterForm, tuple[str, ...]]  # and what its forward returns
+_Found = tuple[RouterForm, tuple[str, ...]]  # the form, and the outputs of its forward
 _forms: dict[_Case, _Found | None] = {}
 
 
 def _form_of(case: _Case, module: nn.Module) -> _Found | None:
     if case not in _forms:
-        # A mode that watches torch functions must not see the trial.
+        # Torch function modes must not see the experiment.
         with torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False):
             try:
-                _forms[case] = _tried(case, module)
-            except Exception:  # it is whatever bears such names
+                _forms[case] = _find_form(case, module)
+            except Exception:  # an unrelated module with such names
                 _forms[case] = None
     return _forms[case]
 
 
-def _tried(case: _Case, module: nn.Module) -> _Found | None:
+def _find_form(case: _Case, module: nn.Module) -> _Found | None:
     experts, depth = case.shape
     twin, tensors = _random_twin(module, torch.float32)
     noise = torch.Generator().manual_seed(1)
@@ -385,20 +385,20 @@ def _tried(case: _Case, module: nn.Module) -> _Found | None:
         if case.takes_correction
         else None
     )
-    theirs = _ask(case, twin, x, extra)
+    expected = _run_original(case, twin, x, extra)
     logits = x @ tensors["weight"].t()
     if case.has_bias:
         logits += tensors["bias"]
     correction = tensors.get("correction", extra)
     for form in _candidates(dict(case.numbers)):
-        ours = _choose_in_torch(logits, form, correction, None, torch.float32)
-        if _agree(ours, (theirs["weights"], theirs["experts"])):
-            return _with_roundings(case, module, x, form, extra), tuple(theirs)
+        actual = _choose_in_torch(logits, form, correction, None, torch.float32)
+        if _agree(actual, (expected["weights"], expected["experts"])):
+            return _with_roundings(case, module, x, form, extra), tuple(expected)
     return None
 
 
 def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
-    """The forms that a router with these attributes may have."""
+    """Yield the possible forms of a router with these attributes."""
     groups = next((numbers[n] for n in _GROUPS if type(numbers.get(n)) is int), 0)
     scales = [numbers[n] for n in _SCALES if type(numbers.get(n)) in (int, float)]
     softcap = float(numbers.get("router_logit_softcapping") or 0.0)
@@ -423,10 +423,10 @@ def _candidates(numbers: dict[str, Any]) -> Iterator[RouterForm]:
         )
 
 
-def _agree(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
-    """Are they the same experts with the same weights, in whatever order?"""
+def _agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """Return whether experts and weights are equal, in any order."""
     pairs = []
-    for weights, chosen in (ours, theirs):
+    for weights, chosen in (actual, expected):
         order = chosen.sort(-1)
         pairs.append((order[0], weights.float().gather(1, order[1])))
     (a, u), (b, v) = pairs
@@ -436,11 +436,11 @@ def _agree(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
 def _with_roundings(
     case: _Case, module: nn.Module, x: Tensor, form: RouterForm, extra: Tensor | None
 ) -> RouterForm:
-    """The form, with what a forward of bfloat16 activations shows of its roundings."""
+    """Return the form with `wide` and `rounded`, from a forward with bfloat16 activations."""
     twin, tensors = _random_twin(module, None)
     try:
-        made = _ask(case, twin, x.bfloat16(), extra)
-    except RuntimeError:  # its weights are in float32, and so are the activations
+        made = _run_original(case, twin, x.bfloat16(), extra)
+    except RuntimeError:  # float32 weights and activations
         return form
     form = replace(form, rounded=made["weights"].dtype is torch.bfloat16)
     if "logits" in made:
@@ -448,12 +448,14 @@ def _with_roundings(
         return replace(form, wide=not torch.equal(logits.float(), logits.bfloat16().float()))
     logits = x.bfloat16().float() @ tensors["weight"].float().t()
     correction = tensors.get("correction", extra)
-    ours = _choose_in_torch(logits, form, correction, None, torch.bfloat16)
-    return replace(form, wide=_agree(ours, (made["weights"], made["experts"])))
+    actual = _choose_in_torch(logits, form, correction, None, torch.bfloat16)
+    return replace(form, wide=_agree(actual, (made["weights"], made["experts"])))
 
 
-def _ask(case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None) -> dict[str, Tensor]:
-    """What a router's own forward returns, by what it is, in its order."""
+def _run_original(
+    case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None
+) -> dict[str, Tensor]:
+    """Run a router's own forward; return its outputs by name, in order."""
     arguments = () if extra is None else (extra,)
     try:
         made = case.forward(twin, x, *arguments)
@@ -474,7 +476,7 @@ def _ask(case: _Case, twin: nn.Module, x: Tensor, extra: Tensor | None) -> dict[
 def _random_twin(
     module: nn.Module, dtype: torch.dtype | None
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A module like this one with random tensors, and those that matter by their part."""
+    """Return a copy of a module with random tensors, and its relevant tensors by name."""
     noise = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
 

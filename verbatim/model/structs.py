@@ -1,4 +1,4 @@
-"""What the kernels know of a layer and of a model's head: addresses and sizes, as their structs have them."""
+"""The kernels' view of a layer and of a model's head: addresses and sizes, as their structs have them."""
 
 from __future__ import annotations
 

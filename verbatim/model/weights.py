@@ -1,4 +1,4 @@
-"""New weights for a model that is open, in place: all of them or, where one is wrong, none."""
+"""In-place weight updates of an open model: all tensors, or none if one is invalid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verbatim.model.packed import packed_buffers
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
 
-# What wrappers put into the names of the parameters they wrap.
+# Prefixes that wrappers add to parameter names.
 _WRAPPERS = re.compile(
     r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module\.)+"
 )
@@ -26,12 +26,12 @@ _SHOWN = 3  # names in an error message
 
 
 def named_weights(weights: Weights) -> dict[str, Tensor]:
-    """The tensors that `weights` means, by name.
+    """Return the tensors of `weights`, by name.
 
-    An iterator is read to its end. Its plain tensors are copied: a sender may use one buffer for all.
+    An iterator is consumed, and its plain tensors are copied, as the sender may reuse one buffer.
 
     Raises:
-        InvalidRequest: it is none of the kinds that are taken, or names a tensor twice.
+        InvalidRequest: an unsupported type, or a duplicate name.
         ModelError: a folder or file that can't be read.
     """
     if isinstance(weights, nn.Module):
@@ -45,21 +45,21 @@ def named_weights(weights: Weights) -> dict[str, Tensor]:
             f"weights={type(weights).__name__}: must be a state dict, pairs of a name and a tensor, a "
             "folder of safetensors files, or a module"
         )
-    fleeting = isinstance(weights, Iterator)
+    is_iterator = isinstance(weights, Iterator)
     found: dict[str, Tensor] = {}
     for pair in weights:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise InvalidRequest("weights must come as pairs of a name and a tensor")
         if pair[0] in found:
             raise InvalidRequest(f"weights name {pair[0]} twice")
-        reused = fleeting and type(pair[1]) is Tensor
+        reused = is_iterator and type(pair[1]) is Tensor
         found[pair[0]] = pair[1].clone() if reused else pair[1]
     return found
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     if (path / "config.json").is_file():
-        # transformers may keep a checkpoint's tensors under other names, or several of them as one.
+        # transformers may rename a checkpoint's tensors, or merge several of them.
         from verbatim.model.loader import load
 
         return dict(load(path, with_tokenizer=False).module.state_dict())
@@ -73,7 +73,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             tensors = load_file(file)
-        except (SafetensorError, OSError):  # whose messages may quote the file
+        except (SafetensorError, OSError):  # their messages may quote the file
             raise ModelError(f"{file} can't be read: damaged or cut short") from None
         twice = sorted(found.keys() & tensors.keys())
         if twice:
@@ -83,20 +83,19 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 class NewWeights:
-    """Weights that were checked against a module, down to the last, before any is written.
+    """Weights checked against a module before any is written.
 
     Args:
-        module: what will be written to, in place; parameters keep their memory.
-        tensors: one for every entry of its state dict, by the same names; what wrappers such as
-            DistributedDataParallel and torch.compile add to a name makes no difference. Of tied weights one
-            is enough.
-        check_finite: refuse NaN and infinity, also where only the module's dtype has no room for a number.
+        module: the module to update in place; parameters keep their memory.
+        tensors: one for every entry of its state dict, by the same names; prefixes of wrappers such as
+            DistributedDataParallel and torch.compile are ignored. One of several tied weights is enough.
+        check_finite: refuse NaN and infinity, also after conversion to the module's dtype.
 
     Raises:
         InvalidRequest: a name is missing or unknown, a shape or dtype doesn't fit, tied weights differ, or a
             number is not finite.
         NotSupported: tensors that are sharded, quantized, sparse or without data; a parameter of the module
-            whose elements share memory.
+            with overlapping elements.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class NewWeights:
         self._untangle()
 
     def _untangle(self) -> None:
-        """Copy what lies in the module's own memory, which is about to be overwritten."""
+        """Copy new tensors that share memory with the module's, which will be overwritten."""
         owned = [_extent(target) for target, _ in self._pairs]
 
         def apart(tensor: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class NewWeights:
         ]
 
     def write(self) -> None:
-        """Write all of them. No other engine runs the module meanwhile, and no handler of a signal."""
+        """Write all tensors, while no other engine and no signal handler runs the module."""
         with exclusive:
             for inference in (False, True):
                 pairs = [(t, new) for t, new in self._pairs if t.is_inference() is inference]
@@ -150,11 +149,10 @@ class NewWeights:
 
 
 def writes_to(module: nn.Module) -> object:
-    """Which parameters a module has, and how often each was written to since it was made."""
+    """Return the identity and the version counter of each parameter, to detect changes."""
     found: list[tuple[int, int]] = []
-    layers = [
-        module
-    ]  # by hand: `parameters()` takes twice as long, and this is asked at every step
+    # Not `parameters()`, which takes twice as long: this runs at every step.
+    layers = [module]
     for layer in layers:
         found.extend(
             (id(p), 0 if p.is_inference() else p._version)
@@ -170,25 +168,25 @@ def _plain(name: str) -> str:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the memory that a tensor lies in, from and to."""
+    """Return the start and end address of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """The same shape and numbers; NaN is the same as NaN."""
+    """Return whether shapes and values are equal; NaN equals NaN."""
     if _place(a) == _place(b):
         return True
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies; two with one place are one."""
+    """Return the location of a tensor, which identifies it."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _plain_tensor(name: str, tensor: Any) -> Tensor:
-    """A tensor in this machine's memory, whose bits can be copied and nothing can go wrong."""
+    """Return a plain tensor in RAM; refuse tensors that can't be copied bit for bit."""
     if hasattr(tensor, "full_tensor"):
         raise NotSupported(f"weights: {name} is sharded; hand over what its full_tensor() returns")
     if type(tensor) not in (Tensor, nn.Parameter):
@@ -238,18 +236,18 @@ def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) ->
 def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return whether every number is finite in `dtype`.
 
-    The extremes tell: NaN is both of them, and rounding keeps their order. One pass that writes nothing takes
-    a tenth of the time of `torch.isfinite`.
+    It checks the extremes: both are NaN if any element is, and rounding keeps their order. One pass without
+    writes takes a tenth of the time of `torch.isfinite`.
     """
     if not tensor.numel():
         return True
-    if tensor.itemsize == 1:  # float8, of which torch finds no extremes
+    if tensor.itemsize == 1:  # float8, without aminmax in torch
         tensor = tensor.float()
     return bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
 
 
 def weight_info(module: nn.Module) -> dict[str, int]:
-    """What a module's parameters come to, tied ones counted once, and those in few bits as they lie."""
+    """Return the number and bytes of a module's parameters: tied ones once, quantized ones as stored."""
     parameters, packed = list(module.parameters()), list(packed_buffers(module))
     return {
         "parameters": sum(p.numel() for p in parameters)

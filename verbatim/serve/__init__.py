@@ -1,4 +1,4 @@
-"""Rooms of `verbatim serve`: OpenAI's endpoints, our own, and what keeps a server up.
+"""`verbatim serve`: OpenAI's endpoints, Verbatim's own, and the protection of the server.
 
-Needs the extra `serve` (`pip install 'verbatim[serve]'`); nothing else in the house imports this.
+Needs the extra `serve` (`pip install 'verbatim[serve]'`); the rest of the package does not import it.
 """

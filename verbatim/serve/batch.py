@@ -1,4 +1,4 @@
-"""A file of requests in OpenAI's batch format, answered in this process: no HTTP, many at once."""
+"""Batch runs: a file of requests in OpenAI's batch format, answered without HTTP."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
     "/v1/responses": (Responses, responses.Asked),
 }
 _FIELDS = ("custom_id", "method", "url", "body")
-_SKIPS = 1024  # lines that were answered before, until somebody else gets a turn
+_SKIPS = 1024  # skipped lines between two rounds of the event loop
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One request."""
+    """A line with a valid request."""
 
     custom_id: str
     url: str
@@ -56,7 +56,7 @@ class _Line:
 
 
 class _Fault(Exception):
-    """A line that is no request. `custom_id`: as far as it has one of its own."""
+    """A line without a valid request; `custom_id` is None if missing or not unique."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -66,22 +66,22 @@ class _Fault(Exception):
 class BatchRun:
     """Answers the lines of `source` that have no answer in `records` yet.
 
-    A line that is no request, or one that is refused, gets a record that says so, and the run goes on.
-    Every answer is what `verbatim serve` would have answered, and its words those of a request alone.
+    An invalid or refused line gets an error record, and the run continues.
+    Every answer equals that of `verbatim serve`, with the tokens of a request run alone.
 
     Args:
-        name: what the requests call the model; None takes the engine's own name.
-        in_flight: requests that are read ahead of their answers; None: twice as many as run at once.
+        name: model name in the requests; None takes the engine's.
+        in_flight: maximum requests read and not yet answered; None: twice `max_sequences`.
 
     Attributes:
-        num_bytes: of the source.
-        bytes_done: of those, the ones of lines that are answered, now or before.
-        num_skipped: lines that were answered before.
-        num_done: lines that this run answered.
+        num_bytes: size of the source.
+        bytes_done: size of the lines answered now or before.
+        num_skipped: lines answered by earlier runs.
+        num_done: lines answered by this run.
 
     Raises:
-        InvalidRequest: `in_flight` out of range, a source that is no plain file.
-        NotSupported: an engine whose steps are made by several processes of the user's together.
+        InvalidRequest: `in_flight` out of range, or a source that is not a regular file.
+        NotSupported: an engine driven by all ranks together.
         VerbatimError: the source can't be read.
     """
 
@@ -121,31 +121,31 @@ class BatchRun:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the start."""
         return time.perf_counter() - self._begin
 
     @property
     def num_tokens(self) -> int:
-        """Made so far, those of unfinished answers included."""
+        """Tokens generated so far, including those of unfinished answers."""
         return self.service.llm.engine.num_tokens - self._tokens_before
 
     @property
     def seconds_left(self) -> float | None:
-        """At the speed so far; None where nothing is known of that."""
+        """Estimated seconds left, at the speed so far; None before the first answer."""
         worked = self.bytes_done - self._bytes_skipped
         if not worked:
             return None
         return (self.num_bytes - self.bytes_done) * self.seconds / worked
 
     async def run(self, on_record: Callable[[], object] = lambda: None) -> None:
-        """Answer all lines. Cancelling it ends what is under way, and keeps what is written.
+        """Answer all lines. Cancelling it aborts running requests, and keeps written records.
 
         Args:
             on_record: called after each record.
 
         Raises:
-            VerbatimError: the engine failed, or the records can't be written. What was under way has no
-                record then, so that another run answers it.
+            VerbatimError: the engine failed, or the records can't be written. Running requests then have
+                no record, so another run answers them.
         """
         gate = asyncio.Semaphore(self.in_flight)
 
@@ -153,7 +153,7 @@ class BatchRun:
             try:
                 status, body = await self._answer(line)
                 self.records.answer(line.custom_id, status, body)
-                self._note(line.nbytes, on_record)
+                self._count_done(line.nbytes, on_record)
             finally:
                 gate.release()
 
@@ -167,12 +167,12 @@ class BatchRun:
                         try:
                             line = self._line(number, text, nbytes)
                         except _Fault as fault:
-                            if number in self.records.told:
+                            if number in self.records.answered_lines:
                                 self._skip(text, nbytes)
                                 continue
                             message = f"line {number}: {fault}"
                             self.records.fault(fault.custom_id, fault.code, message, number)
-                            self._note(nbytes, on_record)
+                            self._count_done(nbytes, on_record)
                         else:
                             if line is None:
                                 self._skip(text, nbytes)
@@ -186,21 +186,21 @@ class BatchRun:
             raise error from None
 
     def _skip(self, text: bytes | None, nbytes: int) -> None:
-        """A line that was answered before, or an empty one."""
+        """Count a line that was answered before, or an empty one."""
         self.num_skipped += text is None or bool(text.strip())
         self._bytes_skipped += nbytes
         self.bytes_done += nbytes
 
-    def _note(self, nbytes: int, on_record: Callable[[], object]) -> None:
+    def _count_done(self, nbytes: int, on_record: Callable[[], object]) -> None:
         self.bytes_done += nbytes
         self.num_done += 1
         on_record()
 
     def _line(self, number: int, text: bytes | None, nbytes: int) -> _Line | None:
-        """A request that has no record yet; None where there is none to answer.
+        """Parse a line; return None if it is empty or has a record already.
 
         Raises:
-            _Fault: it is none.
+            _Fault: the line is not a valid request.
         """
         if text is None:
             raise _Fault("invalid_line", f"longer than {MAX_LINE_BYTES} bytes")
@@ -218,7 +218,7 @@ class BatchRun:
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
             raise _Fault("invalid_line", f"custom_id={custom_id!r:.80}: must be a string")
-        custom_id = custom_id.encode(errors="replace").decode()  # as it is written, and read again
+        custom_id = custom_id.encode(errors="replace").decode()  # as it is written and read back
         if custom_id in self._seen:
             raise _Fault("duplicate_custom_id", "an earlier line has this custom_id", custom_id)
         self._seen.add(custom_id)
@@ -242,8 +242,8 @@ class BatchRun:
         return _Line(custom_id, url, body, nbytes)
 
     async def _answer(self, line: _Line) -> tuple[int, dict[str, Any]]:
-        """A status and a body, as a server has them."""
-        model, asked = _ENDPOINTS[line.url]
+        """Return the status and the body of a response."""
+        model, handler = _ENDPOINTS[line.url]
         try:
             try:
                 body: Any = model.model_validate(line.body)
@@ -251,20 +251,20 @@ class BatchRun:
                 raise refusal_of_body(error.errors()) from None
             if body.stream:
                 raise Refusal(400, "stream: not supported in a batch", param="stream")
-            return 200, await asked(self.service, body).answer(Client())
+            return 200, await handler(self.service, body).answer(Client())
         except (EngineClosed, StageFailed, TierFailed):
-            raise  # not this request's fault, and that of all the others
+            raise  # affects all requests
         except Exception as error:
             refusal = _refusal(error)
             return refusal.status_code, refusal.body()
 
 
-_FORESEEN = (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks)
+_EXPECTED = (Refusal, InvalidRequest, NotSupported, QueueFull, OutOfBlocks)
 
 
 def _refusal(error: Exception) -> Refusal:
-    """As the server has it; but here the message of whatever it is may be told."""
-    if isinstance(error, _FORESEEN):
+    """Return the server's error response, but with the message of unexpected errors, too."""
+    if isinstance(error, _EXPECTED):
         return refusal_of(error)
     return Refusal(500, f"{type(error).__name__}: {error}")
 

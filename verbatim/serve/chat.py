@@ -20,7 +20,7 @@ from verbatim.serve.completions import (
     usage,
     wants_usage,
 )
-from verbatim.serve.errors import Rows
+from verbatim.serve.errors import LazyList
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
@@ -32,22 +32,22 @@ from verbatim.serve.fields import (
     ToolMessage,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ANY_OBJECT, Call, CallReader, ToolUse, said_and_called
+from verbatim.serve.tools import ANY_OBJECT, CallReader, ParsedCall, ToolUse, split_parts
 from verbatim.text.chat import render_chat
 
 
-class Talk:
-    """A conversation with what is asked of its next turn, settled: what chats and responses share.
+class Conversation:
+    """A conversation and the parameters of its next turn; shared by chats and responses.
 
     Args:
-        messages: as the template takes them.
-        fields: of SamplingParams, those that were given.
-        use: the tools that may be called.
-        tools: as the template is told of them.
-        template_kwargs: its other variables.
+        messages: in the template's format.
+        fields: the given fields of SamplingParams.
+        use: the callable tools.
+        tools: in the template's format.
+        template_kwargs: other variables of the template.
 
     Raises:
-        InvalidRequest, NotSupported: a combination that can't be.
+        InvalidRequest, NotSupported: an unsupported combination.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Talk:
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
-        _check_read(messages, template_of(service, tools is not None))
+        _check_used(messages, template_of(service, tools is not None))
         if tools is not None:
             self._variables["tools"] = tools
         self.use = use
@@ -78,7 +78,7 @@ class Talk:
         self.params = service.chat_defaults.replace(**fields)
 
     async def prompt(self) -> list[int]:
-        """The ids that the template makes of it."""
+        """Render the conversation to prompt ids."""
         tokenizer = self.service.llm.tokenizer
         if tokenizer is None:
             raise NotSupported("chat needs a tokenizer, and this engine has none")
@@ -88,11 +88,11 @@ class Talk:
         )
 
     def reader(self) -> CallReader | None:
-        """Of one completion's calls, where any may be made."""
+        """Return a parser for one completion's calls; None without tools."""
         return None if self.use is None else self.use.reader()
 
 
-# Variables of a template that are no client's to set, and why.
+# Template variables that clients can't set, and the reason.
 _NOT_FOR_CLIENTS = {
     "chat_template": "a template is a program, which this server does not accept from clients",
     "tools": "use the field tools",
@@ -103,7 +103,7 @@ _NOT_FOR_CLIENTS = {
 
 
 def template_of(service: Service, tools: bool) -> str:
-    """The chat template for conversations with or without tools; "" where there is none."""
+    """Return the chat template for conversations with or without tools; "" if there is none."""
     hf = getattr(service.llm.tokenizer, "hf", None)
     template = getattr(hf, "chat_template", None)
     if isinstance(template, dict):
@@ -111,8 +111,8 @@ def template_of(service: Service, tools: bool) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _check_read(messages: list[dict[str, Any]], template: str) -> None:
-    """Refuse what a message has and the template would leave out."""
+def _check_used(messages: list[dict[str, Any]], template: str) -> None:
+    """Refuse fields of messages that the template does not use."""
     for index, message in enumerate(messages):
         for key in ("name", "tool_calls"):
             if key in message and not re.search(rf"\b{key}\b", template):
@@ -122,10 +122,10 @@ def _check_read(messages: list[dict[str, Any]], template: str) -> None:
 
 
 class Asked:
-    """One request for an answer in a conversation, read and settled.
+    """A validated chat completion request.
 
     Raises:
-        Refusal, InvalidRequest, NotSupported: it can't be served as it is.
+        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
@@ -143,7 +143,7 @@ class Asked:
             template_of(service, bool(body.tools)),
             service.llm.tokenizer,
         )
-        self.talk = Talk(
+        self.conversation = Conversation(
             service,
             [message_of(message) for message in body.messages],
             _fields(body),
@@ -153,16 +153,16 @@ class Asked:
         )
 
     async def answer(self, client: Client) -> dict[str, Any]:
-        """All of it at once."""
+        """Return the whole response."""
         with self.service.seat() as seat:
-            prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
             results = await self.service.results(requests)
-        choices = Rows(lambda: map(self._choice, results[0].outputs), large=True)
+        choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
         return self._envelope("chat.completion", choices) | {"usage": usage(results)}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
-        """The same in pieces."""
+        """Stream the response."""
         result: Result | None = None
         readers: dict[int, CallReader | None] = {}
         with_usage = wants_usage(self.body.stream_options)
@@ -178,16 +178,16 @@ class Asked:
             return piece | {"usage": None} if with_usage else piece
 
         with self.service.seat() as seat:
-            prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result
                     if index not in readers:
-                        readers[index] = self.talk.reader()
+                        readers[index] = self.conversation.reader()
                         yield event(index, {"role": "assistant", "content": ""})
-                    for said in self._said(delta, readers[index]):
-                        yield event(index, **said)
+                    for piece in self._pieces(delta, readers[index]):
+                        yield event(index, **piece)
                     if delta.finish_reason is not None:
                         yield event(
                             index,
@@ -199,12 +199,12 @@ class Asked:
         if with_usage and result is not None:
             yield self._envelope("chat.completion.chunk", []) | {"usage": usage([result])}
 
-    def _said(self, delta: Delta, reader: CallReader | None) -> list[dict[str, Any]]:
-        """The pieces of a delta: its text with the log-probs, then its calls."""
-        text, calls, done = delta.text, list[Call](), 0
+    def _pieces(self, delta: Delta, reader: CallReader | None) -> list[dict[str, Any]]:
+        """Return the pieces of a delta: its text with log-probs, then its calls."""
+        text, calls, done = delta.text, list[ParsedCall](), 0
         if reader is not None:
             done = reader.num_calls
-            text, calls = said_and_called(reader.push(text, last=delta.finish_reason is not None))
+            text, calls = split_parts(reader.push(text, last=delta.finish_reason is not None))
         pieces: list[dict[str, Any]] = []
         logprobs = self._logprobs(delta)
         if text or (logprobs is not None and delta.token_ids):
@@ -214,10 +214,10 @@ class Asked:
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
-        reader = self.talk.reader()
-        text, calls = output.text, list[Call]()
+        reader = self.conversation.reader()
+        text, calls = output.text, list[ParsedCall]()
         if reader is not None:
-            text, calls = said_and_called(reader.push(text, last=True))
+            text, calls = split_parts(reader.push(text, last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = [call.wire() for call in calls]
@@ -275,24 +275,24 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
     return fields
 
 
-def structure_of(how: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
-    """The structure that a response format asks for."""
-    if isinstance(how, SchemaFormat):
-        return {"json_schema": how.json_schema.schema_}
-    if how is not None and how.type == "json_object":
+def structure_of(response_format: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
+    """Return the structure of a response format."""
+    if isinstance(response_format, SchemaFormat):
+        return {"json_schema": response_format.json_schema.schema_}
+    if response_format is not None and response_format.type == "json_object":
         return {"json_schema": ANY_OBJECT}
     return {}
 
 
 def text_of(content: Content | None) -> str:
-    """A message's text; parts are joined."""
+    """Return a message's text, with its parts joined."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    """A message as templates take it: with the content as text, and arguments as what they say."""
+    """Return a message in the template's format: content as text, arguments as parsed JSON."""
     plain: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id

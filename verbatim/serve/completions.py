@@ -11,7 +11,7 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Request, Result, TopLogprobs
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
-from verbatim.serve.errors import Refusal, Rows
+from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Completions, StreamOptions
 from verbatim.serve.service import Client, Service
@@ -20,10 +20,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class Asked:
-    """One request for completions, read and settled.
+    """A validated completions request.
 
     Raises:
-        Refusal, InvalidRequest: it can't be served as it is.
+        Refusal, InvalidRequest: an invalid request.
     """
 
     def __init__(self, service: Service, body: Completions) -> None:
@@ -39,11 +39,11 @@ class Asked:
         check_stream_options(body.stream_options, body.stream)
 
     async def answer(self, client: Client) -> dict[str, Any]:
-        """All of it at once."""
+        """Return the whole response."""
         with self.service.seat() as seat:
             requests = await self.service.admit(seat, self.prompts, self.params, client)
             results = await self.service.results(requests)
-        choices = Rows(
+        choices = LazyList(
             lambda: (
                 self._choice(number * self.params.n + output.index, request, result, output)
                 for number, (request, result) in enumerate(zip(requests, results, strict=True))
@@ -54,18 +54,18 @@ class Asked:
         return self._envelope(choices) | {"usage": usage(results)}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
-        """The same in pieces."""
+        """Stream the response."""
         results: list[Result] = []
         with_usage = wants_usage(self.body.stream_options)
         with self.service.seat() as seat:
             requests = await self.service.admit(seat, self.prompts, self.params, client)
-            begun: dict[int, int] = {}  # choice: characters so far
+            offsets: dict[int, int] = {}  # choice: characters so far
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for number, delta in deltas:
                     if delta.result is not None:
                         results.append(delta.result)
                     index = number * self.params.n + delta.index
-                    choice = self._piece(index, requests[number], delta, begun)
+                    choice = self._piece(index, requests[number], delta, offsets)
                     if choice is not None:
                         event = self._envelope([choice])
                         yield event | {"usage": None} if with_usage else event
@@ -102,19 +102,19 @@ class Asked:
         }
 
     def _piece(
-        self, index: int, request: Request, delta: Delta, begun: dict[int, int]
+        self, index: int, request: Request, delta: Delta, offsets: dict[int, int]
     ) -> dict[str, Any] | None:
-        """What a delta adds to a choice; None where that is nothing yet."""
+        """Return the choice of a delta; None if it has no content yet."""
         text, ids, logprobs = delta.text, delta.token_ids, list[float | None](delta.logprobs)
         top = _entries(delta.top_logprobs)
-        offset = begun.get(index, 0)
-        if self.echo and index not in begun:
+        offset = offsets.get(index, 0)
+        if self.echo and index not in offsets:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
                 logprobs = [None, *request.prompt_logprobs, *logprobs]
                 top = [None, *request.prompt_top_logprobs, *top]
-        begun[index] = offset + sum(len(self.service.texts.text(i)) for i in ids)
+        offsets[index] = offset + sum(len(self.service.texts.text(i)) for i in ids)
         if not text and delta.finish_reason is None and self.body.logprobs is None:
             return None
         ended = delta.finish_reason is not None
@@ -171,40 +171,40 @@ def _params(body: Completions) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-# ---- what chats have in common with this
+# ---- shared with chats
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
-    """Refuse options of a stream for what is none."""
+    """Refuse stream options without a stream."""
     if options is not None and not stream:
         raise Refusal(400, "stream_options requires stream=true", param="stream_options")
 
 
 def wants_usage(options: StreamOptions | None) -> bool:
-    """Is the usage to come at a stream's end?"""
+    """Return whether the stream ends with the usage."""
     return options is not None and bool(options.include_usage)
 
 
 def usage(results: list[Result]) -> dict[str, Any]:
-    """Tokens read and made."""
+    """Return the counts of prompt and completion tokens."""
     prompt = sum(len(result.prompt_token_ids) for result in results)
-    made = sum(len(output.token_ids) for result in results for output in result.outputs)
+    num_new = sum(len(output.token_ids) for result in results for output in result.outputs)
     cached = sum(result.num_cached_tokens for result in results)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": made,
-        "total_tokens": prompt + made,
+        "completion_tokens": num_new,
+        "total_tokens": prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
 def finish_reason(reason: FinishReason | None) -> str | None:
-    """In OpenAI's words, which know no end by time."""
+    """Return OpenAI's finish reason; a timeout becomes "length"."""
     if reason is None:
         return None
     return "stop" if reason is FinishReason.STOP else "length"
 
 
 def stop_reason(reason: Any) -> Any:
-    """The stop id, ids or string; ours, beside OpenAI's fields."""
+    """Return the stop id, ids or string, an extension of OpenAI's fields."""
     return list(reason) if isinstance(reason, tuple) else reason

@@ -106,7 +106,7 @@ def to_bytes(content: Any) -> bytes:
     """Return compact JSON. NaN and infinity become null, objects their fields, tensors nested lists."""
     try:
         return to_json(content, inf_nan_mode="null", fallback=to_plain)
-    except ValueError:  # half surrogate pairs, nesting that it takes for a circle
+    except ValueError:  # half surrogate pairs, or nesting taken for a cycle
         pass
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -116,8 +116,8 @@ def to_bytes(content: Any) -> bytes:
     return text.encode(errors="replace")
 
 
-class Rows(Iterable[Any]):
-    """A list whose entries are made while it is encoded, so that it is never held as a whole.
+class LazyList(Iterable[Any]):
+    """A list with entries computed while it is encoded, to save memory.
 
     Args:
         make: returns an iterator over the entries; may be called again.
@@ -164,7 +164,7 @@ def _parts(content: Any) -> Iterator[bytes]:
             yield from _parts(entry)
             before = b","
         yield b"]" if before == b"," else b"[]"
-    elif isinstance(content, Rows | list):
+    elif isinstance(content, LazyList | list):
         entries, before = iter(content), b"["
         while rows := list(islice(entries, _ROWS)):
             yield before + to_bytes(rows)[1:-1]
@@ -175,7 +175,7 @@ def _parts(content: Any) -> Iterator[bytes]:
 
 
 def _has_large_entries(content: Any) -> bool:
-    if isinstance(content, Rows):
+    if isinstance(content, LazyList):
         return content.large
     return isinstance(content, list) and (
         len(content) <= _ROWS or dataclasses.is_dataclass(content[0])
@@ -196,11 +196,11 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(503, "the engine is closed")
     if isinstance(error, OutOfBlocks):
         return too_many(str(error))
-    if isinstance(error, StageFailed):  # the next request tries to fill the stage's place
+    if isinstance(error, StageFailed):  # the next request tries to replace the stage
         retry = {"Retry-After": str(RETRY_AFTER_S)}
         return Refusal(503, str(error), headers=retry)
     if isinstance(error, RequestFailed) and error.__cause__ is None:
-        # What it asked for can't be: nothing can be drawn, or its structure met a limit.
+        # An impossible request: no token can be drawn, or its structure exceeded a limit.
         return Refusal(400, str(error))
     if isinstance(error, TierFailed):  # its message names files of this machine
         log.error("a tier of the model's weights failed: %s", error)
@@ -214,8 +214,8 @@ def refusal_of(error: BaseException) -> Refusal:
 
 def _param(message: str) -> str | None:
     """Return the field that a message begins with, such as `top_p=2.0: must be ...`."""
-    found = re.match(r"(?:params\.)?([a-z_]+)(?:=|: | has | is empty)", message)
-    return found[1] if found is not None and found[1] in _FIELDS else None
+    match = re.match(r"(?:params\.)?([a-z_]+)(?:=|: | has | is empty)", message)
+    return match[1] if match is not None and match[1] in _FIELDS else None
 
 
 def too_many(message: str) -> Refusal:

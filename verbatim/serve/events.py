@@ -1,4 +1,4 @@
-"""Answers, whole or as events, that are given up when their client disconnects."""
+"""Responses, whole or streamed, that are cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from verbatim.serve.errors import (
 )
 
 T = TypeVar("T")
-# Events as `data: {...}`; a name makes it `event: name` besides, as /v1/responses has them.
+# Events as `data: {...}`, with an `event: name` line if named, as in /v1/responses.
 Event = dict[str, Any] | tuple[str, dict[str, Any]]
 DONE = b"data: [DONE]\n\n"
 
 
 async def while_there(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`, which is cancelled when the client goes away.
+    """Return the result of `work`; cancel it when the client disconnects.
 
     Raises:
-        ClientGone: the client went away.
+        ClientGone: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
@@ -43,7 +43,7 @@ async def while_there(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         for each in (task, gone):
             each.cancel()
-            with suppress(BaseException):  # nobody waits for what was cancelled
+            with suppress(BaseException):  # the result of a cancelled task is not used
                 await each
 
 
@@ -53,18 +53,18 @@ async def _gone(receive: Receive) -> None:
 
 
 async def answered(http: HttpRequest, work: Awaitable[dict[str, Any]]) -> Response:
-    """Return one JSON answer, which is encoded and sent in pieces if it is large."""
+    """Return a JSON response, encoded and sent in pieces if it is large."""
     pieces = json_pieces(await while_there(http.receive, work))
     first = next(pieces)
     if len(first) < PIECE_BYTES:
         return Response(first, media_type=JSON)
-    return _Pieces(_chain(first, pieces, http.app.state.service.trim_soon), http, JSON)
+    return _PiecewiseResponse(_chain(first, pieces, http.app.state.service.trim_soon), http, JSON)
 
 
 async def streamed(
     http: HttpRequest, events: AsyncGenerator[Event, None], *, done: bool = True
 ) -> Response:
-    """Return events as they come. An error before the first one has its own status.
+    """Return a stream of events. An error before the first one has its own status.
 
     Args:
         done: end with `[DONE]`, as OpenAI's older endpoints do.
@@ -74,11 +74,11 @@ async def streamed(
     except BaseException:
         await events.aclose()
         raise
-    return _Pieces(_lines(first, events, done), http, "text/event-stream")
+    return _PiecewiseResponse(_lines(first, events, done), http, "text/event-stream")
 
 
-class _Pieces(Response):
-    """A response that is sent in pieces until the client goes away."""
+class _PiecewiseResponse(Response):
+    """A response sent in pieces, until the client disconnects."""
 
     def __init__(
         self, pieces: AsyncGenerator[bytes, None], http: HttpRequest, media_type: str

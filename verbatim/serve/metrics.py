@@ -1,4 +1,4 @@
-"""`Metrics`: what a server has done, in Prometheus' text format."""
+"""`Metrics`: counters of a server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _COUNTS = {
 
 
 class Metrics:
-    """Counters of requests, and the engine's own figures at the moment of asking."""
+    """Counters of requests, and the engine's current statistics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._gauges = _Engine()
+        self._gauges = _EngineCollector()
         self.registry.register(self._gauges)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -57,7 +57,7 @@ class Metrics:
         self._all = histogram("request_seconds", "Time from arrival to last token", _SECONDS)
 
     def note(self, results: Iterable[Result]) -> None:
-        """Requests have ended."""
+        """Count finished requests."""
         for result in results:
             self._prompt.inc(len(result.prompt_token_ids))
             for output in result.outputs:
@@ -71,13 +71,13 @@ class Metrics:
                     self._each.observe(result.metrics.per_token_s)
 
     def text(self, stats: dict[str, Any]) -> bytes:
-        """All of it, with the engine's `stats` of now."""
+        """Return all metrics as text, with the engine's current `stats`."""
         self._gauges.stats = stats
         return generate_latest(self.registry)
 
 
 class Counted:
-    """Counts the answers of an application by path and status. What nobody foresaw is answered here."""
+    """Middleware that counts responses by path and status, and answers unexpected errors."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -90,32 +90,32 @@ class Counted:
 
         begun = False
 
-        async def noted(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
-                route = scope.get("route")  # its pattern, so that nobody can invent paths
+                route = scope.get("route")  # the pattern, so that clients can't add paths
                 path = getattr(route, "path", "other")
                 self._metrics.answers.labels(path, str(message["status"])).inc()
                 begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, counting_send)
         except Exception as error:
             if begun:
                 raise
-            # Not left to those further out, who close the connection under the client's next request.
-            await refusal_of(error).response()(scope, receive, noted)
+            # Outer handlers would close the connection during the client's next request.
+            await refusal_of(error).response()(scope, receive, counting_send)
 
 
-class _Engine(Collector):
-    """The engine's figures."""
+class _EngineCollector(Collector):
+    """Collector of the engine's statistics."""
 
     def __init__(self) -> None:
         self.stats: dict[str, Any] = {}
 
     def describe(self) -> list[Metric]:
-        return []  # asked for when it is registered, before anybody wants the figures
+        return []  # called at registration, before there are statistics
 
     def collect(self) -> Iterable[Metric]:
         stats = self.stats

@@ -13,7 +13,7 @@ from verbatim.core import Delta, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams
 from verbatim.serve.chat import message_of
-from verbatim.serve.errors import Rows
+from verbatim.serve.errors import LazyList
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
 from verbatim.serve.service import Client, Service
@@ -72,7 +72,7 @@ class Detokenize(Strict):
     skip_special_tokens: bool = False
 
 
-def _settled(body: Generate) -> SamplingParams:
+def _params(body: Generate) -> SamplingParams:
     for name in body.params:
         if name not in PARAMS:
             why = "can't be sent" if name == "logits_processors" else "is unknown"
@@ -93,14 +93,14 @@ def _as_id(key: str) -> int:
 async def generate(service: Service, body: Generate, client: Client) -> dict[str, Any]:
     """Generate, and return the `Result` as JSON."""
     service.check_model(body.model)
-    params = _settled(body)
+    params = _params(body)
     with service.seat() as seat:
         requests = await service.admit(seat, [body.prompt], params, client)
         (result,) = await service.results(requests)
-    told = _told(service, result)
+    answer = _to_dict(service, result)
     if body.return_tokens:
-        told["tokens"] = _new_texts(service, result, set())
-    return told
+        answer["tokens"] = _new_texts(service, result, set())
+    return answer
 
 
 async def generate_events(
@@ -108,19 +108,19 @@ async def generate_events(
 ) -> AsyncGenerator[Event, None]:
     """Generate, and yield `Delta`s as JSON; the last one has the result."""
     service.check_model(body.model)
-    params = _settled(body)
+    params = _params(body)
     known: set[int] = set()
     with service.seat() as seat:
         requests = await service.admit(seat, [body.prompt], params, client)
         async with aclosing(service.deltas(requests)) as deltas:
             async for _, delta in deltas:
-                told = _told(service, delta)
+                answer = _to_dict(service, delta)
                 if body.return_tokens:
-                    told["tokens"] = _new_texts(service, delta, known)
-                yield told
+                    answer["tokens"] = _new_texts(service, delta, known)
+                yield answer
 
 
-def _told(service: Service, value: Result | Delta) -> dict[str, Any]:
+def _to_dict(service: Service, value: Result | Delta) -> dict[str, Any]:
     fields = {name: getattr(value, name) for name in _FIELDS[type(value)]}
     return fields | {"model": service.name, "numerics_key": service.fingerprint}
 
@@ -184,7 +184,7 @@ async def tokenize(service: Service, body: Tokenize) -> dict[str, Any]:
     ids = await service.in_thread(ids_of, num_chars=num_chars)
     answer = {"ids": ids, "count": len(ids), "max_length": service.llm.max_length}
     if body.return_tokens:
-        answer["tokens"] = Rows(lambda: map(service.texts.text, ids))
+        answer["tokens"] = LazyList(lambda: map(service.texts.text, ids))
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Where a model's layers live, in one shape for every placement."""
+"""The distribution of a model's layers over tiers or stages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def places_of(info: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The places that hold a model's layers, from what `LLM.info` says.
+    """Return the tiers or stages that hold a model's layers, from `LLM.info`.
 
     Returns:
-        For each place its `name`, `weight_bytes` (of the embedding and the head, too), and `layers`: for
-        each layer the share of its weights that lies there, 0 to 1.
+        For each its `name`, `weight_bytes` (including embedding and head), and `layers`: the fraction of
+        each layer's weights there, 0 to 1.
     """
     if "unit_tiers" in info:
         return _tiers(info["unit_tiers"])

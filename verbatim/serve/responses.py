@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer endpoint for conversations. Nothing is kept between requests."""
+"""`/v1/responses`: OpenAI's newer endpoint for conversations, without stored state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.serve.chat import Talk, message_of, structure_of, template_of
+from verbatim.serve.chat import Conversation, message_of, structure_of, template_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
@@ -33,14 +33,14 @@ from verbatim.serve.responses_fields import (
     Responses,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import Call, Part, ToolUse
+from verbatim.serve.tools import ParsedCall, Part, ToolUse
 
 
 class Asked:
-    """One request, read and settled.
+    """A validated responses request.
 
     Raises:
-        Refusal, InvalidRequest, NotSupported: it can't be served as it is.
+        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
     """
 
     def __init__(self, service: Service, body: Responses) -> None:
@@ -51,11 +51,11 @@ class Asked:
         self.created = int(time.time())
         service.note_user(self.id, body.user)
         tools = [_tool(tool) for tool in body.tools] if body.tools else None
-        several = body.parallel_tool_calls if tools else None
+        parallel_calls = body.parallel_tool_calls if tools else None
         use = ToolUse.settle(
             tools,
             _choice(body.tool_choice),
-            several,
+            parallel_calls,
             template_of(service, tools is not None),
             service.llm.tokenizer,
         )
@@ -65,7 +65,7 @@ class Asked:
                 "include=['message.output_text.logprobs'] with tools: a call's tokens belong to no text; "
                 "/v1/chat/completions has logprobs with tools"
             )
-        self.talk = Talk(
+        self.conversation = Conversation(
             service,
             _messages(body),
             _fields(body),
@@ -74,18 +74,18 @@ class Asked:
         )
 
     async def answer(self, client: Client) -> dict[str, Any]:
-        """All of it at once."""
+        """Return the whole response."""
         with self.service.seat() as seat:
-            prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
-        reader = self.talk.reader()
+        reader = self.conversation.reader()
         parts = [output.text] if reader is None else reader.push(output.text, last=True)
         logprobs = self._logprobs(output)
         items = []
-        for part in parts or [""]:  # an answer without a word is one
-            if isinstance(part, Call):
+        for part in parts or [""]:  # an empty answer has one item
+            if isinstance(part, ParsedCall):
                 items.append(_call_item(part))
             else:
                 items.append(_message_item(f"msg_{uuid4().hex}", part, logprobs))
@@ -93,7 +93,7 @@ class Asked:
         return self._response(items, result)
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
-        """The same as a stream of named events, numbered in order."""
+        """Stream the response as named, numbered events."""
         number = -1
 
         def event(kind: str, **rest: Any) -> Event:
@@ -105,9 +105,9 @@ class Asked:
         items: list[dict[str, Any]] = []
         result: Result | None = None
         with self.service.seat() as seat:
-            prompt = await self.talk.prompt()
-            requests = await self.service.admit(seat, [prompt], self.talk.params, client)
-            reader = self.talk.reader()
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            reader = self.conversation.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     if number < 0:
@@ -119,7 +119,7 @@ class Asked:
                         parts = reader.push(delta.text, last=delta.finish_reason is not None)
                     message.logprobs += self._logprobs(delta)
                     for part in parts:
-                        if isinstance(part, Call):
+                        if isinstance(part, ParsedCall):
                             pieces = message.end(items)
                             pieces += _call_events(event, part, len(items))
                             items.append(_call_item(part))
@@ -127,7 +127,7 @@ class Asked:
                             pieces = message.push(part, len(items))
                         for piece in pieces:
                             yield piece
-            if not items and not message.open:  # an answer without a word is one
+            if not items and not message.open:  # an empty answer has one item
                 for piece in message.push("", 0, empty=True):
                     yield piece
             for piece in message.end(items):
@@ -145,7 +145,7 @@ class Asked:
         )
 
     def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
-        body, params = self.body, self.talk.params
+        body, params = self.body, self.conversation.params
         output = None if result is None else result.outputs[0]
         cut = output is not None and output.finish_reason is not FinishReason.STOP
         status = "in_progress" if output is None else "incomplete" if cut else "completed"
@@ -184,10 +184,10 @@ class Asked:
 
 
 class _Message:
-    """The message item of a stream, which is open while text comes.
+    """The message item of a stream, open while it gets text.
 
     Attributes:
-        logprobs: of tokens whose text has not come yet; they go with the next that does.
+        logprobs: of tokens without text so far; sent with the next text.
     """
 
     def __init__(self, event: Any) -> None:
@@ -230,7 +230,7 @@ class _Message:
         return events
 
     def end(self, items: list[dict[str, Any]]) -> list[Event]:
-        """Close it, where it is open, and put the item down."""
+        """Close the item if it is open, and append it to `items`."""
         if not self.open:
             return []
         self.open = False
@@ -248,7 +248,7 @@ class _Message:
         ]
 
 
-def _call_events(event: Any, call: Call, index: int) -> list[Event]:
+def _call_events(event: Any, call: ParsedCall, index: int) -> list[Event]:
     item = _call_item(call)
     at = {"item_id": item["id"], "output_index": index}
     begun = item | {"arguments": "", "status": "in_progress"}
@@ -279,7 +279,7 @@ def _message_item(item_id: str, text: str, logprobs: Iterable[dict[str, Any]]) -
     }
 
 
-def _call_item(call: Call) -> dict[str, Any]:
+def _call_item(call: ParsedCall) -> dict[str, Any]:
     return {
         "id": f"fc_{call.id.removeprefix('call_')}",
         "type": "function_call",
@@ -291,22 +291,22 @@ def _call_item(call: Call) -> dict[str, Any]:
 
 
 def _usage(result: Result) -> dict[str, Any]:
-    read, made = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+    num_prompt, num_new = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
     return {
-        "input_tokens": read,
+        "input_tokens": num_prompt,
         "input_tokens_details": {
             "cached_tokens": result.num_cached_tokens,
             "cache_write_tokens": 0,
         },
-        "output_tokens": made,
+        "output_tokens": num_new,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + made,
+        "total_tokens": num_prompt + num_new,
     }
 
 
 def _format(body: Responses) -> dict[str, Any]:
-    how = None if body.text is None else body.text.format
-    return {"type": "text"} if how is None else how.model_dump(by_alias=True, exclude_none=True)
+    fmt = None if body.text is None else body.text.format
+    return {"type": "text"} if fmt is None else fmt.model_dump(by_alias=True, exclude_none=True)
 
 
 def _fields(body: Responses) -> dict[str, Any]:
@@ -319,10 +319,10 @@ def _fields(body: Responses) -> dict[str, Any]:
         )
     if body.include:
         fields["logprobs"] = body.top_logprobs or 0
-    how = None if body.text is None else body.text.format
-    if how is None or isinstance(how, PlainFormat):
-        return fields | structure_of(how)
-    return fields | {"json_schema": how.schema_}
+    fmt = None if body.text is None else body.text.format
+    if fmt is None or isinstance(fmt, PlainFormat):
+        return fields | structure_of(fmt)
+    return fields | {"json_schema": fmt.schema_}
 
 
 def _choice(choice: str | NamedFunctionTool | None) -> str | NamedTool | None:
@@ -337,7 +337,7 @@ def _tool(tool: FunctionTool) -> Tool:
 
 
 def _messages(body: Responses) -> list[dict[str, Any]]:
-    """The conversation as templates take it. Calls that follow one another are one turn."""
+    """Return the conversation in the template's format; consecutive calls become one turn."""
     messages: list[Any] = []
     if body.instructions is not None:
         messages.append(PlainMessage(role="system", content=body.instructions))

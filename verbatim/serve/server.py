@@ -1,4 +1,4 @@
-"""`run`: listen, serve, and shut down in order: requests finish after one signal, and end at a second."""
+"""`run`: listen, serve, and shut down: requests finish after one signal, and are aborted at a second."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 _HEADER_BYTES = 64 << 10
-_QUEUED = 2048  # connections that the system holds until they are accepted
-_ACCEPTED = 8  # connections that are accepted between two rounds of the event loop
-_TICKS = 5  # of uvicorn's 0.1 s, between two looks at the connections
+_QUEUED = 2048  # backlog of connections not yet accepted
+_ACCEPTED = 8  # connections accepted per round of the event loop
+_TICKS = 5  # uvicorn's ticks of 0.1 s between two checks of the connections
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which rejects new requests while it drains, and ends at a second signal."""
+    """uvicorn's server; it rejects new requests while it drains, and exits at a second signal."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, say: Callable[[str], None], address: str
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or []:
-            listener.listen(_QUEUED)  # what asyncio accepts at once is less, see `configured`
+            listener.listen(_QUEUED)  # asyncio accepts fewer at once, see `configured`
         # Signals are handled from here on.
         service = self._service
         self._say(f"serving {service.name} at {self._address} ({service.fingerprint})")
@@ -80,12 +80,12 @@ def run(
     """Serve until a signal.
 
     Args:
-        port: 0 takes a free one, which is said.
-        drain_s: how long what runs may go on after the first signal.
-        say: is told the address and how it ends.
+        port: 0 takes a free one, which is reported.
+        drain_s: seconds for running requests after the first signal.
+        say: called with the address, and at shutdown.
 
     Raises:
-        VerbatimError: the address can't be had.
+        VerbatimError: the address is not available.
     """
     app = make_app(llm, settings)
     config = configured(app, settings, log_level=log_level, drain_s=drain_s)
@@ -104,21 +104,20 @@ def run(
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Leave out of these logs what was foreseen."""
+    """Filter expected errors from these logs."""
     logs = [logging.getLogger(name) for name in names]
     for log in logs:
-        log.addFilter(_foreseen)
+        log.addFilter(_is_unexpected)
     try:
         yield
     finally:
         for log in logs:
-            log.removeFilter(_foreseen)
+            log.removeFilter(_is_unexpected)
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Leave what was loaded so far out of garbage collections: going through it stops every stream for a
-    quarter of a second."""
+    """Exclude existing objects from garbage collection, which would pause streams for 0.25 s."""
     gc.collect()
     gc.freeze()
     try:
@@ -146,7 +145,7 @@ def configured(
     return uvicorn.Config(
         app,
         http=connection,
-        # Each may be one too many and is closed only in the next round, so few may come in one.
+        # Connections over the limit are closed only in the next round, so accept few per round.
         backlog=_ACCEPTED,
         log_level=log_level,
         access_log=log_level in ("info", "debug"),
@@ -159,9 +158,8 @@ def configured(
     )
 
 
-def _foreseen(record: logging.LogRecord) -> bool:
-    """Leave out the traceback of an answer that was broken off by the end of the server, and what asyncio
-    says of a client that is gone."""
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Return False for responses cancelled at shutdown, and for writes to disconnected clients."""
     error = record.exc_info[1] if record.exc_info else None
     if record.msg == "socket.send() raised exception.":
         return False
@@ -169,13 +167,13 @@ def _foreseen(record: logging.LogRecord) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket of its own, so that a taken port is one line and no traceback."""
+    """Open the listening socket, so that a port in use is reported without a traceback."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With the protocol named: only then asyncio switches Nagle's algorithm off, which holds a token
-        # back until the client has acknowledged the one before, 40 ms at most.
+        # asyncio disables Nagle's algorithm only if the protocol is given. The algorithm delays a token
+        # until the client acknowledges the one before, for up to 40 ms.
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -17,12 +17,12 @@ class ServeSettings:
 
     Attributes:
         name: model name in the API. None: the engine's name.
-        api_keys: keys of which every request must send one; empty: no key is needed.
+        api_keys: accepted keys; empty: none is required.
         max_body_bytes: maximum size of a request body; status 413 above it.
         max_requests: maximum generations in progress or queued; status 429 above it.
         max_choices: maximum completions per request (prompts times `n`); status 400 above it.
         max_response_bytes: maximum estimated size of a response; status 400 above it.
-        max_connections: maximum connections. None: what the limit of descriptors allows, at most 4096.
+        max_connections: maximum connections. None: by the limit of descriptors, at most 4096.
         max_connections_per_address: maximum connections from one address; behind a proxy all have the
             proxy's. None: half of `max_connections`.
         idle_timeout_s: seconds in which a connection must send the head of its next request.
@@ -30,11 +30,11 @@ class ServeSettings:
         read_timeout_s: seconds after which a client that reads nothing of its response is disconnected.
         timeout_s: maximum seconds of a generation, which then ends with finish reason "length". None: no
             limit.
-        negative_priorities: accept a `priority` below 0, with which a client's requests run before, and in
+        negative_priorities: accept a `priority` below 0, which runs a client's requests before, and in
             place of, those of others.
         hosts: accepted names in the Host header; empty: any. Protects a local server against web pages that
             resolve their own name to it (DNS rebinding).
-        cors_origins: origins whose web pages may call the server; empty: none.
+        cors_origins: origins of web pages that may call the server; empty: none.
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
         chat_defaults: sample chats with the defaults of the model's generation_config.json.

@@ -1,4 +1,4 @@
-"""What single tokens look like in an answer: their text, their bytes, their log-probs."""
+"""The text, bytes and log-probs of single tokens in responses."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import re
 from typing import Any
 
 from verbatim.core import TopLogprobs
-from verbatim.serve.errors import Rows
+from verbatim.serve.errors import LazyList
 from verbatim.text.detokenizer import Detokenizer, piece_bytes
 from verbatim.text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # what OpenAI writes for a probability of zero, which JSON has no number for
+LEAST = -9999.0  # OpenAI's log-prob of probability zero, as JSON has no infinity
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The text and bytes of ids as they stand within a text; looked up once each.
+    """The text and bytes of ids within a text, cached.
 
-    Without a tokenizer a token's text is "token_id:" and its id.
+    Without a tokenizer, a token's text is "token_id:" and its id.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, tuple[str, bytes]] = {}
-        self._behind: list[int] = []
+        self._context: list[int] = []
         if tokenizer is not None:
             self._bytes = [step["type"] for step in tokenizer.decoder_steps] == ["ByteLevel"]
-            self._behind = tokenizer.encode("a", special_tokens=False)[-1:]
+            self._context = tokenizer.encode("a", special_tokens=False)[-1:]
 
     def text(self, token_id: int) -> str:
-        """Its text; "bytes:" and the bytes in hexadecimal where they are part of a character."""
+        """Return the text of an id; "bytes:" and hexadecimal bytes for a part of a character."""
         return self._of(token_id)[0]
 
     def octets(self, token_id: int) -> list[int]:
-        """Its bytes in UTF-8, which may be part of a character."""
+        """Return the UTF-8 bytes of an id, which may be part of a character."""
         return list(self._of(token_id)[1])
 
     def _of(self, token_id: int) -> tuple[str, bytes]:
-        found = self._texts.get(token_id)
-        if found is None:
-            found = self._texts[token_id] = self._look_up(token_id)
-        return found
+        entry = self._texts.get(token_id)
+        if entry is None:
+            entry = self._texts[token_id] = self._look_up(token_id)
+        return entry
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:
         tokenizer = self._tokenizer
@@ -55,14 +55,16 @@ class TokenTexts:
         elif self._bytes and token_id not in tokenizer.special_ids:
             raw = piece_bytes(piece)
         else:
-            joiner = Detokenizer(tokenizer, skip_special_tokens=False, prompt_tail_ids=self._behind)
+            joiner = Detokenizer(
+                tokenizer, skip_special_tokens=False, prompt_tail_ids=self._context
+            )
             raw = (joiner.push(token_id) + joiner.flush()).encode()
         try:
             return raw.decode(), raw
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), raw
 
-    # ---- the two ways in which OpenAI's endpoints write log-probs
+    # ---- the two formats of log-probs in OpenAI's endpoints
 
     def legacy(
         self,
@@ -72,14 +74,14 @@ class TokenTexts:
         num_top: int,
         offset: int,
     ) -> dict[str, Any]:
-        """As completions have them: four lists of one length. `offset`: characters before the first."""
+        """Return log-probs in the format of completions; `offset` is the number of characters before."""
         offsets = []
         for i in ids:
             offsets.append(offset)
             offset += len(self.text(i))
         entries = None
         if num_top:
-            entries = Rows(
+            entries = LazyList(
                 lambda: (
                     None if best is None else self._by_text(best[:num_top], i, p)
                     for i, p, best in zip(ids, logprobs, top or [], strict=True)
@@ -93,7 +95,7 @@ class TokenTexts:
         }
 
     def _by_text(self, best: TopLogprobs, token_id: int, p: float | None) -> dict[str, float]:
-        """By text, the likelier one where two ids have the same; the drawn token is always there."""
+        """Return log-probs by text, the likelier of two ids with equal text; always with the drawn token."""
         entries = {self.text(i): _number(q) for i, q in best[::-1]}
         if p is not None:
             entries.setdefault(self.text(token_id), _number(p))
@@ -105,9 +107,9 @@ class TokenTexts:
         logprobs: list[float],
         top: list[TopLogprobs] | None,
         num_top: int,
-    ) -> Rows:
-        """As chats have them: one entry a token."""
-        return Rows(
+    ) -> LazyList:
+        """Return log-probs in the format of chats: one entry per token."""
+        return LazyList(
             lambda: (
                 self._entry(i, p)
                 | {

@@ -1,7 +1,7 @@
-"""Tool calls: how a model writes them, the grammar that makes it so, and reading them back.
+"""Tool calls: their format, the grammar that enforces it, and the parser.
 
-A model writes calls in the way that its chat template teaches. Two ways are known: Hermes' (Qwen and many
-others), `<tool_call>` around a JSON object, and a bare JSON object. Arguments always fit the tool's schema.
+The chat template determines the format. Two are supported: Hermes' (Qwen and many others), `<tool_call>`
+around a JSON object, and a bare JSON object. Arguments always fit the tool's schema.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call that a model wrote; `arguments` is JSON, as it wrote it."""
+class ParsedCall:
+    """A tool call of the model; `arguments` is its JSON, unchanged."""
 
     id: str
     name: str
@@ -37,20 +37,20 @@ class Call:
         }
 
 
-Part = str | Call  # of what a model said
+Part = str | ParsedCall  # a part of the model's output
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request and how they may be used.
+    """The tools of one request, and their use.
 
     Attributes:
-        tools: those that may be called.
-        required: a call must be made, and nothing else said.
-        several: more than one call may be made.
-        tagged: calls stand between `<tool_call>` and `</tool_call>`.
-        key: what the template calls the arguments: "arguments" or "parameters".
-        tokens: which of the two marks are single tokens, which a grammar must call by their names.
+        tools: tools that may be called.
+        required: only calls, at least one.
+        several: more than one call is allowed.
+        tagged: calls are enclosed in `<tool_call>` and `</tool_call>`.
+        key: the template's key of the arguments: "arguments" or "parameters".
+        tokens: the marks that are single tokens, which a grammar must refer to by name.
     """
 
     tools: tuple[Tool, ...]
@@ -69,12 +69,12 @@ class ToolUse:
         template: str,
         tokenizer: Tokenizer | None = None,
     ) -> ToolUse | None:
-        """None where no tool may be called.
+        """Return the use of tools; None if no tool may be called.
 
         Raises:
-            InvalidRequest: a choice without tools, or of one that is not there; two of one name; a schema
-                that can't be had.
-            NotSupported: a tokenizer that leaves the marks out of the text.
+            InvalidRequest: a choice without tools, or of a missing one; duplicate names; an unsupported
+                schema.
+            NotSupported: the tokenizer omits the marks from the text.
         """
         if tools is None:
             if choice not in (None, "none"):
@@ -90,11 +90,11 @@ class ToolUse:
         if choice == "none":
             return None
         if isinstance(choice, NamedTool):
-            wanted = choice.function.name
-            tools = [tool for tool in tools if tool.function.name == wanted]
+            name = choice.function.name
+            tools = [tool for tool in tools if tool.function.name == name]
             if not tools:
                 raise InvalidRequest(
-                    f"tool_choice: no tool is named {wanted!r}; the tools are {', '.join(names)}"
+                    f"tool_choice: no tool is named {name!r}; the tools are {', '.join(names)}"
                 )
         tagged = BEGIN in template
         return cls(
@@ -107,19 +107,19 @@ class ToolUse:
         )
 
     def grammar(self) -> str:
-        """What the model may write, as a Lark grammar."""
+        """Return the grammar of the output, in Lark."""
         return self._frame() + self._calls()
 
     def _frame(self) -> str:
         if not self.tagged:
-            # Without a mark, a text that begins like an object would be one.
+            # Without a mark, text that begins like an object would be taken for a call.
             text = "" if self.required else " | TEXT"
             return f"start: call{text}\nTEXT: /[^{{](.|\\n)*/\n"
         begin, end = self._mark(BEGIN), self._mark(END)
         if self.required:
             more = ' ("\\n" wrapped)*' if self.several else ""
             return f'start: wrapped{more}\nwrapped: {begin} "\\n" call "\\n" {end}\n'
-        # No text but a call's own mark may spell one: what stands behind it would fit no schema.
+        # Text must not contain the mark, as what follows would not fit a schema.
         if BEGIN in self.tokens:
             head, rule = f"TEXT {begin}", ""
         else:
@@ -135,7 +135,7 @@ class ToolUse:
         return mark if mark in self.tokens else f'"{mark}"'
 
     def _calls(self) -> str:
-        """Each tool's arguments are a schema of their own, whose references lead into it."""
+        """Return the rules of the calls, with a separate schema per tool, for its references."""
         rules, names = [], []
         for number, tool in enumerate(self.tools):
             schema = _schema(tool) | {"x-guidance": COMPACT}
@@ -146,15 +146,15 @@ class ToolUse:
         return f"call: {' | '.join(names)}\n" + "".join(rules)
 
     def _head(self, tool: Tool) -> str:
-        """What stands before the arguments."""
+        """Return the text of a call before its arguments."""
         return f'{{"name": "{tool.function.name}", "{self.key}": '
 
     def reader(self) -> CallReader:
-        """Reads one completion."""
+        """Return a parser for one completion."""
         return CallReader(self)
 
-    def call(self, text: str) -> Call | None:
-        """The call that a JSON object says; None where it was cut short or is no call."""
+    def call(self, text: str) -> ParsedCall | None:
+        """Parse a call; return None if it is incomplete or not a call."""
         for tool in self.tools:
             head = self._head(tool)
             if text.startswith(head) and text.endswith("}"):
@@ -163,18 +163,18 @@ class ToolUse:
                     json.loads(arguments)
                 except (ValueError, RecursionError):
                     return None
-                return Call(f"call_{uuid4().hex[:24]}", tool.function.name, arguments)
+                return ParsedCall(f"call_{uuid4().hex[:24]}", tool.function.name, arguments)
         return None
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """Of its arguments, which are an object."""
+    """Return the schema of a tool's arguments, which are an object."""
     schema = tool.function.parameters or ANY_OBJECT
     return schema if "$ref" in schema else ANY_OBJECT | schema
 
 
 def _check(tool: Tool) -> None:
-    """Refuse by name what a schema has that would be left out silently."""
+    """Refuse unsupported schemas by name."""
     name, schema = tool.function.name, _schema(tool)
     if schema.get("type", "object") != "object":
         raise InvalidRequest(
@@ -187,7 +187,7 @@ def _check(tool: Tool) -> None:
 
 
 def _tokens(tokenizer: Tokenizer | None) -> frozenset[str]:
-    """Which of the marks are tokens that were added by name."""
+    """Return the marks that are added tokens."""
     backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
     if tokenizer is None or backend is None or not hasattr(backend, "get_added_tokens_decoder"):
         return frozenset()
@@ -201,24 +201,24 @@ def _tokens(tokenizer: Tokenizer | None) -> frozenset[str]:
 
 
 class CallReader:
-    """Parts a growing text into what is said and what is called, in any pieces alike."""
+    """Incrementally splits output into text and calls."""
 
     def __init__(self, use: ToolUse) -> None:
         self._use = use
         self._held = ""
-        self._begun = False  # something was said, which is no call
-        self._behind_call = False  # line ends that come now are the format's
+        self._begun = False  # the output began with text
+        self._after_call = False  # the next line ends belong to the format
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
-        """What is certain now, in order: texts that are not empty, and whole calls.
+        """Add text; return the final parts in order: non-empty texts, and whole calls.
 
         Args:
-            last: nothing follows. A call that was cut short comes out as the text it is.
+            last: the output ends here. An incomplete call is returned as text.
         """
         self._held += text
         parts = self._tagged(last) if self._use.tagged else self._bare(last)
-        self.num_calls += sum(isinstance(part, Call) for part in parts)
+        self.num_calls += sum(isinstance(part, ParsedCall) for part in parts)
         return [part for part in parts if part != ""]
 
     def _bare(self, last: bool) -> list[Part]:
@@ -232,17 +232,17 @@ class CallReader:
     def _tagged(self, last: bool) -> list[Part]:
         parts: list[Part] = []
         while True:
-            if self._behind_call and self._held:
+            if self._after_call and self._held:
                 self._held = self._held.lstrip("\n")
-                self._behind_call = not self._held
+                self._after_call = not self._held
             start = self._held.find(BEGIN)
             if start < 0:
-                # Line ends before a call are the format's, too.
+                # Line ends before a call also belong to the format.
                 keep = 0 if last else _overlap(self._held, BEGIN)
                 cut = len(self._held) - keep
                 parts.append(self._take(cut if last else len(self._held[:cut].rstrip("\n"))))
                 return parts
-            # No string of JSON has a line end in it, so that this is the call's own end.
+            # JSON strings have no line ends, so this is the end of the call.
             end = self._held.find("\n" + END, start)
             if end < 0:
                 said = self._held[:start].rstrip("\n")
@@ -254,7 +254,7 @@ class CallReader:
                 continue
             parts += [self._held[:start].rstrip("\n"), call]
             self._take(end + 1 + len(END))
-            self._behind_call = True
+            self._after_call = True
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
@@ -262,14 +262,14 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many of the last characters may be the beginning of `mark`."""
+    """Return the number of last characters that may begin `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-length:]):
             return length
     return 0
 
 
-def said_and_called(parts: Sequence[Part]) -> tuple[str, list[Call]]:
-    """The texts as one, and the calls."""
-    calls = [part for part in parts if isinstance(part, Call)]
+def split_parts(parts: Sequence[Part]) -> tuple[str, list[ParsedCall]]:
+    """Return the joined text, and the calls."""
+    calls = [part for part in parts if isinstance(part, ParsedCall)]
     return "".join(part for part in parts if isinstance(part, str)), calls

@@ -144,7 +144,7 @@ class SamplingParams:
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether log-probs or top-n of the prompt are returned."""
+        """True if log-probs or top-n of the prompt are returned."""
         return not self.skip_prompt_log_probs and (self.return_log_probs or self.top_n_logprobs > 0)
 
     def sampling(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class AsyncStream:
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called or the reader left."""
+        """True once `finish` was called or the reader left."""
         return self._finished
 
     async def generator(self) -> AsyncGenerator[InferenceRequest, None]:

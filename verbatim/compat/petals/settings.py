@@ -194,8 +194,8 @@ class Settings(Mapping[str, Any]):
             return int(new)
         if length is None:
             raise InvalidRequest(
-                "max_length and max_new_tokens are both None: give one of them, or nobody knows how much "
-                "room to reserve"
+                "max_length and max_new_tokens are both None: give one of them, to know how much room "
+                "to reserve"
             )
         if length <= num_given:
             raise InvalidRequest(

@@ -142,7 +142,7 @@ def _attend(
         begin = tl.maximum(split * SPLIT, lowest // KEYS * KEYS)
         for first_key in range(begin, tl.minimum(split * SPLIT + SPLIT, num_keys), KEYS):
             key = first_key + tl.arange(0, KEYS)
-            held = key < num_keys  # what lies behind was never written, or is somebody else's
+            held = key < num_keys  # later keys are unwritten, or another sequence's
             block = tl.load(block_tables + s * table_stride + key // BLOCK_SIZE, held, other=0)
             slot = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
             keys = tl.load(

@@ -165,7 +165,7 @@ def _masses(
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What became of each row; all on the CPU.
+    """The results of all rows, on the CPU.
 
     Attributes:
         ids: `[R]` int64; the row's target where it has one. -1 where nothing can be drawn.

@@ -1,1 +1,1 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): found, read without trust, and put into a module."""
+"""Checkpoints of torch.distributed.checkpoint (DCP), read without executing pickled code."""

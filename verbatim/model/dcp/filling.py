@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where in a module, and putting it there."""
+"""Assignment of a checkpoint's tensors to a module, and loading them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from verbatim.errors import ModelError
 from verbatim.model.dcp.folder import DcpCheckpoint
 
-# What FSDP, DDP, activation checkpointing and torch.compile put into names.
+# Prefixes that FSDP, DDP, activation checkpointing and torch.compile add to names.
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -22,14 +22,13 @@ _OPTIMIZERS = ("optimizer.", "optim.")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor of a checkpoint and its place.
+    """One tensor of a checkpoint and its target.
 
     Attributes:
-        key: its name, without the prefix under which the model was saved.
-        into: a view of a parameter or buffer, of the size that is stored.
-        arrange: changes the order of what is stored, where `into` has another one.
-        spare: `into` is shared, and filled by another piece: this one may be missing, else must be
-            equal.
+        key: its name, without the prefix of the saved model.
+        into: a view of a parameter or buffer, of the stored size.
+        arrange: reorders the stored tensor, if `into` has another order.
+        spare: `into` is shared and filled by another piece; this one may be missing, else must be equal.
     """
 
     key: str
@@ -39,17 +38,17 @@ class Piece:
 
 
 def pieces_by_name(module: nn.Module) -> list[Piece]:
-    """The pieces of a checkpoint whose names are those of the module's own state dict."""
+    """Return the pieces of a checkpoint with the names of the module's state dict."""
     return [Piece(name, tensor) for name, tensor in tensors_of(module).items()]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a shared one comes under each of its names."""
+    """Return parameters and persistent buffers by name; a shared one by each of its names."""
     return {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 
 def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()) -> None:
-    """Read every piece into its place; arguments and errors as of `settled`."""
+    """Read every piece into its target; arguments and errors as in `settled`."""
     with torch.no_grad():
         for name, piece in settled(checkpoint, pieces, ignored):
             read(checkpoint, name, piece)
@@ -58,13 +57,13 @@ def fill(checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[s
 def settled(
     checkpoint: DcpCheckpoint, pieces: Sequence[Piece], ignored: Iterable[str] = ()
 ) -> list[tuple[str, Piece]]:
-    """Which pieces are to be read in which order, each with its name in the checkpoint, and all checked.
+    """Return the pieces to read, in order, with their names in the checkpoint, all checked.
 
     Args:
-        ignored: patterns of names that may be left over.
+        ignored: patterns of names that may be unused.
 
     Raises:
-        ModelError: tensors that are missing, left over, of another size, or damaged.
+        ModelError: tensors that are missing, unused, of another size, or damaged.
     """
     names = names_in(checkpoint, [piece.key for piece in pieces])
     wanted = _settle(checkpoint, names, pieces)
@@ -74,7 +73,7 @@ def settled(
 
 
 def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dtype:
-    """The floating dtype that most of the weights are stored in; float32 where there is none."""
+    """Return the floating dtype of most of the stored weights; float32 if there is none."""
     names = names_in(checkpoint, [piece.key for piece in pieces])
     amount: dict[torch.dtype, int] = {}
     for piece in pieces:
@@ -85,8 +84,10 @@ def stored_dtype(checkpoint: DcpCheckpoint, pieces: Sequence[Piece]) -> torch.dt
 
 
 def names_in(checkpoint: DcpCheckpoint, keys: Sequence[str]) -> dict[str, str]:
-    """From a plain name to that in the checkpoint, for all that was saved under the prefix of the model,
-    some of whose names are `keys`.
+    """Map plain names to those in the checkpoint, for tensors with the model's prefix.
+
+    Args:
+        keys: some plain names, to find the prefix.
     """
     plain: dict[str, str] = {}
     for name in checkpoint.keys:
@@ -103,7 +104,7 @@ def names_in(checkpoint: DcpCheckpoint, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _prefix(folder: Path, plain: dict[str, str], keys: Sequence[str]) -> str:
-    """What stands before the model's own names: "model." of {"model": state_dict}, or nothing."""
+    """Return the prefix of the model's names: "model." of {"model": state_dict}, or ""."""
     for key in keys:
         found = {n[: -len(key)] for n in plain if n == key or n.endswith("." + key)}
         for usual in ("model.", ""):
@@ -122,7 +123,7 @@ def _prefix(folder: Path, plain: dict[str, str], keys: Sequence[str]) -> str:
 def _settle(
     checkpoint: DcpCheckpoint, names: dict[str, str], pieces: Sequence[Piece]
 ) -> list[Piece]:
-    """The pieces that are there, in order; of a shared tensor the first one that is there fills it."""
+    """Return the present pieces, in order; the first of a shared tensor fills it."""
     filled: set[tuple[int, ...]] = set()
     wanted, missing = [], []
     for piece in sorted(pieces, key=lambda piece: piece.key not in names):
@@ -170,10 +171,10 @@ def _check_left_over(
 
 
 def read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
-    """Copy a tensor to its place; one that is shared and there already must be equal.
+    """Copy a tensor to its target; a spare one must be equal instead.
 
     Raises:
-        ModelError: it is not, or its bytes can't be read.
+        ModelError: it is not equal, or its bytes can't be read.
     """
     if piece.arrange is None and not piece.spare:
         checkpoint.read(name, piece.into)
@@ -189,7 +190,7 @@ def read(checkpoint: DcpCheckpoint, name: str, piece: Piece) -> None:
 
 
 def unequal(checkpoint: DcpCheckpoint, name: str) -> ModelError:
-    """The error of a tensor that is shared and stored twice, as two."""
+    """Return the error for a shared tensor with two different stored values."""
     return ModelError(
         f"{checkpoint.folder}: by the config {name} is shared with another tensor of the model, "
         "and the two are not equal"

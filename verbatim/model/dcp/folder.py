@@ -1,4 +1,4 @@
-"""A DCP checkpoint on disk: one folder, or one for each stage of a pipeline."""
+"""A DCP checkpoint on disk: one folder, or one per pipeline stage."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STAGE = re.compile(r"^pp(\d+)$")
 
 
 def find_dcp(source: str | os.PathLike[str]) -> Path | None:
-    """The DCP checkpoint that a path means, with every link followed; None where it means none.
+    """Return the resolved folder of the DCP checkpoint at a path, or None.
 
-    It is the folder itself, or the one that `latest` in it leads to.
+    It is the folder itself, or the target of `latest` in it.
 
     Raises:
-        ModelError: `latest` leads nowhere or to no checkpoint; a folder that can't be looked into.
+        ModelError: `latest` is broken or not a checkpoint; or the folder can't be read.
     """
     folder = Path(os.path.expanduser(source))
     if _is_dcp(folder):
@@ -46,12 +46,12 @@ def find_dcp(source: str | os.PathLike[str]) -> Path | None:
 
 
 def _is_dcp(folder: Path) -> bool:
-    # With os.path, which calls a name too long to be one not there, where Path raises.
+    # os.path returns False for names that are too long, where Path raises.
     return os.path.isfile(folder / _FILE) or bool(_stages(folder))
 
 
 def _stages(folder: Path) -> list[Path]:
-    """`pp0`, `pp1`, ... in their order."""
+    """Return `pp0`, `pp1`, ... in order."""
     if not os.path.isdir(folder):
         return []
     try:
@@ -64,7 +64,7 @@ def _stages(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """A box of a tensor, and where its numbers lie."""
+    """A box of a tensor, and the location of its elements."""
 
     path: Path
     offsets: Size
@@ -73,13 +73,13 @@ class Lying:
 
 
 class DcpCheckpoint:
-    """The tensors of a checkpoint, by name. Bytes that were saved beside them are never read.
+    """The tensors of a checkpoint, by name. Other saved bytes are never read.
 
     Args:
-        folder: as `find_dcp` gives it.
+        folder: the result of `find_dcp`.
 
     Raises:
-        ModelError: a stage is missing, or a `.metadata` can't be read or is refused.
+        ModelError: a stage is missing, or a `.metadata` is unreadable or refused.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,10 +109,10 @@ class DcpCheckpoint:
         return self._home[key].metadata.dtype(key)
 
     def check(self, keys: Iterable[str]) -> None:
-        """Find damage before anything is read: chunks that don't fit, files missing or cut short.
+        """Check tensors before anything is read: chunks that don't fit, missing or truncated files.
 
         Raises:
-            ModelError: with the file at fault.
+            ModelError: with the file.
         """
         for key in keys:
             if key in self._twice:
@@ -121,7 +121,7 @@ class DcpCheckpoint:
             self._home[key].take(key)
 
     def read(self, key: str, into: Tensor) -> None:
-        """Copy a tensor that was checked into `into`, of its size and any dtype, chunk by chunk.
+        """Copy a checked tensor into `into`, of its size and any dtype, chunk by chunk.
 
         Raises:
             ModelError: its bytes can't be read.
@@ -129,16 +129,16 @@ class DcpCheckpoint:
         self._home[key].read(key, into)
 
     def chunks(self, key: str) -> Iterator[Lying]:
-        """Where the numbers of a tensor that was checked lie, chunk by chunk; nothing of them is read.
+        """Yield the locations of a checked tensor's elements, chunk by chunk, without reading them.
 
         Raises:
-            ModelError: there is something else in its place.
+            ModelError: a chunk is not a tensor.
         """
         return self._home[key].chunks(key)
 
 
 def fingerprints(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of a checkpoint's files, by their path in `folder`."""
+    """Return size and time of a checkpoint's files, by their path in `folder`."""
     found = {}
     for stage in (folder, *_stages(folder)):
         for path in (stage / _FILE, *stage.glob("*.distcp")):
@@ -157,7 +157,7 @@ class _Stage:
         self._taken: dict[str, StoredTensor] = {}
 
     def take(self, key: str) -> None:
-        """Check the places of a tensor."""
+        """Check the locations of a tensor."""
         stored = self.metadata.tensor(key)
         for chunk in stored.chunks:
             if chunk.place is not None:
@@ -171,10 +171,10 @@ class _Stage:
         self._taken[key] = stored
 
     def _file(self, relative_path: str) -> tuple[Path, int]:
-        """A file of this folder and its bytes; a name that leads out of the folder is refused.
+        """Return a file of this folder and its size; refuse a name outside of the folder.
 
-        The file may itself be a link, as in the hub's cache: whoever can make one here has the folder,
-        and what it leads to is only ever read as a tensor.
+        The file may be a link, as in the hub's cache: creating one requires access to the folder, and
+        its target is only read as a tensor.
         """
         name = Path(relative_path)
         if name.anchor or ".." in name.parts:
@@ -214,10 +214,10 @@ class _Stage:
 
 @contextmanager
 def _named(path: Path, key: str) -> Iterator[None]:
-    """Whatever goes wrong in this block is said of that file and tensor."""
+    """Convert exceptions to a ModelError with the file and tensor."""
     try:
         yield
-    except Exception as error:  # damaged bytes fail in any way they like
+    except Exception as error:  # damaged bytes lead to arbitrary exceptions
         raise ModelError(
             f"{path}: {key} is no tensor as torch.save writes it: {first_line(error)}"
         ) from None

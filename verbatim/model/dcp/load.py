@@ -1,7 +1,7 @@
-"""From a DCP folder and a config to a module: built, then filled tensor by tensor.
+"""Loading of a DCP checkpoint: a module is built by a config, then filled tensor by tensor.
 
-A DCP folder holds tensors and no config, so `config=` says what they are: KempnerForge's TOML or a
-transformers config. Beside the module itself, no more than one tensor is in memory.
+A DCP folder has no config, so `config=` is required: KempnerForge's TOML or a transformers config. At most
+one tensor is in memory beside the module.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from verbatim.model.loader import (
 from verbatim.model.mtp_source import mtp_names
 from verbatim.untrusted import check_size
 
-# Given a checkpoint, a module built for it and its tensors in the checkpoint with their places in the module:
-# how each parameter is made of them. The parameters have no memory then.
+# Takes a checkpoint, a module built for it, and its tensors in the checkpoint with their targets; returns the
+# lazy weight of each parameter, which then has no memory.
 Leave = Callable[[DcpCheckpoint, nn.Module, list[tuple[str, Piece]]], Mapping[nn.Parameter, Any]]
 
 ALLOWED = (
@@ -59,50 +59,50 @@ def load_dcp(
 
     Args:
         folder: as `find_dcp` gives it.
-        config: what the checkpoint is of.
-        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if it names one.
-        dtype: "auto" is the dtype in which most of the weights are stored (float16: bfloat16).
-        revision: of the config, where it is a hub id.
-        trust_remote_code: let the model's own Python code run; off unless asked for.
-        leave: takes the weights of a module away, and tells how each is made of what the checkpoint holds.
+        config: the config of the checkpoint's model.
+        tokenizer: a transformers tokenizer; None takes that of KempnerForge's TOML, if any.
+        dtype: "auto" is the dtype of most stored weights (float16: bfloat16).
+        revision: of the config, if it is a hub id.
+        trust_remote_code: run the checkpoint's Python code.
+        leave: frees a module's weights and returns lazy weights in their place.
             None reads them.
 
     Raises:
-        InvalidRequest: no config, or something that is none.
+        InvalidRequest: a missing or invalid config.
         ModelError: the checkpoint is damaged, or does not fit the config.
-        UnsupportedModel: the config's architecture is not run.
+        UnsupportedModel: an unsupported architecture.
     """
     where = {"trust_remote_code": trust_remote_code, "revision": revision}
-    plan = _Plan.of(folder, config, where)
-    if plan.kempner is not None and tokenizer is None and plan.kempner.tokenizer_path:
+    builder = _ModuleBuilder.of(folder, config, where)
+    if builder.kempner is not None and tokenizer is None and builder.kempner.tokenizer_path:
         from verbatim.text.tokenizer import Tokenizer
 
-        path = plan.kempner.tokenizer_path
+        path = builder.kempner.tokenizer_path
         tokenizer = Tokenizer.open(path, trust_remote_code=trust_remote_code).hf
     checkpoint = DcpCheckpoint(folder)
-    settled = settle_dtype(dtype, SimpleNamespace(dtype=plan.dtype(checkpoint)))
+    settled = settle_dtype(dtype, SimpleNamespace(dtype=builder.dtype(checkpoint)))
     module: Any
     if leave is None:
-        module = plan.module(checkpoint, settled)
+        module = builder.module(checkpoint, settled)
     else:
-        module, lazy_weights = plan.skeleton(checkpoint, settled, leave)
-    if plan.kempner is not None and tokenizer is not None:
+        module, lazy_weights = builder.skeleton(checkpoint, settled, leave)
+    if builder.kempner is not None and tokenizer is not None:
         module.generation_config.eos_token_id = tokenizer.eos_token_id
     loaded = LoadedModel(module, tokenizer, module.generation_config, str(folder))
     if leave is not None:
-        loaded.lazy_weights, loaded.folder, loaded.config = lazy_weights, folder, plan.as_dict()
+        loaded.lazy_weights, loaded.folder, loaded.config = lazy_weights, folder, builder.as_dict()
         return loaded
     loaded.checkpoint = Checkpoint(
         folder,
         module,
-        read=lambda: plan.module(DcpCheckpoint(folder), settled),
+        read=lambda: builder.module(DcpCheckpoint(folder), settled),
         fingerprints=fingerprints,
     )
     return loaded
 
 
 def config_from_dict(plain: Mapping[str, Any]) -> Any:
-    """What `load_dcp` takes as `config`, from a `LoadedModel.config`."""
+    """Return `load_dcp`'s `config` from a `LoadedModel.config`."""
     from transformers import CONFIG_MAPPING
 
     if "kempner" in plain:
@@ -111,8 +111,8 @@ def config_from_dict(plain: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
-class _Plan:
-    """How to build the module of a config, and where a checkpoint's tensors go in it."""
+class _ModuleBuilder:
+    """Builds the module of a config, and assigns a checkpoint's tensors to it."""
 
     def __init__(
         self, config: Any, kempner: KempnerConfig | None, trust: bool, generation: Any = None
@@ -123,7 +123,7 @@ class _Plan:
         self._generation = generation
 
     @classmethod
-    def of(cls, folder: Path, config: Any, where: dict[str, Any]) -> _Plan:
+    def of(cls, folder: Path, config: Any, where: dict[str, Any]) -> _ModuleBuilder:
         from transformers import PretrainedConfig
 
         trust = bool(where["trust_remote_code"])
@@ -153,7 +153,7 @@ class _Plan:
         raise InvalidRequest(f"config={config!r}: must be {ALLOWED}")
 
     def dtype(self, checkpoint: DcpCheckpoint) -> torch.dtype:
-        """That in which most of the model's weights are stored."""
+        """Return the dtype of most of the model's stored weights."""
         with torch.device("meta"):
             module = self._built(torch.float32)
         nbytes = sum(
@@ -164,7 +164,7 @@ class _Plan:
         return stored_dtype(checkpoint, self._pieces(module))
 
     def module(self, checkpoint: DcpCheckpoint, dtype: torch.dtype) -> nn.Module:
-        """A module with the checkpoint's weights, each in `dtype` unless its class fixes another."""
+        """Return a module with the checkpoint's weights, in `dtype` unless its class fixes another."""
         with torch.inference_mode(False):
             module: Any = self._built(dtype)
             fill(checkpoint, self._pieces(module), self._ignored(module))
@@ -173,9 +173,9 @@ class _Plan:
     def skeleton(
         self, checkpoint: DcpCheckpoint, dtype: torch.dtype, leave: Leave
     ) -> tuple[nn.Module, Mapping[nn.Parameter, Any]]:
-        """The same without its weights, and how each is made of what the checkpoint holds.
+        """Return a module without weights, and its lazy weights.
 
-        Their memory is asked for and given back without being touched, which takes none.
+        Memory is reserved and freed without being written, so none is committed.
         """
         with torch.inference_mode(False):
             module: Any = self._built(dtype)
@@ -184,10 +184,10 @@ class _Plan:
         return self._finished(module), lazy_weights
 
     def as_dict(self) -> dict[str, Any]:
-        """The config as plain data, from which `config_from_dict` makes it again.
+        """Return the config as plain data, the input of `config_from_dict`.
 
         Raises:
-            NotSupported: its class comes with the checkpoint.
+            NotSupported: its class is not transformers'.
         """
         from transformers import CONFIG_MAPPING
 
@@ -203,7 +203,7 @@ class _Plan:
         return {"transformers": json.loads(self.config.to_json_string(use_diff=False))}
 
     def _ignored(self, module: Any) -> tuple[str, ...]:
-        """Patterns of names in the checkpoint that the module has no need of."""
+        """Return patterns of names in the checkpoint that the module does not use."""
         if self.kempner is not None:
             from verbatim.model.kempner.layout import LEFT_OVER
 
@@ -225,13 +225,13 @@ class _Plan:
         if getattr(config, "quantization_config", None) is not None:
             raise NotSupported("a config with a quantization_config: quantized DCP is not read")
         try:
-            # Each weight is read anyway; only the memory is wanted.
+            # Each weight is read later; only allocate memory.
             with building, no_init_weights():
                 module: Any = AutoModelForCausalLM.from_config(
                     config, dtype=dtype, trust_remote_code=self._trust
                 )
             module.tie_weights()
-        except Exception as error:  # a config is taken apart by its own class, in its own ways
+        except Exception as error:  # config classes raise arbitrary exceptions
             what = first_line(error)
             raise ModelError(f"no model can be built by the config: {what}") from error
         if self.kempner is not None:
@@ -249,7 +249,7 @@ class _Plan:
 
 
 def _generation(source: str, where: dict[str, Any]) -> Any:
-    """The generation config beside a config, or None."""
+    """Return the generation config beside a config, or None."""
     from transformers import GenerationConfig
 
     if os.path.isfile(source):

@@ -1,4 +1,4 @@
-"""What DCP's `.metadata` says: which tensors there are, in which chunks, and where each chunk lies."""
+"""DCP's `.metadata`: tensors, their chunks, and the location of each chunk."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from verbatim.errors import ModelError
 from verbatim.model.dcp.records import MOST_DIMENSIONS, Record, read_records
 
 _LONGEST_NAME = 10_000  # characters
-_MOST_CELLS = 4_000_000  # of the grid on which the chunks of one tensor are laid out
-_MOST_OVERHEAD = 1 << 20  # bytes that torch.save may write around those of a tensor: it is 2 KB
+_MOST_CELLS = 4_000_000  # cells of the grid of one tensor's chunks
+_MOST_OVERHEAD = 1 << 20  # limit for torch.save's overhead in bytes; it is 2 KB
 
 Size = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of one chunk lie, in a file of the checkpoint's folder."""
+    """The location of one chunk's bytes, in a file of the checkpoint's folder."""
 
     relative_path: str
     offset: int
@@ -37,12 +37,12 @@ class Chunk:
 
     offsets: Size
     sizes: Size
-    place: Place | None  # None for an empty box, of which nothing is read
+    place: Place | None  # None for an empty box
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the checkpoint holds it: its chunks cover it exactly once."""
+    """A stored tensor; its chunks cover it exactly once."""
 
     dtype: torch.dtype
     size: Size
@@ -50,13 +50,13 @@ class StoredTensor:
 
 
 class Metadata:
-    """What a `.metadata` file says. Entries are checked when they are asked for.
+    """A `.metadata` file. Entries are checked when they are read.
 
     Args:
         path: the file.
 
     Raises:
-        ModelError: it can't be read, or holds something that is not DCP's.
+        ModelError: it can't be read, or is not DCP's.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,11 +78,11 @@ class Metadata:
 
     @property
     def keys(self) -> list[str]:
-        """The names of the tensors; whatever else was saved, as bytes, is never touched."""
+        """The names of the tensors; other saved bytes are ignored."""
         return list(self._tensors)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of one tensor."""
+        """Return the dtype of one tensor."""
         properties = self._tensors[key].get("properties")
         state = properties.state if isinstance(properties, Record) else None
         if not isinstance(state, tuple) or not state or not isinstance(state[0], torch.dtype):
@@ -90,14 +90,14 @@ class Metadata:
         return state[0]
 
     def size(self, key: str) -> Size:
-        """Of one tensor."""
+        """Return the size of one tensor."""
         return self._size(self._tensors[key].get("size"), key)
 
     def tensor(self, key: str) -> StoredTensor:
-        """One tensor, whose chunks were checked.
+        """Return one tensor with checked chunks.
 
         Raises:
-            ModelError: they overlap, leave something out, have no place, or too large a one.
+            ModelError: chunks overlap, are incomplete, or have no location or too large a one.
         """
         size, dtype, listed = self.size(key), self.dtype(key), self._tensors[key].get("chunks")
         if not isinstance(listed, list):
@@ -126,13 +126,13 @@ class Metadata:
         return StoredTensor(dtype, size, tuple(chunks))
 
     def _check_cover(self, key: str, size: Size, chunks: list[Chunk]) -> None:
-        """Every element lies in one chunk, counted on the grid that the chunks' edges make."""
+        """Check that every element is in exactly one chunk, by a grid of the chunks' edges."""
         filled = [chunk for chunk in chunks if chunk.place is not None]
         if len(filled) == 1 and filled[0].sizes == size:
             return
         if 0 in size:
             return
-        # The number of elements first: it bounds what the grid can cost by the size of the tensor.
+        # Check the number of elements first: it bounds the cost of the grid by the size of the tensor.
         total, elements = sum(prod(c.sizes) for c in filled), prod(size)
         if total > elements:
             raise self._wrong(f"chunks of {key} overlap")
@@ -152,7 +152,7 @@ class Metadata:
                 slice(at[o], at[o + s]) for at, o, s in zip(index, c.offsets, c.sizes, strict=True)
             )
             count[box] += 1
-        if count.max(initial=0) > 1:  # as many elements as overlap are missing elsewhere
+        if count.max(initial=0) > 1:  # overlapping elements are missing elsewhere
             raise self._wrong(f"chunks of {key} overlap")
 
     def _listed(self, places: dict[Any, Any]) -> Iterator[tuple[tuple[str, Size], Place]]:

@@ -1,4 +1,4 @@
-"""The bytes of one chunk: a tensor as torch.save writes it, and nothing else."""
+"""The bytes of one chunk: a tensor in torch.save's format, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from verbatim.errors import ModelError
 from verbatim.model.dcp.metadata import Place, Size
 from verbatim.model.dcp.records import Record, Unpickler, record
 
-_SMALL = 64  # bytes of an entry that is a word
+_SMALL = 64  # bytes of a short text entry
 
 
-# Storages that are of one dtype; other dtypes are said beside.
+# Storages of one dtype; other dtypes are stored separately.
 _STORED_AS = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -39,7 +39,7 @@ _STORED_AS = {
 
 
 class _Called(Record):
-    """What a function of the pickle was called with."""
+    """The arguments of a function call in the pickle."""
 
     __slots__ = ("args",)
     args: tuple[Any, ...]
@@ -60,14 +60,14 @@ class _Parameter(_Called):
 
 
 class _Unpickler(Unpickler):
-    """Of a tensor's description. torch's own refuses what runs code, but not what takes memory."""
+    """Unpickler of a tensor's description. torch's refuses code, but not excessive memory."""
 
     allowed: ClassVar[dict[tuple[str, str], Any]] = {
         ("torch._utils", "_rebuild_tensor_v2"): _Tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _Tensor,
         ("torch._utils", "_rebuild_parameter"): _Parameter,
         ("torch.storage", "UntypedStorage"): record("UntypedStorage"),
-        ("collections", "OrderedDict"): record("hooks"),  # none: it is empty
+        ("collections", "OrderedDict"): record("hooks"),  # always empty
         **{
             ("torch", name): value if isinstance(value, torch.dtype) else record(name)
             for name, value in vars(torch).items()
@@ -77,7 +77,7 @@ class _Unpickler(Unpickler):
     dispatch = Unpickler.dispatch.copy()
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage, by what is said of it: its kind and the name of its bytes are among that."""
+        """Return the description of a storage, with its type and the name of its bytes."""
         return pid
 
 
@@ -109,7 +109,7 @@ class _Part(io.RawIOBase):
 
 
 def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Tensor:
-    """The tensor at `place` in a file, on the CPU.
+    """Read the tensor at `place` in a file, on the CPU.
 
     Raises:
         ModelError: there is something else, or a tensor of another dtype or size.
@@ -118,7 +118,10 @@ def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Ten
         with _archive_at(path, place) as (part, _):
             part.seek(0)
             tensor = torch.load(part, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, zipfile.BadZipFile):  # torch's words advise to trust the file
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ):  # torch's message advises to trust the file
         raise ModelError("there is something else in its place") from None
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or not tensor.is_cpu:
         raise ModelError("there is something else in its place")
@@ -128,12 +131,12 @@ def read_chunk(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Where the numbers of a chunk lie in its file, as they are.
+    """The location of a chunk's elements in its file.
 
     Attributes:
-        offset: of the first byte.
-        count: how many there are, gaps between them included.
-        strides: as of a tensor.
+        offset: offset of the first byte.
+        count: number of elements, including gaps.
+        strides: as in a tensor.
     """
 
     offset: int
@@ -142,7 +145,7 @@ class Numbers:
 
 
 def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> Numbers:
-    """Where the numbers of the chunk at `place` lie, without reading them.
+    """Find the elements of the chunk at `place`, without reading them.
 
     Raises:
         ModelError: there is something else, or a tensor of another dtype or size.
@@ -159,7 +162,7 @@ def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> N
             order = archive.read(part, "byteorder")
     except ModelError:
         raise
-    except Exception:  # a description that is none fails in any way it likes
+    except Exception:  # an invalid description leads to arbitrary exceptions
         raise ModelError("there is something else in its place") from None
     own = next((one for one in rest if isinstance(one, torch.dtype)), None)
     own = _STORED_AS.get(kind.__name__) if own is None else own
@@ -179,19 +182,19 @@ def find_numbers(path: Path, place: Place, dtype: torch.dtype, sizes: Size) -> N
 
 @dataclass(slots=True)
 class _Archive:
-    """What torch.save wrote: entries that lie there as they are."""
+    """An archive of torch.save, with uncompressed entries."""
 
-    prefix: str  # of their names
-    tensor: Any  # what its description says
+    prefix: str  # of the entries' names
+    tensor: Any  # its description
     entries: dict[str, zipfile.ZipInfo]
 
     def find(self, part: IO[bytes], name: str) -> tuple[int, int]:
-        """Where the bytes of an entry begin in `part`, and how many there are."""
+        """Return the offset of an entry's bytes in `part`, and their number."""
         entry = self.entries[self.prefix + name]
         return _data_of(part, entry), entry.file_size
 
     def read(self, part: IO[bytes], name: str) -> bytes | None:
-        """A small entry; None where there is none."""
+        """Return a small entry, or None."""
         if self.prefix + name not in self.entries:
             return None
         begin, nbytes = self.find(part, name)
@@ -206,19 +209,19 @@ def _check_kind(found: torch.dtype | None, size: Size, dtype: torch.dtype, sizes
 
 @contextmanager
 def _archive_at(path: Path, place: Place) -> Iterator[tuple[IO[bytes], _Archive]]:
-    """The archive at `place` in a file, checked, and the bytes that it is read from."""
+    """Yield the bytes at `place` in a file, and the checked archive in them."""
     with open(path, "rb", buffering=0) as file:
         part = io.BufferedReader(_Part(file, place.offset, place.length))
         yield part, _check_archive(part)
 
 
 def _check_archive(part: IO[bytes]) -> _Archive:
-    """Before torch reads an archive.
+    """Check an archive before torch reads it.
 
     Raises:
-        ModelError: entries that are compressed, which may take a thousand times their bytes; torch.save
-            writes none. Two entries of a name, or more than one table of them: torch may read the
-            other one. A description of something else than a tensor.
+        ModelError: compressed entries, which may expand a thousandfold and which torch.save does not write;
+            duplicate names or tables of entries, of which torch may read the other one; or a description
+            of something other than a tensor.
     """
     with zipfile.ZipFile(part) as archive:
         entries = archive.infolist()
@@ -240,9 +243,7 @@ def _check_archive(part: IO[bytes]) -> _Archive:
 
 
 def _data_of(part: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where an entry's bytes begin. Beside zipfile, which insists on checksums; torch.save can leave them
-    out.
-    """
+    """Return the offset of an entry's bytes, without zipfile's checksums, which torch.save may omit."""
     part.seek(entry.header_offset)
     name, extra = struct.unpack("<26xHH", part.read(30))
     return int(entry.header_offset + 30 + name + extra)

@@ -1,7 +1,7 @@
-"""Pickles read without running anything of them: DCP's `.metadata`, which torch itself unpickles.
+"""Reading of DCP's `.metadata` pickles without running code from them.
 
-Classes become records that hold their state and do nothing; a class or an opcode that DCP has no need
-of is refused.
+Classes become records of their state, without behaviour; classes and opcodes that DCP does not use are
+refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from verbatim.errors import ModelError
 from verbatim.untrusted import reason
 
-MOST_DIMENSIONS = 64  # of a tensor; numpy has no more either
+MOST_DIMENSIONS = 64  # of a tensor; also numpy's limit
 _MOST_ARGUMENTS = 64
 
 
 class Record:
-    """What a class of the pickle becomes. Its state is whatever the file says."""
+    """The replacement of a class in the pickle. Its state is unchecked."""
 
     __slots__ = ("state",)
     state: Any
@@ -35,7 +35,7 @@ class Record:
 
 
 class _Size(tuple[Any, ...]):
-    """torch.Size. Of what the numbers in it are its reader decides."""
+    """torch.Size. The reader checks its elements."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class _Size(tuple[Any, ...]):
 
 
 class _Member(Record):
-    """A member of an enum, which some Pythons (3.11.2) name by getattr. Nothing else is got by it."""
+    """A member of an enum, which some Pythons (3.11.2) pickle as a getattr; no other getattr is allowed."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class _Member(Record):
 
 
 def record(name: str) -> type[Record]:
-    """A class of records, to stand for the class of this name."""
+    """Return a record class, the replacement of the class of this name."""
     return type(name, (Record,), {"__slots__": ()})
 
 
@@ -82,12 +82,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         ),
         "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
         "torch.serialization": ("_get_layout",),
-        # Where they were before torch 2.3.
+        # Their module before torch 2.3.
         "torch.distributed._shard.sharded_tensor.metadata": (
             "TensorProperties",
             "MEM_FORMAT_ENCODING",
         ),
-        # The folder that was saved to, as the Python and the system that saved it name its class.
+        # The class of the saved folder's path, by Python version and system.
         "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
         "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     }.items()
@@ -100,11 +100,11 @@ _ALLOWED |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, to
 
 
 class Unpickler(pickle._Unpickler):
-    """Python's unpickler in Python, three times as slow as the one in C.
+    """Python's unpickler in Python, three times slower than the one in C.
 
-    That one can't be kept from hashing a key of any depth, which overflows its stack, nor from making
-    room for a billion entries of its memo. This one takes memory in proportion to the file: each
-    opcode left in `dispatch` makes at most one small object.
+    The C one can overflow its stack by hashing nested keys, and allocates memos of a billion entries.
+    The memory of this one is proportional to the file: each opcode in `dispatch` creates at most one
+    small object.
     """
 
     allowed: ClassVar[dict[tuple[str, str], Any]] = _ALLOWED
@@ -148,7 +148,7 @@ class _Opcodes(dict[int, Any]):
         raise ModelError("it has an opcode that DCP has no need of")
 
 
-# Protocols 2 to 5, as far as strings, numbers, tuples, lists, dictionaries and objects go.
+# Opcodes of protocols 2 to 5 for strings, numbers, tuples, lists, dictionaries and objects.
 _NAMES = (
     "PROTO FRAME STOP MARK GLOBAL STACK_GLOBAL NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 "
     "BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
@@ -168,18 +168,18 @@ Unpickler.dispatch = _Opcodes(
 
 
 def read_records(path: Path) -> Any:
-    """What a `.metadata` holds, of strings, numbers, tuples, lists, dictionaries, dtypes and records.
+    """Read a `.metadata` as strings, numbers, tuples, lists, dictionaries, dtypes and records.
 
     Args:
         path: the file.
 
     Raises:
-        ModelError: it can't be read, or holds something that is not DCP's.
+        ModelError: it can't be read, or is not DCP's.
     """
     try:
         with open(path, "rb") as file:
             return Unpickler(file).load()
     except ModelError as error:
         raise ModelError(f"{path} is refused: {error}") from None
-    except Exception as error:  # a damaged pickle fails in any way it likes
+    except Exception as error:  # a damaged pickle leads to arbitrary exceptions
         raise ModelError(f"{path} can't be read: {reason(error)}") from None

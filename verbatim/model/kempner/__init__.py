@@ -1,1 +1,1 @@
-"""Checkpoints that KempnerForge trained: its config, and its models as transformers architectures."""
+"""KempnerForge's checkpoints: its config, and its models as transformers architectures."""

@@ -1,6 +1,6 @@
-"""KempnerForge's TOML: what of it decides what a model computes, checked.
+"""KempnerForge's TOML: the validated fields that describe a model.
 
-Nothing here needs torch, so that a command can refuse a config at once.
+This module does not import torch, so that a command can refuse a config at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from verbatim.errors import InvalidRequest, ModelError, UnsupportedModel
 from verbatim.files import read_file
 
-# Fields of [model] that shape the training, or choose among kernels that compute the same.
+# Fields of [model] for training, or for the choice between equivalent kernels.
 _TRAINING = frozenset(
     {
         "init_std",
@@ -30,7 +30,7 @@ _TRAINING = frozenset(
         "moe_router_z_loss_weight",
     }
 )
-# Sections that make it another kind of model.
+# Sections of other kinds of models.
 _OTHER_MODELS = ("vlm", "vision_encoder", "adapter", "video")
 _CHOICES = {
     "norm_type": ("rmsnorm", "layernorm"),
@@ -42,11 +42,11 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The fields of `[model]` that decide what is computed, with KempnerForge's names and defaults.
+    """The fields of `[model]` that describe the architecture, with KempnerForge's names and defaults.
 
     Raises:
         ModelError: a value out of range; the message names it.
-        UnsupportedModel: a kind of model that is not built.
+        UnsupportedModel: an unsupported kind of model.
     """
 
     dim: int = 4096
@@ -66,7 +66,7 @@ class ModelConfig:
     model_type: str = "transformer"
     num_experts: int = 0  # 0: dense
     moe_top_k: int = 2
-    moe_frequency: int = 1  # every how many layers the experts come
+    moe_frequency: int = 1  # every n-th layer has experts
     moe_router: str = "softmax_topk"
     moe_shared_experts: int = 0  # any number above 0 is one shared expert
     moe_capacity_factor: float = 0.0
@@ -123,14 +123,14 @@ class ModelConfig:
 
     @property
     def ffn_width(self) -> int:
-        """Of a dense layer: two thirds of 4 * dim, times the multiplier, up to a multiple of 256."""
+        """Width of a dense layer: two thirds of 4 * dim, times the multiplier, rounded up to 256."""
         if self.ffn_hidden_dim is not None:
             return self.ffn_hidden_dim
         return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
 
     @property
     def expert_width(self) -> int:
-        """Of one expert, to the nearest multiple of 16."""
+        """Width of one expert, rounded to a multiple of 16."""
         return max(16, 16 * round(int(self.ffn_width * self.moe_expert_ffn_multiplier) / 16))
 
     def has_experts(self, layer: int) -> bool:
@@ -138,18 +138,18 @@ class ModelConfig:
 
     @property
     def is_moe(self) -> bool:
-        """Has any layer experts? With a frequency above the number of layers none has."""
+        """True if any layer has experts; none if the frequency exceeds the number of layers."""
         return self.num_experts > 0 and self.n_layers >= self.moe_frequency
 
 
 @dataclass(frozen=True, slots=True)
 class KempnerConfig:
-    """What a KempnerForge TOML, with its overrides, says about a model.
+    """The model settings of a KempnerForge TOML and its overrides.
 
     Attributes:
         model: its architecture.
-        tokenizer_path: `[data] tokenizer_path`, a folder or a hub id; None where there is none.
-        load_path: `[checkpoint] load_path`; None where there is none.
+        tokenizer_path: `[data] tokenizer_path`, a folder or a hub id, or None.
+        load_path: `[checkpoint] load_path`, or None.
     """
 
     model: ModelConfig
@@ -163,11 +163,11 @@ class KempnerConfig:
         """Read a TOML file.
 
         Args:
-            overrides: by section and field; they go before what the file says.
+            overrides: by section and field; they override the file.
 
         Raises:
-            ModelError: it can't be read, has an unknown field under `[model]`, or a value out of range.
-            UnsupportedModel: it describes a kind of model that is not built.
+            ModelError: it can't be read, has an unknown field in `[model]`, or a value out of range.
+            UnsupportedModel: an unsupported kind of model.
         """
         file = Path(os.path.expanduser(path))
         try:
@@ -176,7 +176,7 @@ class KempnerConfig:
             raise ModelError(str(error)) from None
         try:
             tables = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or brackets without end
+        except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested too deeply
             raise ModelError(f"{file} is not TOML: {error}") from None
         try:
             return cls._of(tables, overrides or {})
@@ -196,7 +196,7 @@ class KempnerConfig:
                 )
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         if "model" not in tables and tables.keys() & known:
-            # The files of configs/model/ have no section: all of it is the model's.
+            # Files of configs/model/ have no sections: all fields are the model's.
             tables = {"model": tables}
         model = _merged(tables, overrides, "model")
         unknown = sorted(model.keys() - known - _TRAINING)
@@ -225,7 +225,7 @@ def _merged(
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:
-    """`value` as `kind`, an annotation of `ModelConfig`."""
+    """Return `value` converted to `kind`, an annotation of `ModelConfig`."""
     if value is None and kind.endswith("| None"):
         return None
     kind = kind.removesuffix(" | None")
@@ -249,12 +249,12 @@ _A = {
 
 
 class _Short(reprlib.Repr):
-    """Values of any depth and length, for a message."""
+    """Short representations of arbitrary values, for messages."""
 
     maxstring = 100
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 64:  # repr itself refuses those of thousands of digits
+        if x.bit_length() > 64:  # repr refuses thousands of digits
             return f"an integer of {x.bit_length()} bits"
         return repr(x)
 

@@ -1,4 +1,4 @@
-"""KempnerForge's models as transformers architectures that compute the same.
+"""KempnerForge's models as equivalent transformers architectures.
 
 | norm, activation | q/k norm | experts | becomes |
 | --- | --- | --- | --- |
@@ -11,7 +11,7 @@
 | rmsnorm, silu | yes | in every n-th layer | Qwen3-MoE |
 | rmsnorm, silu | | in every n-th layer, or a shared one | ERNIE 4.5 MoE |
 
-Either router goes with each of the last three. What is in no row is refused.
+Both routers work with each of the last three. Other combinations are refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from verbatim.model.dcp.filling import Piece, tensors_of
 from verbatim.model.kempner.config import ModelConfig
 from verbatim.model.kempner.router import SigmoidRouter
 
-_QK_NORM_EPS = 1e-5  # of q_norm and k_norm, whatever norm_eps is
-# What is trained on and not generated with: the router's running counts.
+_QK_NORM_EPS = 1e-5  # of q_norm and k_norm, independent of norm_eps
+# Tensors that are only used in training: the router's running counts.
 LEFT_OVER = (r"\.mlp\.router\.expert_ema$",)
 
-# A parameter of a transformers module to the tensor that KempnerForge saves.
+# From parameters of a transformers module to KempnerForge's tensors.
 _NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
@@ -57,7 +57,7 @@ _EXPERTS = re.compile(r"^model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_
 
 
 def transformers_config(model: ModelConfig) -> Any:
-    """The transformers config of the architecture that computes the same.
+    """Return the transformers config of the equivalent architecture.
 
     Raises:
         UnsupportedModel: there is none; the message names the fields.
@@ -91,12 +91,12 @@ def transformers_config(model: ModelConfig) -> Any:
 
 
 def _dense(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The config class, and what is said to it beyond the common."""
+    """Return the config class, and its additional fields."""
     gated = model.activation == "silu"
     rms = {"rms_norm_eps": model.norm_eps}
     if model.qk_norm:
         if not gated or model.norm_type != "rmsnorm":
-            raise _nothing_like(model, "qk_norm", "norm_type", "activation")
+            raise _unsupported(model, "qk_norm", "norm_type", "activation")
         return "Qwen3Config", {"head_dim": model.head_dim, **rms}
     if model.norm_type == "rmsnorm":
         if gated:
@@ -115,9 +115,9 @@ def _dense(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 def _moe(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     rms = {"rms_norm_eps": model.norm_eps}
     if model.norm_type != "rmsnorm" or model.activation != "silu":
-        raise _nothing_like(model, "num_experts", "norm_type", "activation")
+        raise _unsupported(model, "num_experts", "norm_type", "activation")
     if model.qk_norm and model.moe_shared_experts:
-        raise _nothing_like(model, "num_experts", "qk_norm", "moe_shared_experts")
+        raise _unsupported(model, "num_experts", "qk_norm", "moe_shared_experts")
     if model.qk_norm:
         return "Qwen3MoeConfig", {
             "head_dim": model.head_dim,
@@ -147,13 +147,13 @@ def _moe(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _nothing_like(model: ModelConfig, *fields: str) -> UnsupportedModel:
+def _unsupported(model: ModelConfig, *fields: str) -> UnsupportedModel:
     named = ", ".join(f"{name}={getattr(model, name)!r}" for name in fields)
     return UnsupportedModel(f"no architecture of transformers computes [model] {named} together")
 
 
 def adjust(module: Any, model: ModelConfig) -> None:
-    """Change, in a module just built, what its config can't say."""
+    """Apply settings to a new module that its config can't express."""
     for i, layer in enumerate(module.model.layers):
         if model.qk_norm:
             for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
@@ -165,10 +165,10 @@ def adjust(module: Any, model: ModelConfig) -> None:
 
 
 def pieces(module: Any, model: ModelConfig) -> list[Piece]:
-    """Where each tensor of the checkpoint goes.
+    """Return the target of each tensor of the checkpoint.
 
-    Of a module on which `adjust` was called. What KempnerForge does not have and the module does, the
-    bias of ERNIE's choice of experts, is set to nothing.
+    `adjust` must have been called on the module. ERNIE's correction bias, which KempnerForge does not have,
+    is set to zero.
     """
     found: list[Piece] = []
     for name, tensor in tensors_of(module).items():
@@ -190,7 +190,7 @@ def _key(name: str) -> str:
 
 
 def _arrangement(module: Any, model: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    """ERNIE rotates neighbours where KempnerForge rotates halves: rows of q and k change places."""
+    """Return the permutation of q's and k's rows for ERNIE, which rotates neighbours instead of halves."""
     rotated = name.endswith((".q_proj.weight", ".k_proj.weight"))
     if module.config.model_type != "ernie4_5_moe" or not rotated:
         return None
@@ -203,7 +203,7 @@ def _arrangement(module: Any, model: ModelConfig, name: str) -> Callable[[Tensor
 
 
 def _expert_pieces(model: ModelConfig, layer: str, name: str, stacked: Tensor) -> Iterator[Piece]:
-    """The experts of a layer, one by one or packed.
+    """Yield the experts of a layer, separate or packed.
 
     Args:
         stacked: `[E, 2I, H]`, gate above up, or `[E, H, I]`.

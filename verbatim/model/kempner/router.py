@@ -1,4 +1,4 @@
-"""The router that no transformers architecture has."""
+"""KempnerForge's sigmoid router, which transformers lacks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class SigmoidRouter(nn.Module):
-    """KempnerForge's `sigmoid_topk`: the bias of an expert counts in its weight, not only in the choice.
+    """KempnerForge's `sigmoid_topk`: an expert's bias affects its weight, not only the choice.
 
-    In the place of the gate of a mixture-of-experts layer, whose contract it keeps.
+    Replaces the gate of a mixture-of-experts layer, with the same interface.
     """
 
     def __init__(self, num_experts: int, dim: int, top_k: int, dtype: torch.dtype) -> None:
