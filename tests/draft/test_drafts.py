@@ -12,6 +12,7 @@ import torch
 
 from support import kempner_toys
 from support.drafters import HOSTILE, Answers, Hostile, Moody, Oracle, Random, answers_of
+from support.odd_toys import DTYPES
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
@@ -20,7 +21,6 @@ from verbatim.draft.ngram import Ngram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
 
 

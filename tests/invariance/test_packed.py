@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
@@ -27,7 +28,6 @@ from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.placement import packed_cache
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TIED = dict(tie_word_embeddings=True)
 ODD = dict(hidden_size=60, intermediate_size=100, num_attention_heads=6)  # rows end in short groups
 
