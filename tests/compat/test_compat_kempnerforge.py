@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import verbatim
 from support.kempner_toys import Chain, Toy, as_llama, kempner_toy
+from support.odd_toys import DTYPES
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy, random_ids
 from verbatim import (
@@ -36,7 +37,6 @@ from verbatim.model.rowwise import NotRowwise, Rowwise, causal_attention
 from verbatim.tensors import engine_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture

@@ -99,30 +99,6 @@ def test_those_who_go_on_with_new_weights_draw_the_rest_as_plain_decoding_does()
     assert told[0] == told[1]
 
 
-def test_pause_sleep_and_eviction_in_the_middle_of_a_drafted_answer_change_nothing() -> None:
-    module = make_toy("qwen3_moe")
-    asked = [q.replace(record_routing=True) for q in ASKED]
-    with open_toy(module) as llm:
-        plain = llm.generate(PROMPTS, asked)
-    for length in (2, 5, None):
-        with open_toy(module, Moody(answers_of(plain), 8), length) as llm:
-            requests = admitted(llm, asked)
-            for request in requests:
-                llm.engine.submit(request)
-            for step in range(8):
-                llm.engine.step()
-                if step == 2:
-                    llm.pause()
-                    llm.resume()
-                elif step == 4:
-                    llm.sleep()
-                    assert llm.stats()["blocks_used"] == 0
-                    llm.wake()
-                elif step == 6:
-                    llm.engine.evict_all()
-            assert all_facts(finish(llm, requests)) == all_facts(plain)
-
-
 def test_an_abort_and_a_timeout_keep_what_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_toy("llama")
     asked = [q.replace(timeout_s=1000.0 if i == 2 else None) for i, q in enumerate(ASKED)]

@@ -12,6 +12,7 @@ import torch
 
 from support import kempner_toys
 from support.drafters import HOSTILE, Answers, Hostile, Moody, Oracle, Random, answers_of
+from support.odd_toys import DTYPES
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toy_tokenizers import byte_level
 from support.toys import make_toy, random_ids
@@ -20,7 +21,6 @@ from verbatim.draft.ngram import Ngram
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
 
 
@@ -50,8 +50,8 @@ def draftable_requests(name: str) -> tuple[list[list[int]], list[SamplingParams]
 
 
 @cache
-def plain_results(name: str, dtype: str, kv_dtype: str = "auto") -> list[Result]:
-    with open_toy(name, dtype, kv_dtype=kv_dtype, prefix_cache=False) as llm:
+def plain_results(name: str, dtype: str) -> list[Result]:
+    with open_toy(name, dtype, prefix_cache=False) as llm:
         return llm.generate(*draftable_requests(name))
 
 
@@ -72,18 +72,16 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-def check_schedules(
-    name: str, dtype: str, shift: int, lengths: Any = LENGTHS, kv_dtype: str = "auto"
-) -> None:
+def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -> None:
     """Some lengths of a draft, each with another drafter and another schedule."""
     prompts, params = draftable_requests(name)
-    plain = plain_results(name, dtype, kv_dtype)
+    plain = plain_results(name, dtype)
     expected, answers = all_facts(plain), answers_of(plain)
     for i, length in enumerate(lengths):
-        options = dict(SCHEDULES[(i + shift) % len(SCHEDULES)], kv_dtype=kv_dtype)
+        options = dict(SCHEDULES[(i + shift) % len(SCHEDULES)])
         proposer = MAKERS[(i + shift // 2) % len(MAKERS)](answers)
         if tokens := options.pop("tokens", None):
-            with open_toy(name, dtype, kv_dtype=kv_dtype) as llm:
+            with open_toy(name, dtype) as llm:
                 options["kv_memory"] = llm.info()["kv_bytes_per_token"] * tokens
         with open_toy(name, dtype, draft=proposer, num_draft_tokens=length, **options) as llm:
             where = f"{length} tokens, {proposer}, {options}"
@@ -117,11 +115,6 @@ def check_schedules(
 )
 def test_no_drafter_length_or_schedule_changes_a_bit(name: str, dtype: str, shift: int) -> None:
     check_schedules(name, dtype, shift, LENGTHS[shift % 2 :: 2])
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_quantized_kv_changes_no_bit_under_drafts(kv_dtype: str) -> None:
-    check_schedules("llama", "float32", 2, LENGTHS[3:], kv_dtype)
 
 
 @pytest.mark.slow

@@ -111,15 +111,6 @@ for i in (0, 2):
     run_without_kernels(script, tmp_path)
 
 
-def test_drafts_change_no_word(folders: Callable[[str], Path]) -> None:
-    requests = [random_ids(9, 1), random_ids(5, 2)], SamplingParams(max_tokens=12, seed=3)
-    with LLM(folders("llama"), quantization="w8a8") as llm:
-        expected = all_facts(llm.generate(*requests))
-    for draft in ("ngram", "early-exit"):
-        with LLM(folders("llama"), quantization="w8a8", draft=draft) as llm:
-            assert all_facts(llm.generate(*requests)) == expected, draft
-
-
 # ---- Layers ----
 
 
@@ -165,17 +156,6 @@ def test_info_tells_what_multiplies_codes(tmp_path: Path) -> None:
 
 
 # ---- Life ----
-
-
-def test_the_weights_sleep_and_wake(tmp_path: Path) -> None:
-    folder = saved("llama", tmp_path, **TIED)
-    requests = mixed_requests(4)
-    with LLM(folder, quantization="w4a8") as llm:
-        expected = all_facts(llm.generate(*requests))
-        llm.sleep(weights=True)
-        assert llm.engine.runner.module.lm_head.weight.isnan().all()
-        llm.wake()
-        assert all_facts(llm.generate(*requests)) == expected
 
 
 def test_the_cache_serves_both(

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
-from support.toys import make_toy, random_ids
+from support.toys import make_toy
 from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
@@ -27,7 +28,6 @@ from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.model.quantize import pack, rounded, unpack, unpack_rows
 from verbatim.weights import packed_cache
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TIED = dict(tie_word_embeddings=True)
 ODD = dict(hidden_size=60, intermediate_size=100, num_attention_heads=6)  # rows end in short groups
 
@@ -223,10 +223,13 @@ def test_info_tells_what_is_packed_and_how_far_off_it_is(tmp_path: Path) -> None
 # ---- Life ----
 
 
-def test_the_weights_sleep_and_wake(tmp_path: Path) -> None:
-    make_toy("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("quantization", "changes"), [("int4", {}), ("w4a8", TIED)])
+def test_the_weights_sleep_and_wake(
+    quantization: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    make_toy("llama", dtype=torch.bfloat16, **changes).save_pretrained(tmp_path)
     requests = mixed_requests(4)
-    with LLM(tmp_path, quantization="int4") as llm:
+    with LLM(tmp_path, quantization=quantization) as llm:
         expected = all_facts(llm.generate(*requests))
         module = llm.engine.runner.module
         llm.sleep(weights=True)
@@ -235,19 +238,9 @@ def test_the_weights_sleep_and_wake(tmp_path: Path) -> None:
         llm.wake()
         assert all_facts(llm.generate(*requests)) == expected
         llm.sleep(weights=True)
-        make_toy("llama", dtype=torch.bfloat16, seed=1).save_pretrained(tmp_path)
+        make_toy("llama", dtype=torch.bfloat16, seed=1, **changes).save_pretrained(tmp_path)
         with pytest.raises(ModelChanged, match="changed since the model was opened"):
             llm.wake()
-
-
-def test_drafts_of_all_kinds_change_no_word(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    requests = [random_ids(9, 1), random_ids(5, 2)], SamplingParams(max_tokens=12, seed=3)
-    with LLM(folders("llama"), quantization="int8") as llm:
-        expected = all_facts(llm.generate(*requests))
-    drafts: list[Any] = ["ngram", "early-exit", folders("llama")]
-    for draft in drafts:
-        with LLM(folders("llama"), quantization="int8", draft=draft) as llm:
-            assert all_facts(llm.generate(*requests)) == expected, draft
 
 
 def test_what_can_not_be_packed_is_refused_by_name(folders: Callable[[str], Path]) -> None:

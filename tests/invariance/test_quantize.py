@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import facts, mixed_requests
 from support.toys import make_toy
@@ -25,7 +26,6 @@ from verbatim.model.weight_packing import WeightPacking
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LIBRARIES = kernels.available()
 WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
 

@@ -690,18 +690,6 @@ def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], P
             assert stats["preemptions"] and stats["cluster"]["restarts"] == 3
 
 
-def test_drafts_and_scores(saved: Callable[[str], Path]) -> None:
-    prompt = toys.random_ids(9, 3) * 3
-    params = SamplingParams(max_tokens=20, temperature=0, seed=1)
-    with LLM(saved("llama")) as llm:
-        expected, scores = facts(llm.generate([prompt], params)[0]), llm.score([prompt])
-    placement = Cluster(stages=2, hosts=ThreadHosts())
-    with LLM(saved("llama"), placement=placement, draft="ngram") as llm:
-        at_batch(serving(llm)[1], 5, kill)
-        assert facts(llm.generate([prompt], params)[0]) == expected
-        assert llm.score([prompt]) == scores
-
-
 @pytest.mark.parametrize(
     ("place", "source"),
     [

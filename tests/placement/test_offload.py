@@ -96,18 +96,6 @@ def test_micro_batches_of_any_size_give_the_same_words(
             assert [facts(r) for r in llm.generate(*mixed_requests(5))] == expected
 
 
-def test_streams_drafts_and_scores_are_the_same(folders: Callable[[str], Path]) -> None:
-    folder = folders("llama")
-    prompt = toys.random_ids(9, 3, high=toys.VOCAB) * 3
-    with LLM(folder, max_length=200) as llm:
-        (expected,) = llm.generate([prompt], GREEDY)
-        scores = llm.score([prompt])
-    with offloaded(folder, draft="ngram") as llm:
-        ids = [i for delta in llm.stream(prompt, GREEDY) for i in delta.token_ids]
-        assert ids == expected.outputs[0].token_ids
-        assert llm.score([prompt]) == scores
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [c for c in sweep.cases() if not sweep.refusal(c) and c not in sweep.UNBUILDABLE]

@@ -330,7 +330,7 @@ def test_without_kernels_columns_are_split_where_torch_gives_the_same_bits(
 ) -> None:
     script = (
         "import sys; from verbatim import LLM, TensorParallel\n"
-        "from parallel_rank import fingerprint, mixed_requests\n"
+        "from support.parallel_rank import fingerprint, mixed_requests\n"
         "told, requests = [], mixed_requests(6)\n"
         "for placement in (None, TensorParallel(2)):\n"
         "    with LLM(sys.argv[1], placement=placement) as llm:\n"

@@ -13,14 +13,11 @@ from torch import Tensor
 from verbatim.sampling import fast, noise
 from verbatim.sampling.noise import gumbel, gumbel_row, philox
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NoiseFunction = Callable[[int, int, int, Tensor], Tensor]
 MAX = 2**64 - 1
 PI_COUNTER = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")

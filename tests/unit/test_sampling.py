@@ -20,16 +20,13 @@ from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import bitmask, process
 from verbatim.sampling.sampler import sample_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 INF = math.inf
 needs_kernel = pytest.mark.skipif(not fast.available(), reason="the kernels are not built")
 both_backends = pytest.mark.parametrize(
     "backend", ["reference", pytest.param("kernel", marks=needs_kernel)]
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def random_logits(rng: random.Random, num_rows: int, vocab_size: int) -> Tensor:
