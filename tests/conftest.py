@@ -77,7 +77,8 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
             return opened
         if store.nbytes > 64 * 2**20:  # reserved memory that is not touched stays free of charge
             return opened
-        poison_blocks(pool, store, store.poison, store.num_blocks)
+        # Looked up when it is called, as tests replace it.
+        poison_blocks(pool, store, lambda blocks: store.poison(blocks), store.num_blocks)
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)

@@ -26,6 +26,7 @@ from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, storytel
 from verbatim.draft import DraftModel, EarlyExit
 from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
+from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
 
 PROMPT = random_ids(21, seed=5)
@@ -162,7 +163,9 @@ def test_the_model_itself_guesses_every_token(name: str, dtype: str, number: int
         check_nothing_held(llm)
 
 
-def test_a_structure_is_kept_in_mind_while_drafting() -> None:
+def test_a_structure_is_kept_in_mind_while_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (drafting, scheduler):  # a slow mask would cut a draft
+        monkeypatch.setattr(module, "MASK_WAIT_S", 30.0)
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},

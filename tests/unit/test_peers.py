@@ -342,7 +342,7 @@ def test_rows_go_on_from_different_ids():
     with LLM(make_experts(**SHAPES["moe-toy"])) as llm:
         rows = Ours(llm)
         requests = rows.add([[1, 2, 3]] * 4, max_tokens=8)
-        rows._take_in(requests)
+        rows._skip_prefill(requests)
         llm.engine.step()
         fed, drawn = zip(*(request.sequences[0].output_ids for request in requests), strict=True)
         for request in requests:
