@@ -34,6 +34,7 @@ from verbatim import (
 )
 from verbatim.batch import Batch
 from verbatim.model.mtp_source import Mtp, load_mtp
+from verbatim.model.whole import WholeModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -404,6 +405,27 @@ def test_samples_that_share_a_prompt_are_drafted_for_by_their_own_words() -> Non
 
 
 # Memory
+
+
+def test_a_decode_in_one_call_gives_the_layers_the_hidden_states_of_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    plain = WholeModel.run
+
+    def counted(self: WholeModel, *args: Any, **kwargs: Any) -> Any:
+        calls.append(made := plain(self, *args, **kwargs))
+        return made
+
+    monkeypatch.setattr(WholeModel, "run", counted)
+    hidden = []
+    for fused in (True, False):
+        with LLM(draft="mtp", num_draft_tokens=0, kv_memory="1MB", fused=fused) as llm:
+            rows = llm.engine.runner.mtp.hidden.rows.zero_()  # type: ignore[attr-defined]
+            llm.generate([STORY, "The dragon"], GREEDY)
+            hidden.append(rows.view(torch.uint8).clone())
+    assert sum(made is not None for made in calls) >= GREEDY.max_tokens - 1
+    assert torch.equal(*hidden)
 
 
 def test_what_the_layers_keep_counts_as_kv_memory() -> None:

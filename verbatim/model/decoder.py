@@ -137,6 +137,7 @@ class Decoder:
             self._forwards += self._layers.forwards
             self.fused = self._layers.report
         self._body: nn.Module | None = None
+        self._head_reads_body = False  # what the head is given is what the body returns
 
     def look_again(self) -> None:
         """Inspect the module again if it was edited since the last forward.
@@ -284,11 +285,14 @@ class Decoder:
         """
         with exclusive:
             self.look_again()
-            store, device = self._trial_store(), next(self.held.parameters()).device
-            body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
-            walk = FlatPass(self.anatomy.slots, self._trial_batch(), store)
+            device, bodies = next(self.held.parameters()).device, []
             try:
-                self._forward(self.held, [walk], body=body, hooks=False)
+                for self._head_reads_body in (False, True):
+                    walk = FlatPass(self.anatomy.slots, self._trial_batch(), self._trial_store())
+                    body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
+                    self._forward(self.held, [walk], body=body, hooks=False)
+                    bodies.append(body.read(walk.rows))
+                self._head_reads_body = torch.equal(*bodies)
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
                     f"{type(inner_model(self.held)).__name__}: the hidden states of its body can't be "
@@ -332,11 +336,15 @@ class Decoder:
             # A hook may keep references to modules, and edit them later.
             self._watched |= hooked
             self._layers.look(hooks=hooked, watched=watched)
-            whole = self._layers.whole_now() if body is None and self._in_one_piece else None
+            walk = walks[0]
+            serves = body is None or (self._head_reads_body and _needs_all_logits(walk.batch))
+            whole = self._layers.whole_now() if serves and self._in_one_piece else None
             if whole is not None:
                 with plain_numbers():
-                    found = whole.run(walks[0], watched=watched)
+                    found = whole.run(walk, watched=watched)
                 if found is not None:
+                    if body is not None:
+                        body.write(walk.rows, found.hidden)
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
             borrow(self._tree, self._forwards, self._configs, hooks=hooks),
@@ -355,6 +363,12 @@ class Decoder:
                 for walk, (last,) in zip(walks, made, strict=True):
                     body.write(walk.rows, last.flatten(0, -2))
         return Output(_joined(logits), _joined(hidden) if hidden else None)
+
+
+def _needs_all_logits(batch: Batch) -> bool:
+    """Return whether every row of a batch has logits, as in decoding."""
+    rows = batch.logit_rows
+    return len(rows) == batch.num_tokens and torch.equal(rows, torch.arange(len(rows)))
 
 
 def _logits(module: nn.Module, anatomy: Anatomy, batch: Batch) -> Tensor:
