@@ -173,7 +173,8 @@ def test_words_are_those_of_plain_decoding(name: str, dtype: torch.dtype) -> Non
             stats = llm.stats()
             assert stats["forwards"] <= forwards and stats["blocks_used"] == 0
             assert stats["draft"]["errors"] == stats["draft"]["cut"] == 0
-            assert bool(stats["draft"]["accepted"]) == (number != 0)
+            if number is not None:  # else drafts may not pay here
+                assert bool(stats["draft"]["accepted"]) == (number > 0)
 
 
 @pytest.mark.parametrize(
