@@ -15,11 +15,12 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from verbatim import LLM, Cluster, SamplingParams
+from verbatim.placement.cluster.runner import Clustered
 
 TOKENS = 48
 PROMPT = 64
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
-    from verbatim.placement.cluster.hosts import begin_ray
+    from verbatim.placement.cluster.contact import begin_ray
 
     begin_ray(None)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +149,8 @@ def draw(llm: LLM, path: Path) -> None:
 
     long = [[(3 * i + 7 * j) % 31_000 + 3 for j in range(200)] for i in range(SESSIONS)]
     llm.generate(long, SamplingParams(max_tokens=12, seed=1, ignore_eos=True))
-    spans = [told["spans"] for told in llm.engine.runner._each("status")]
+    runner = cast(Clustered, llm.engine.runner)
+    spans = [status["spans"] for status in runner._each("status")]
     first = min(row[-13 - 2][2] if len(row) > 15 else row[0][2] for row in spans)
     figure, axes = plt.subplots(figsize=(10, 2.4), layout="constrained")
     colours = plt.get_cmap("tab10").colors

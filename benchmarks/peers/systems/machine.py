@@ -19,12 +19,12 @@ class Machine:
 
     def load(self, threads: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
-        self.machine = machine.Machine(torch.bfloat16)
+        self.meter = machine.LimitMeter(torch.bfloat16)
         self.measure()
         return {}
 
     def measure(self) -> dict[str, float]:
-        return asdict(self.machine.measure())
+        return asdict(self.meter.measure())
 
 
 if __name__ == "__main__":
