@@ -2,8 +2,8 @@
 
     python benchmarks/cluster.py [--rounds 5] [--layers 12] [--picture docs/images/cluster_pipeline.png]
 
-The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes of a Ray that
-the benchmark starts. Whatever is timed has said the resident model's words first, bit for bit.
+The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes
+of this machine. Whatever is timed has said the resident model's words first, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()
-    from verbatim.placement.cluster.contact import begin_ray
-
-    begin_ray(None)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.layers)
         with LLM(folder, max_length=256) as whole:

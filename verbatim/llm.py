@@ -135,7 +135,6 @@ class LLM:
                 "PipelineParallel or an ExpertParallel"
             )
         offload = placement if isinstance(placement, Offload) else None
-        ranks = placement if isinstance(placement, Ranked) else None
         options = engine_options(
             quantization=quantization,
             kv_dtype=kv_dtype,
@@ -196,13 +195,10 @@ class LLM:
             options,
             drafts,
             weak=_weak,
-            offload=offload,
-            ranks=ranks,
-            cluster=placement if isinstance(placement, Cluster) else None,
-            origin=None
+            placement=placement,
+            source=None
             if isinstance(model, nn.Module)
             else ModelSource.of(model, dtype, revision, trust_remote_code, loaded),
-            trust_remote_code=trust_remote_code,
             max_unread=max_unread,
         )
         self._start(handle)

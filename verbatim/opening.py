@@ -28,14 +28,26 @@ from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.opening import open_offloaded
-from verbatim.placement.options import EngineOptions
-from verbatim.placement.parallel.choice import ExpertParallel, Ranked
-from verbatim.placement.parallel.opening import open_parallel
+from verbatim.placement.options import EngineOptions, Placed
+from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
+from verbatim.placement.parallel.opening import (
+    open_expert_parallel,
+    open_pipeline_parallel,
+    open_tensor_parallel,
+)
 from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
+# The drafts that a placement can't run, since the layers they need are not all in this process.
+_REFUSED_DRAFTS: dict[type, tuple[type, ...]] = {
+    Offload: (EarlyExit, Mtp),
+    Cluster: (EarlyExit,),
+    PipelineParallel: (EarlyExit,),
+    TensorParallel: (EarlyExit, Mtp),
+    ExpertParallel: (EarlyExit,),
+}
 
 
 def open_engine(
@@ -44,93 +56,46 @@ def open_engine(
     drafts: DraftOptions | None = None,
     *,
     weak: bool = False,
-    offload: Offload | None = None,
-    ranks: Ranked | None = None,
-    cluster: Cluster | None = None,
-    origin: ModelSource | None = None,
-    trust_remote_code: bool = False,
+    placement: Any = None,
+    source: ModelSource | None = None,
     max_unread: int = 65_536,
 ) -> EngineHandle:
-    """Open the engine of an `LLM`; with `weak`, keep only a weak reference to the module."""
+    """Open the engine of an `LLM`.
+
+    Args:
+        weak: keep only a weak reference to the module.
+        placement: as of `LLM`.
+        source: what another process opens; None for a live module.
+    """
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
-    mtp = drafts.draft if isinstance(drafts.draft, Mtp) else None
-    module: Any = loaded.module
-    ranks_group: Any = None
-    if speaks_kv_caches(module):
-        if options.device.is_gpu:
-            raise NotSupported(f"device={options.device.torch}: kv_caches modules run on the CPU")
-        config = module.config
-        limit, source = resolve_length(options, config.max_seq_len, "max_seq_len")
-        runner: Runner = open_kv_caches(module, options, limit, weak=weak)
-        if isinstance(drafts.draft, EarlyExit | Mtp):
-            raise NotSupported(
-                f"draft={drafts.draft!r}: the layers of a module with kv_caches can't be run one by one"
-            )
-    elif offload is not None:
-        if isinstance(drafts.draft, EarlyExit | Mtp):
-            raise NotSupported(
-                f"draft={drafts.draft!r}: not supported with placement=Offload; use 'ngram' or a smaller "
-                "model"
-            )
-        config = inner_model(module).config
-        limit, source = resolve_length(options, *max_length_of(config))
-        runner, options = open_offloaded(loaded, offload, options, limit)
-    elif cluster is not None:
-        if isinstance(drafts.draft, EarlyExit):
-            raise NotSupported(
-                f"draft={drafts.draft!r}: not supported with placement=Cluster; use 'ngram', 'mtp' or a "
-                "smaller model"
-            )
-        assert origin is not None
-        config = inner_model(module).config
-        limit, source = resolve_length(options, *max_length_of(config))
-        runner, options = open_cluster(loaded, origin, cluster, options, limit, mtp)
-    elif ranks is not None:
-        if isinstance(drafts.draft, EarlyExit) or (
-            mtp is not None and not isinstance(ranks, ExpertParallel)
-        ):
-            raise NotSupported(
-                f"draft={drafts.draft!r}: not supported with placement={ranks!r}; use 'ngram' or a smaller "
-                "model"
-            )
-        config = inner_model(module).config
-        limit, source = resolve_length(options, *max_length_of(config))
-        placed = open_parallel(
-            loaded, ranks, options, limit, mtp, trust_remote_code=trust_remote_code
+    if isinstance(drafts.draft, _REFUSED_DRAFTS.get(type(placement), ())):
+        raise NotSupported(
+            f"draft={drafts.draft!r}: not supported with placement={type(placement).__name__}; use 'ngram' "
+            "or a smaller model"
         )
-        runner, ranks_group = placed.runner, placed.together
-    else:
-        device = options.device
-        if device.is_gpu and not loaded.live:
-            move(loaded, device)
-        with device.current():
-            decoder = Decoder(
-                module,
-                weak=weak,
-                fused=options.fused,
-                unseen=not loaded.live,
-                same_bits=device.same_bits,
-            )
-        config = inner_model(module).config
-        limit, source = resolve_length(options, *max_length_of(config))
-        layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
-        runner = open_resident(decoder, loaded, options, limit, layers)
+    module: Any = loaded.module
+    with_caches = speaks_kv_caches(module)
+    config = module.config if with_caches else inner_model(module).config
+    named = (config.max_seq_len, "max_seq_len") if with_caches else max_length_of(config)
+    limit = resolve_length(options, *named)
+    placed = _open_placed(loaded, placement, options, drafts.draft, source, limit[0], weak)
+    runner, options = placed.runner, placed.options
     try:
         handle = open_runner(
             runner,
             options,
             name=loaded.name,
             tokenizer=loaded.tokenizer,
-            limit=(limit, source),
+            limit=limit,
             eos_ids=eos_ids_of(loaded.generation_config, config),
             live=loaded.live,
             config=config,
             generation_config=loaded.generation_config,
             drafting=open_drafting(drafts, runner, options, loaded),
             max_unread=max_unread,
-            collective=collective_of(ranks_group),
+            collective=collective_of(placed.together),
         )
         if isinstance(runner, Clustered):
             _enable_recovery(runner, handle.scheduler)
@@ -138,6 +103,51 @@ def open_engine(
     except BaseException:
         runner.close()
         raise
+
+
+def _open_placed(
+    loaded: LoadedModel,
+    placement: Any,
+    options: EngineOptions,
+    draft: Any,
+    source: ModelSource | None,
+    limit: int | None,
+    weak: bool,
+) -> Placed:
+    """Open the runner of a placement."""
+    mtp = draft if isinstance(draft, Mtp) else None
+    if isinstance(placement, Offload):
+        return open_offloaded(loaded, placement, options, limit)
+    if isinstance(placement, ExpertParallel):
+        return open_expert_parallel(loaded, placement, options, limit, mtp)
+    if placement is not None:
+        assert source is not None
+        if isinstance(placement, Cluster):
+            return open_cluster(loaded, source, placement, options, limit, mtp)
+        if isinstance(placement, PipelineParallel):
+            return open_pipeline_parallel(loaded, source, placement, options, limit, mtp)
+        return open_tensor_parallel(loaded, source, placement, options, limit)
+    device = options.device
+    if speaks_kv_caches(loaded.module):
+        if device.is_gpu:
+            raise NotSupported(f"device={device.torch}: kv_caches modules run on the CPU")
+        if isinstance(draft, EarlyExit | Mtp):
+            raise NotSupported(
+                f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
+            )
+        return Placed(open_kv_caches(loaded.module, options, limit, weak=weak), options)
+    if device.is_gpu and not loaded.live:
+        move(loaded, device)
+    with device.current():
+        decoder = Decoder(
+            loaded.module,
+            weak=weak,
+            fused=options.fused,
+            unseen=not loaded.live,
+            same_bits=device.same_bits,
+        )
+    layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
+    return Placed(open_resident(decoder, loaded, options, limit, layers), options)
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:

@@ -417,17 +417,17 @@ def test_a_stage_that_is_gone_before_the_one_in_front_connects(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = resident(saved("gpt2"), 5)
-    reach, tried = neighbours.reach, []
+    connect, tried = neighbours.connect, []
 
     def refused(address: Any, *args: Any) -> Any:
         tried.append(address)
         if len(tried) == 1:
             raise LinkLost("nobody there")
-        return reach(address, *args)
+        return connect(address, *args)
 
     with clustered(saved("gpt2")) as llm:
         at_batch(serving(llm)[0], 3, kill)
-        monkeypatch.setattr(neighbours, "reach", refused)
+        monkeypatch.setattr(neighbours, "connect", refused)
         assert all_facts(llm.generate(*mixed_requests(5))) == expected
         assert llm.stats()["cluster"]["restarts"] == 2
 

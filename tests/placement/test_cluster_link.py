@@ -460,7 +460,7 @@ def test_a_stage_refuses_what_it_does_not_expect(stage: Stage) -> None:
         ask(head, do="allocate", num_blocks=3)["error"][1]
         == "this stage holds no layers yet, or sleeps"
     )
-    nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0, relay=None)
+    nobody = ask(head, do="link", next=["127.0.0.1", 1], epoch=0)
     assert "no connection" in nobody["result"]["unreachable"]
     assert ask(head, do="epoch", epoch="x", index=0)["error"][0] == "ValueError"
     assert "result" in ask(head, do="epoch", epoch=4, index=0, restarts=0)
@@ -495,7 +495,7 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
         left.set()
 
     door = Door(KEY, "127.0.0.1", stop)
-    host: Any = SimpleNamespace(address=("127.0.0.1", door.port), relay=None, machine="one")
+    host: Any = SimpleNamespace(address=("127.0.0.1", door.port), machine="one")
     try:
         with pytest.raises(LinkLost):
             Crew(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -75,7 +76,9 @@ def share_layers(rank: int, world: int, folder: Path) -> dict[str, Any]:
     with LLM(folder / "deep-qwen3_moe", placement=placement) as llm:
         params = [replace(p, record_routing=p.num_beams == 1) for p in params]
         told["qwen3_moe"] = fingerprint(llm.generate(prompts, params))
-        told["rank_layers"] = llm.info()["rank_layers"]
+        stages = llm.info()["stages"]
+        told["layers"] = [stage["layers"] for stage in stages]
+        told["last_pid"] = stages[-1]["pid"] == os.getpid()
     return told
 
 

@@ -25,7 +25,6 @@ class ThreadHost:
         self.stage = Stage(key, "127.0.0.1")
         self.machine = machine
         self.address: Address = self.stage.address
-        self.relay = None
         self.killed = False
         self.before: Callable[[Any], object] = lambda batch: None
         layers: Layers = self.stage._layers

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PORT = 6379
 _LIMIT_S = 120.0  # for one of Ray's own commands
-_STORE_BYTES = 500_000_000  # Ray's object store; used by `transport="actors"` only
+_STORE_BYTES = 100_000_000  # Ray's object store, which holds nothing of a stage
 
 cluster = typer.Typer(
     name="cluster",

@@ -10,6 +10,7 @@ from verbatim.errors import OutOfBlocks
 from verbatim.kv.quantized import KVDtype, settle_kv_dtype
 from verbatim.model.quantization import Quantization, settle_quantization
 from verbatim.options import memory_bytes, positive, switch, thread_count
+from verbatim.protocols import Runner
 
 _MAX_BATCH_TOKENS = 2048
 DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
@@ -51,6 +52,20 @@ class EngineOptions:
         if max_length is not None:
             blocks = min(blocks, self.max_sequences * -(-max_length // self.block_size))
         return blocks + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A model opened by its placement.
+
+    Attributes:
+        options: as the placement's limits allow them.
+        together: the connection to processes that make the same calls; None: this process is alone.
+    """
+
+    runner: Runner
+    options: EngineOptions
+    together: Any = None
 
 
 def engine_options(

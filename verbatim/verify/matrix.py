@@ -45,7 +45,7 @@ def verify(
         seed: seed of prompts and draws.
         only: names of schedules in `verbatim.verify.NAMES`. None: all. The reference is always run.
         on_row: callback for each finished row.
-        cluster: placement of the row "two-stages". None: two stages on this machine, by Ray.
+        cluster: placement of the row "two-stages". None: two stages on this machine.
         num_threads: size of torch's thread pool, for all schedules except "threads".
         options: options of `LLM` for all schedules: tokenizer, config, revision, trust_remote_code, dtype,
             device, max_length, kv_dtype, quantization, fused.

@@ -45,7 +45,7 @@ _REFUSED = {
 }
 _ALWAYS = {
     "low_cpu_mem_usage": "weights are read to where they stay",
-    "use_server_to_server": "stages talk to each other; Cluster(transport='actors') goes through Ray",
+    "use_server_to_server": "stages connect to each other",
 }
 _CLUSTER_OPTIONS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
 _ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")

@@ -12,7 +12,6 @@ from verbatim.errors import InvalidRequest
 from verbatim.options import budget, positive
 
 MAX_STAGES = 512
-_TRANSPORTS = ("auto", "direct", "actors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,8 @@ class Cluster:
     Args:
         stages: number of stages. None: one per machine, and two on a single machine.
         address: "host:port" of a Ray cluster, as `verbatim cluster start` prints it. None: the cluster that
-            this process is connected to, or `RAY_ADDRESS`; otherwise a local one is started, and stopped by
-            the model's `close`.
+            this process is connected to, or `RAY_ADDRESS`; otherwise processes of this machine, which end
+            with the model's `close`, and no Ray.
         layers: number of layers of each stage, in order. None: assigned by memory and measured speed.
         keep: budget per stage for sent activations, from which a lost stage behind it is recomputed: bytes,
             or "1GB". 0: recompute from the ids, through all stages.
@@ -37,9 +36,7 @@ class Cluster:
         max_restarts: maximum stage replacements in one step, 0 to 64; above it the step's requests fail.
         patience_s: seconds of silence after which a stage is lost.
         step_timeout_s: seconds of computing one micro-batch after which a stage is lost.
-        transport: "direct": connections between the processes; "actors": everything through Ray, slower;
-            "auto": direct, or actors if a connection fails and Ray is available.
-        hosts: source of processes instead of Ray: an object with the methods of
+        hosts: another source of processes: an object with the members of
             `verbatim.placement.cluster.hosts.Hosts`.
 
     Raises:
@@ -55,7 +52,6 @@ class Cluster:
     max_restarts: int = 3
     patience_s: float = 3.0
     step_timeout_s: float = 300.0
-    transport: str = "auto"
     hosts: Any = None
 
     def __post_init__(self) -> None:
@@ -77,10 +73,6 @@ class Cluster:
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds above 0")
         if self.address is not None and not isinstance(self.address, str):
             raise InvalidRequest(f"address={self.address!r}: must be a string such as 'host:6379'")
-        if self.transport not in _TRANSPORTS:
-            raise InvalidRequest(f"transport={self.transport!r}: must be one of {_TRANSPORTS}")
-        if self.transport == "actors" and self.hosts is not None:
-            raise InvalidRequest("transport='actors' needs Ray, which hosts= replaces")
         if self.layers is not None:
             self._settle_layers()
         budget("keep", self.keep)

@@ -87,23 +87,17 @@ def import_ray() -> Any:
     return ray
 
 
-def begin_ray(address: str | None) -> None:
-    """Connect this process to the Ray cluster at `address`, or to one of its own.
+def begin_ray(given: str) -> None:
+    """Connect this process to the Ray cluster at an address.
 
     Raises:
-        NoHost: nobody answers there, or not to us.
+        NoHost: there is no cluster, or its token is another one.
     """
     import ray
 
-    given = address or os.environ.get("RAY_ADDRESS")
     try:
-        if given is None:
-            if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
-                settle_token()
-            ray.init("local", include_dashboard=False, **_said())
-        else:
-            _look_for(given)
-            ray.init(given, **_said())
+        _look_for(given)
+        ray.init(given, **_said())
     except NoHost:
         raise
     except ray.exceptions.AuthenticationError:
@@ -112,7 +106,7 @@ def begin_ray(address: str | None) -> None:
             "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
         ) from None
     except Exception as error:  # ConnectionError, ValueError, RuntimeError, of several kinds each
-        where = "on this machine" if given in (None, "auto") else f"at {given}"
+        where = "on this machine" if given == "auto" else f"at {given}"
         if "Could not find any running" in str(error):
             raise NoHost(f"no Ray cluster {where}: `verbatim cluster start` makes one") from None
         if "Failed to connect" in str(error):  # and yet somebody answers: it is all that Ray says

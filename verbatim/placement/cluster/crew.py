@@ -17,8 +17,7 @@ from verbatim.errors import (
     OutOfBlocks,
     VerbatimError,
 )
-from verbatim.placement.cluster.link import Address, Link, LinkLost
-from verbatim.placement.cluster.relay import reach
+from verbatim.placement.cluster.link import Address, Link, LinkLost, connect
 from verbatim.shield import Shield
 
 _PING_S = 0.5  # between two looks at who is still there, while something is waited for
@@ -38,7 +37,6 @@ class Host(Protocol):
     """A process somewhere that serves a stage."""
 
     address: Address
-    relay: Address | None  # the same by way of Ray, for who can't connect to the other
     machine: str  # which of the machines it is on
 
     def kill(self) -> None:
@@ -125,7 +123,6 @@ class Crew:
         self.step_timeout_s = step_timeout_s
         self.epoch = 0
         self._key = key
-        self._walled: set[str] = set()  # machines that only Ray reaches
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
         self._expected: dict[int, Member] = {}
@@ -140,15 +137,7 @@ class Crew:
         Raises:
             LinkLost, Refused: it can't be had.
         """
-        if host.machine in self._walled:
-            self.relay(host)
-        try:
-            link = reach(host.address, self._key, {"role": "head"})
-        except LinkLost as error:
-            if host.relay is None:
-                raise
-            link = reach(host.relay, self._key, {"role": "head"})
-            self.relay(host, error)
+        link = connect(host.address, self._key, {"role": "head"})
         # A process may be stopped right after it has proved who it is.
         patience = threading.Timer(self.patience_s, link.close)
         patience.start()
@@ -162,14 +151,6 @@ class Crew:
         finally:
             patience.cancel()
         return Member(host, link, self._inbox)
-
-    def relay(self, host: Host, why: object = "") -> None:
-        """Reach this host by way of Ray from now on, and all others on its machine."""
-        if host.machine not in self._walled:
-            _log.warning("%s is reached by way of Ray, which is slower: %s", host.machine, why)
-        self._walled.add(host.machine)
-        if host.relay is not None:
-            host.address, host.relay = host.relay, None
 
     @property
     def lost(self) -> list[Member]:

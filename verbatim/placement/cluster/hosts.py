@@ -19,14 +19,15 @@ from verbatim.errors import NotSupported, VerbatimError, first_line
 from verbatim.placement.cluster.contact import NAMESPACE, NoHost, answers, begin_ray, import_ray
 from verbatim.placement.cluster.crew import Host
 from verbatim.placement.cluster.link import Address
-from verbatim.placement.cluster.relay import GROUPS, RelayDoor, relay_address
 
 _START_S = 60.0  # for a process to come up, imports included
 _LOOK_S = 2.0  # between two looks at whether a machine is there, while a process comes up on it
 
 
 class Hosts(Protocol):
-    """Something that starts processes which serve a stage."""
+    """A source of processes that serve a stage."""
+
+    key: bytes  # the secret of the cluster
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
         """So many processes, spread over the machines but those to avoid.
@@ -68,7 +69,7 @@ def versions() -> dict[str, str]:
     }
 
 
-class StageActor(RelayDoor):
+class StageActor:
     """What Ray runs: a process with one stage."""
 
     def __init__(self, key: bytes, name: str) -> None:
@@ -79,7 +80,6 @@ class StageActor(RelayDoor):
         self._name = name
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._stage = Stage(key, here, lambda: os._exit(0))
-        super().__init__(key, self._stage.let_in)
 
     def address(self) -> Address:
         """Where the stage listens."""
@@ -109,7 +109,6 @@ class RayHost:
         self.prepared = False  # made before it was needed
         self.killed = False
         self.address: Address = ("", 0)
-        self.relay: Address | None = None
 
     def kill(self) -> None:
         import ray
@@ -125,35 +124,31 @@ class RayHosts:
     """Actors on the machines that Ray knows.
 
     Args:
-        address: of the Ray cluster; None takes the one at hand, or starts one here.
+        address: of the Ray cluster. None: the one that this process is connected to, or `RAY_ADDRESS`.
         key: the stages' secret.
         name: of the cluster, which `verbatim cluster status` shows.
-        transport: as `Cluster.transport`.
 
     Raises:
         NotSupported: Ray is not installed.
         NoHost: there is no Ray at `address`.
     """
 
-    def __init__(self, address: str | None, key: bytes, name: str, transport: str) -> None:
+    def __init__(self, address: str | None, key: bytes, name: str) -> None:
         ray = import_ray()
-        self._key = key
-        self._transport = transport
+        self.key = key
         self._name = name
         self._hosts: list[RayHost] = []  # that were not ended yet
         self._prepared: list[RayHost] = []
         self._own = not ray.is_initialized()
         if self._own:
-            begin_ray(address)
+            begin_ray(address or os.environ["RAY_ADDRESS"])
         elif address is not None and address != ray.get_runtime_context().gcs_address:
             raise NotSupported(
                 f"address={address!r}: this process is connected to the Ray cluster at "
                 f"{ray.get_runtime_context().gcs_address}"
             )
         self._head: str = ray.get_runtime_context().gcs_address
-        self._actor = ray.remote(
-            num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups=GROUPS
-        )(StageActor)
+        self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(StageActor)
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
         avoid = set(avoid)
@@ -209,10 +204,6 @@ class RayHosts:
             raise
         except Exception as error:  # Ray has many ways to say that an actor is gone
             raise NoHost(f"{host.machine}: no process came up: {first_line(error)}") from None
-        if self._transport == "actors":
-            host.address = relay_address(host.name)
-        elif self._transport == "auto":
-            host.relay = relay_address(host.name)
 
     def _create(self, count: int, avoid: set[str]) -> list[RayHost]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -235,7 +226,7 @@ class RayHosts:
                 name=name,
                 namespace=NAMESPACE,
                 runtime_env={"env_vars": {"OMP_WAIT_POLICY": "passive"}},
-            ).remote(self._key, self._name)
+            ).remote(self.key, self._name)
             hosts.append(RayHost(actor, name, nodes[node][0], nodes[node]))
             self._hosts.append(hosts[-1])
         return hosts

@@ -27,8 +27,6 @@ _SHAKE_S = 10.0
 _HAS_NAMES = sys.platform == "linux"  # Unix sockets that are in no folder
 _MAX_STRANGERS = 64  # who may be shaking hands at once
 
-RELAY = "ray:"  # begins an address that is an actor of Ray's
-
 Address = tuple[str, int]
 
 
@@ -239,7 +237,6 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 __all__ = [
-    "RELAY",
     "Address",
     "Connection",
     "Door",

@@ -9,9 +9,8 @@ from typing import Any
 from verbatim.errors import VerbatimError
 from verbatim.placement.cluster.connection import Connection
 from verbatim.placement.cluster.frame import Expected
-from verbatim.placement.cluster.link import Link, LinkLost
+from verbatim.placement.cluster.link import Link, LinkLost, connect
 from verbatim.placement.cluster.messages import Mark
-from verbatim.placement.cluster.relay import reach
 from verbatim.placement.cluster.wire import Garbage
 
 _ECHOES = 3  # round trips by which a new connection is measured
@@ -78,18 +77,11 @@ class Neighbours:
                 link.close()
 
     def connect(self, message: Message) -> Message:
-        """Connect to the stage behind; by way of Ray, where that is there and nothing else leads to it."""
+        """Connect to the next stage; return `unreachable`, the reason, if that fails."""
         host, port = message["next"]
         who = {"role": "stage", "epoch": message["epoch"], "index": self.index}
-        relayed = False
         try:
-            try:
-                link = reach((host, int(port)), self._key, who)
-            except LinkLost:
-                if message["relay"] is None:
-                    raise
-                link = reach((message["relay"][0], 0), self._key, who)
-                relayed = True
+            link = connect((host, int(port)), self._key, who)
             try:
                 answer = link.receive()
                 if "refused" in answer:
@@ -106,7 +98,7 @@ class Neighbours:
                 raise VerbatimError(f"epoch {message['epoch']} is over")
             self._next, self.hop_s = link, hop_s
         threading.Thread(target=self._watch, args=(link, message["epoch"]), daemon=True).start()
-        return {"relayed": relayed}
+        return {}
 
     def _watch(self, link: Link, epoch: int) -> None:
         """Tell the head when the stage behind is cut off: what was sent there may not have arrived."""

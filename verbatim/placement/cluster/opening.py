@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
+import sys
 from collections import Counter
 from dataclasses import fields, replace
+from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model.anatomy import inner_model
@@ -15,12 +18,13 @@ from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
 from verbatim.placement.cluster.layers import name_of
+from verbatim.placement.cluster.local import LocalHosts
 from verbatim.placement.cluster.plan import Layout
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.cluster.split import Split
 from verbatim.placement.cluster.staffing import Staffing
 from verbatim.placement.cluster.supervisor import Supervisor
-from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions
+from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed
 from verbatim.weights.identity import fingerprint
 
 _ALIKE = 0.7  # of a machine's speed
@@ -34,8 +38,8 @@ def open_cluster(
     options: EngineOptions,
     limit: int | None,
     mtp: Mtp | None = None,
-) -> tuple[Clustered, EngineOptions]:
-    """The runner, and the options of the engine as the machines allow them.
+) -> Placed:
+    """Open a model in stages.
 
     Args:
         loaded: without its weights.
@@ -45,7 +49,7 @@ def open_cluster(
 
     Raises:
         UnsupportedModel: its layers can't be cut apart.
-        NotSupported: Ray is missing, machines that would give other bits, or no layers that draft.
+        NotSupported: an address without Ray, machines that would give other bits, or no MTP layers.
         NoHost: there are no machines.
         OutOfBlocks: the model or one block has no room.
     """
@@ -55,13 +59,8 @@ def open_cluster(
         last += split.embedding_bytes + _drafting_bytes(loaded, mtp)
     layout = Layout(tuple(split.layer_bytes), (first, last), everywhere, tuple(split.cuts))
     _check(cluster, layout)
-    key, name = secrets.token_bytes(32), secrets.token_hex(4)
-    hosts: Hosts
-    if cluster.hosts is None:
-        hosts = RayHosts(cluster.address, key, name, cluster.transport)
-    else:
-        hosts, key = cluster.hosts, cluster.hosts.key
-    crew = Crew(key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
+    hosts: Any = cluster.hosts or _hosts(cluster.address)
+    crew = Crew(hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
     model: Message = {
         **{field.name: getattr(source, field.name) for field in fields(source)},
         "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
@@ -94,7 +93,16 @@ def open_cluster(
         supervisor.close()
         raise
     runner = Clustered(supervisor, cluster, num_blocks=blocks, block_size=options.block_size)
-    return runner, options
+    return Placed(runner, options)
+
+
+def _hosts(address: str | None) -> Hosts:
+    """Return Ray's machines where there is a Ray cluster, and this machine otherwise."""
+    key = secrets.token_bytes(32)
+    ray = sys.modules.get("ray")
+    if address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()):
+        return RayHosts(address, key, secrets.token_hex(4))
+    return LocalHosts(key)
 
 
 def _drafting_bytes(loaded: LoadedModel, mtp: Mtp) -> int:

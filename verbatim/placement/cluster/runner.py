@@ -18,7 +18,6 @@ from verbatim.model.routing import NOT_ROUTED, different_kinds
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
 from verbatim.placement.cluster.figures import Figures
-from verbatim.placement.cluster.link import RELAY
 from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
 from verbatim.placement.cluster.shape import joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
@@ -286,7 +285,6 @@ class Clustered:
                     "pid": member.facts["pid"],
                     "weight_bytes": member.shape["weight_bytes"],
                     "restarts": member.restarts,
-                    "transport": "actors" if member.host.address[0].startswith(RELAY) else "direct",
                 }
                 for member in members
             ],

@@ -151,13 +151,12 @@ class Staffing:
         crew.reports()  # of the epoch before
         orders: list[tuple[Member, Message]] = []
         for member, behind in zip(crew.members, crew.members[1:], strict=False):
-            to = {"next": behind.host.address, "relay": behind.host.relay}
-            orders.append((member, {"do": "link", "epoch": crew.epoch, **to}))
+            orders.append(
+                (member, {"do": "link", "epoch": crew.epoch, "next": behind.host.address})
+            )
         for (member, _), answer in zip(orders, crew.call_each(orders), strict=True):
             if "unreachable" in answer:
                 crew.cut_off(member, answer["unreachable"])
-            elif answer["relayed"]:
-                crew.relay(crew.members[member.index + 1].host, f"{member} can't connect to it")
         crew.check()
         self.connected = True
 

@@ -30,13 +30,13 @@ from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
-from verbatim.placement.options import EngineOptions
+from verbatim.placement.options import EngineOptions, Placed
 
 
 def open_offloaded(
     loaded: LoadedModel, offload: Offload, options: EngineOptions, limit: int | None
-) -> tuple[Offloaded, EngineOptions]:
-    """The runner, and the options of the engine as the plan has them.
+) -> Placed:
+    """Open a model whose weights, K and V are read from memory and disk as the plan has it.
 
     Args:
         limit: tokens of one sequence at most.
@@ -103,7 +103,7 @@ def open_offloaded(
             compression=compression,
         )
         undo.pop_all()
-    return runner, options
+    return Placed(runner, options)
 
 
 def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:

@@ -49,12 +49,13 @@ class TensorParallel:
 class PipelineParallel:
     """Pipeline parallelism over processes of one machine: each holds some layers and their K and V.
 
-    Hidden states are sent from rank to rank by gloo. Rank 0 holds the last layers and samples, so logits are
-    never sent. Processes are found or started as for `TensorParallel`; only one rank computes at a time.
+    A `Cluster` with a stage on each rank. Under torchrun, or if torch.distributed is initialized, its ranks
+    are used, as for `TensorParallel`, and rank 0 has the last layers; otherwise `size` processes are started
+    on this machine, and replaced if they are lost.
 
     Args:
-        size: number of ranks, including this process.
-        timeout_s: seconds that ranks wait for another one, in a forward and at opening.
+        size: number of stages.
+        timeout_s: seconds of computing one micro-batch, or of silence at opening, after which a rank is lost.
 
     Raises:
         InvalidRequest: a value out of range.

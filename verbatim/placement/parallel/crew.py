@@ -6,8 +6,6 @@ import os
 import queue
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,8 +16,8 @@ from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.placement.cluster.link import Door, Link, LinkLost
+from verbatim.placement.launcher import HOST, Launcher, WorkerProcess
 
-HOST = "127.0.0.1"
 _COME_S = 120.0  # in which a process that was started has to report: it imports torch
 _TELL_S = 3.0  # in which it becomes known who is gone
 _END_S = 5.0
@@ -64,39 +62,36 @@ class Crew:
     Attributes:
         folder: nobody else's, for as long as the crew is there.
         key, port: what a rank needs to come in.
-        follows: the others make the same calls, and have to be told if one fails.
         processes: those that were started here, by rank; empty where the user started them.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.follows = False
         self.folder = Path(tempfile.mkdtemp(prefix="verbatim-ranks-"))
         self.key = secrets.token_bytes(32)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, WorkerProcess] = {}
+        self._launchers: list[Launcher] = []
         self._post = _Post(size)
         self._door = Door(self.key, HOST, self._post.let_in)
         self.port = self._door.port
         # For whoever forgets to close it; what it holds on to must not lead back here.
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self.folder, self._door, self._post.links, self.processes
+            self,
+            _end,
+            os.getpid(),
+            self.folder,
+            self._door,
+            self._post.links,
+            self.processes,
+            self._launchers,
         )
 
     def start(self) -> None:
-        """Start the processes, as new interpreters."""
-        home = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        """Start the processes."""
+        launcher = Launcher("verbatim.placement.parallel.worker:serve")
+        self._launchers.append(launcher)
         for rank in range(1, self.size):
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "verbatim.placement.parallel.worker"],
-                stdin=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C is rank 0's to notice
-            )
-            self.processes[rank] = process
-            assert process.stdin is not None
-            with process.stdin:
-                process.stdin.write(f"{rank} {self.port} {self.key.hex()}\n".encode())
+            self.processes[rank] = launcher.start(rank=rank, port=self.port, key=self.key.hex())
 
     def wait_for_all(self, timeout_s: float = _COME_S) -> None:
         """Until each rank is connected.
@@ -113,7 +108,7 @@ class Crew:
                 self._post.changed.wait(0.1)
             for rank in missing:
                 process = self.processes.get(rank)
-                if process is not None and process.poll() is not None:
+                if process is not None and process.returncode is not None:
                     raise TierFailed(self._said(rank, "it ended before it was ready"))
             if time.monotonic() > end:
                 raise TierFailed(self._said(missing[0], f"it did not come within {timeout_s:g} s"))
@@ -122,13 +117,16 @@ class Crew:
         """Send the same to all.
 
         Raises:
-            TierFailed: one is gone; the message names it.
+            TierFailed: one is gone; the message names it. The others have got it.
         """
-        try:
-            for link in self._post.links.values():
+        lost = None
+        for link in self._post.links.values():
+            try:
                 link.send(message)
-        except LinkLost as error:
-            raise self.failure(error) from None
+            except LinkLost as error:
+                lost = error
+        if lost is not None:
+            raise self.failure(lost)
 
     def answers(self, timeout_s: float) -> dict[int, Message]:
         """One message from each, by rank.
@@ -168,12 +166,8 @@ class Crew:
     def _said(self, rank: int, what: str) -> str:
         process = self.processes.get(rank)
         if process is not None:
-            try:
-                code = process.wait(timeout=0.5)
-                ended = f"signal {-code}" if code < 0 else f"exit status {code}"
-                what = f"process {process.pid} has ended ({ended}): {what}"
-            except subprocess.TimeoutExpired:
-                what = f"process {process.pid}: {what}"
+            ended = f" has ended ({process.ended})" if process.wait(0.5) else ""
+            what = f"process {process.pid}{ended}: {what}"
         return f"rank {rank} of {self.size}: {what}"
 
     def close(self) -> None:
@@ -186,7 +180,8 @@ def _end(
     folder: Path,
     door: Door,
     links: dict[int, Link],
-    processes: dict[int, subprocess.Popen[bytes]],
+    processes: dict[int, WorkerProcess],
+    launchers: list[Launcher],
 ) -> None:
     if os.getpid() != pid:  # a forked child
         return
@@ -199,9 +194,7 @@ def _end(
         link.close()
     end = time.monotonic() + _END_S
     for process in processes.values():
-        try:
-            process.wait(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait(max(0.0, end - time.monotonic()))
+    for launcher in launchers:
+        launcher.close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -26,8 +26,18 @@ _ATTRIBUTES = (
 
 
 def described(runner: Runner) -> dict[str, Any]:
-    """What `Following` is made of, as plain data."""
-    return {**{name: getattr(runner, name) for name in _ATTRIBUTES}, "info": runner.info()}
+    """Return what `Following` is made of, as plain data."""
+    reason = None
+    if runner.routed_layers:
+        try:
+            runner.check_replay()
+        except NotSupported as error:
+            reason = str(error)
+    return {
+        **{name: getattr(runner, name) for name in _ATTRIBUTES},
+        "replay_reason": reason,
+        "info": runner.info(),
+    }
 
 
 class Following:
@@ -51,7 +61,7 @@ class Following:
         self.num_experts: int = told["num_experts"]
         self.routing_reason: str | None = told["routing_reason"]
         self.member = member
-        self.store = member.runner.store
+        self._replay_reason: str | None = told["replay_reason"]
         self._info: dict[str, Any] = told["info"]
 
     def forward(self, batch: Batch) -> Forward:
@@ -67,7 +77,8 @@ class Following:
         raise self._refused("routing")
 
     def check_replay(self) -> None:
-        """Rank 0 finds out, with this rank's help, when the call is made."""
+        if self._replay_reason is not None:
+            raise NotSupported(self._replay_reason)
 
     def look_again(self) -> None:
         """Nobody else can edit the module."""

@@ -12,12 +12,12 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
 from verbatim.placement.cluster.link import Link
 from verbatim.placement.cluster.messages import unpack_batch
-from verbatim.placement.cluster.part import Part
+from verbatim.placement.cluster.stage import Stage
+from verbatim.placement.launcher import HOST
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Rank
 from verbatim.placement.parallel.share import Shared, open_share
-from verbatim.placement.parallel.stages import Stage, open_part
 from verbatim.weights.reopen import reopen
 
 Message = dict[str, Any]
@@ -28,19 +28,22 @@ class Member:
 
     Args:
         link: to rank 0.
+        key: the secret of all ranks.
         loaded: the model without its weights, where it was opened here before; None opens the one that
             rank 0 names.
     """
 
-    runner: Rank | Stage
+    runner: Rank | None = None
 
-    def __init__(self, link: Link, rank: int, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self, link: Link, rank: int, key: bytes, loaded: LoadedModel | None = None
+    ) -> None:
         self._link = link
         self._rank = rank
+        self._key = key
         self._loaded = loaded
         self._shared: Shared
-        self._part: Part
-        self._ranks: Gloo
+        self._stage: Stage | None = None
         self._told: Message = {}
 
     def serve(self, *until: str) -> Message:
@@ -67,11 +70,7 @@ class Member:
     def _do_open(self, message: Message) -> None:
         self._told = message
         if self._loaded is None:
-            trust, config = message["trust_remote_code"], message["config"]
-            source = ModelSource(
-                message["folder"], message["dtype"], None, trust, config, message["quantization"]
-            )
-            self._loaded = reopen(source)
+            self._loaded = reopen(ModelSource(**message["source"]))
         key = numerics_key(message["dtype"], message["kv_dtype"])
         self._link.send({"key": key})
 
@@ -79,27 +78,10 @@ class Member:
         assert self._loaded is not None
         told = self._told
         ranks = Gloo(Path(told["meeting"]), self._rank, told["size"], told["timeout_s"])
-        if told["layers"]:
-            self._ranks = ranks
-            self._part = open_part(self._loaded, self._rank, told["size"], told["num_threads"])
-            self._link.send({"shape": self._part.shape.as_dict()})
-            return
         self._shared = open_share(self._loaded, ranks, told["num_threads"])
         self._link.send({"weight_bytes": self._shared.weight_bytes})
 
     def _do_store(self, message: Message) -> None:
-        if self._told["layers"]:
-            self.runner = stage = Stage(
-                self._part,
-                self._ranks,
-                self._told["num_threads"],
-                message["num_blocks"],
-                message["block_size"],
-                settle_kv_dtype(message["kv_dtype"]),
-                message["first_routed"][self._rank],
-            )
-            self._link.send({"kv_bytes": stage.store.nbytes})
-            return
         shared, anatomy = self._shared, self._shared.decoder.anatomy
         store = HeadStore(
             anatomy.layers,
@@ -118,6 +100,7 @@ class Member:
         """Everything is open on all ranks."""
 
     def _do_forward(self, message: Message) -> None:
+        assert self.runner is not None
         try:
             self.runner.forward(unpack_batch(message["batch"]))
         except TierFailed:
@@ -125,17 +108,13 @@ class Member:
         except VerbatimError:
             pass  # of the batch and the model: rank 0 has the same, and goes on
 
-    def _do_replay(self, message: Message) -> None:
-        assert isinstance(self.runner, Stage)
-        self._link.send({"reason": self.runner.why_not_replayable()})
-
-    def _do_routing(self, message: Message) -> None:
-        assert isinstance(self.runner, Stage)
-        found = self.runner.routing(message["block_table"], message["num_tokens"])
-        self._link.send({"routing": found})
+    def _do_stage(self, message: Message) -> None:
+        """Serve one stage of a pipeline, beside rank 0's calls."""
+        self._stage = Stage(self._key, HOST)
+        self._link.send({"port": self._stage.address[1]})
 
     def _do_check_replay(self, message: Message) -> None:
-        assert isinstance(self.runner, Rank)
+        assert self.runner is not None
         try:
             self.runner.check_replay()
         except TierFailed:
@@ -144,13 +123,17 @@ class Member:
             pass
 
     def _do_sleep(self, message: Message) -> None:
+        assert self.runner is not None
         self.runner.sleep(False)
 
     def _do_wake(self, message: Message) -> None:
+        assert self.runner is not None
         self.runner.wake()
 
     def close(self) -> None:
         """Hang up and free everything."""
         self._link.close()
-        if hasattr(self, "runner"):
+        if self._stage is not None:
+            self._stage.close()
+        if self.runner is not None:
             self.runner.close()

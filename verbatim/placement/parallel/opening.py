@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,62 +16,45 @@ from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.experts import is_stacked
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp, open_mtp
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
+from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.link import connect
-from verbatim.placement.cluster.shape import PartShape
-from verbatim.placement.options import EngineOptions
-from verbatim.placement.parallel.choice import (
-    ExpertParallel,
-    PipelineParallel,
-    Ranked,
-    TensorParallel,
-)
-from verbatim.placement.parallel.crew import HOST, Crew
+from verbatim.placement.cluster.local import LocalHosts
+from verbatim.placement.cluster.opening import open_cluster
+from verbatim.placement.launcher import HOST
+from verbatim.placement.options import EngineOptions, Placed
+from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
+from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.exchange import ExchangedExperts, Group, differing
 from verbatim.placement.parallel.following import Following, described
 from verbatim.placement.parallel.heads import HeadStore, own_layers
+from verbatim.placement.parallel.hosts import RankHosts
 from verbatim.placement.parallel.launch import check_size, launched, share_place
 from verbatim.placement.parallel.member import Member
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Shared, open_share, take_share
-from verbatim.placement.parallel.stages import PipelineLead, Stage, open_part, stage_of
 from verbatim.placement.resident import open_resident
-from verbatim.protocols import Runner
 
 _KV_SHARE = 0.4  # of the memory that is available, for K and V of all ranks together
 
 
-@dataclass(slots=True)
-class Placed:
-    """A rank of several.
-
-    Attributes:
-        together: what connects this process to others that make the same calls; None: it is alone.
-    """
-
-    runner: Runner
-    together: Crew | Member | Group | None = None
-
-
-def open_parallel(
+def open_tensor_parallel(
     loaded: LoadedModel,
-    choice: Ranked,
+    source: ModelSource,
+    choice: TensorParallel,
     options: EngineOptions,
     limit: int | None,
-    mtp: Mtp | None,
-    *,
-    trust_remote_code: bool,
 ) -> Placed:
-    """This process's rank of a model on several.
+    """Open a model whose weights are split by columns.
 
     Args:
         loaded: without its weights.
+        source: what another process opens.
         limit: tokens of one sequence at most.
-        mtp: draft with these layers; only with `ExpertParallel`.
 
     Raises:
         InvalidRequest, NotSupported: the ranks are others than `choice` says, or can't work together.
@@ -78,49 +62,88 @@ def open_parallel(
         TierFailed: a rank is gone.
         OutOfBlocks: `kv_memory` is too small.
     """
-    if isinstance(choice, ExpertParallel):
-        return _open_experts(loaded, choice, options, limit, mtp)
     rank, world = launched()
     check_size(choice.size, world)
     if rank:
-        port, key = share_place(rank, None)
-        link = connect((HOST, port), key, {"rank": rank}, choice.timeout_s)
-        link.receive()  # welcome
-        member = Member(link, rank, loaded)
-        try:
-            told = member.serve("ready")
-        except BaseException:
-            member.close()
-            raise
-        runner: Runner = Following(member, told)
-        return Placed(runner, member)
-    crew = Crew(choice.size)
+        return _follow(rank, loaded, options, choice.timeout_s)
     with ExitStack() as undo:
+        crew = _gather(choice.size, world, choice.timeout_s)
         undo.callback(crew.close)
+        leading = _lead(crew, loaded, source, choice, options, limit)
+        crew.tell({"do": "ready", **described(leading)})
+        undo.pop_all()
+    return Placed(leading, options, crew if world > 1 else None)
+
+
+def open_pipeline_parallel(
+    loaded: LoadedModel,
+    source: ModelSource,
+    choice: PipelineParallel,
+    options: EngineOptions,
+    limit: int | None,
+    mtp: Mtp | None,
+) -> Placed:
+    """Open a `Cluster` with a stage on each rank; arguments and errors as of `open_cluster`.
+
+    Without ranks that the user started, its processes are started on this machine.
+    """
+    cluster = Cluster(stages=choice.size, step_timeout_s=choice.timeout_s)
+    rank, world = launched()
+    check_size(choice.size, world)
+    if world == 1:
+        local = replace(cluster, hosts=LocalHosts(secrets.token_bytes(32)))
+        return open_cluster(loaded, source, local, options, limit, mtp)
+    if rank:
+        return _follow(rank, loaded, options, choice.timeout_s)
+    crew = _gather(choice.size, world, choice.timeout_s)
+    ranks = replace(cluster, hosts=RankHosts(crew, choice.timeout_s), spares=0)
+    placed = open_cluster(loaded, source, ranks, options, limit, mtp)
+    try:
+        crew.tell({"do": "ready", **described(placed.runner)})
+    except BaseException:
+        placed.runner.close()
+        raise
+    return replace(placed, together=crew)
+
+
+def _gather(size: int, world: int, timeout_s: float) -> Crew:
+    """Connect to the other ranks, after starting them if the user has not."""
+    crew = Crew(size)
+    try:
         if world > 1:
             share_place(0, (crew.port, crew.key))
         else:
             crew.start()
-        leading = _lead(crew, loaded, choice, options, limit, trust_remote_code)
-        crew.tell({"do": "ready", **described(leading)})
-        undo.pop_all()
-    if world == 1:
-        return Placed(leading)
-    crew.follows = True
-    return Placed(leading, crew)
+        crew.wait_for_all(timeout_s)
+    except BaseException:
+        crew.close()
+        raise
+    return crew
+
+
+def _follow(rank: int, loaded: LoadedModel, options: EngineOptions, timeout_s: float) -> Placed:
+    """Open a rank other than 0 of ranks that the user started."""
+    port, key = share_place(rank, None)
+    link = connect((HOST, port), key, {"rank": rank}, timeout_s)
+    link.receive()  # welcome
+    member = Member(link, rank, key, loaded)
+    try:
+        return Placed(Following(member, member.serve("ready")), options, member)
+    except BaseException:
+        member.close()
+        raise
 
 
 def _lead(
     crew: Crew,
     loaded: LoadedModel,
-    choice: TensorParallel | PipelineParallel,
+    source: ModelSource,
+    choice: TensorParallel,
     options: EngineOptions,
     limit: int | None,
-    trust_remote_code: bool,
 ) -> Leading:
     """Open every rank's share."""
     timeout_s, size = choice.timeout_s, choice.size
-    crew.wait_for_all(timeout_s)
     dtype = str(inner_model(loaded.module).config.dtype).removeprefix("torch.")
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
     num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
@@ -128,17 +151,13 @@ def _lead(
     crew.tell(
         {
             "do": "open",
-            "folder": str(loaded.folder),
-            "config": loaded.config,
+            "source": asdict(source),
             "dtype": dtype,
             "kv_dtype": kv_dtype,
-            "trust_remote_code": trust_remote_code,
-            "quantization": None if loaded.quantization is None else asdict(loaded.quantization),
             "size": size,
             "meeting": str(meeting),
             "timeout_s": timeout_s,
             "num_threads": num_threads,
-            "layers": isinstance(choice, PipelineParallel),
         }
     )
     _check_keys(crew, numerics_key(dtype, kv_dtype), timeout_s)
@@ -147,10 +166,6 @@ def _lead(
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
             undo.callback(ranks.close)
-            if isinstance(choice, PipelineParallel):
-                stages = _lead_stages(crew, loaded, ranks, options, limit, num_threads)
-                undo.pop_all()
-                return stages
             shared = open_share(loaded, ranks, num_threads)
         except TierFailed as error:
             raise crew.failure(error) from error
@@ -181,43 +196,6 @@ def _lead(
     return runner
 
 
-def _lead_stages(
-    crew: Crew,
-    loaded: LoadedModel,
-    ranks: Gloo,
-    options: EngineOptions,
-    limit: int | None,
-    num_threads: int,
-) -> PipelineLead:
-    """Open the last layers, and a place for K and V on every rank."""
-    size = ranks.size
-    part = open_part(loaded, 0, size, num_threads)
-    try:
-        answers = crew.answers(ranks.timeout_s)
-        for rank, answer in sorted(answers.items()):
-            if "gone" in answer:
-                raise ModelError(f"rank {rank} of {size}: {answer['gone']}")
-        shapes = [PartShape.from_dict(a["shape"]) for _, a in sorted(answers.items())] + [
-            part.shape
-        ]
-        dtype = options.kv_dtype or part.shape.kv_dtype
-        routed = [0 if shape.routed is None else shape.routed[0] for shape in shapes]
-        before = [sum(routed[: stage_of(rank, size)]) for rank in range(size)]
-        blocks = options.num_blocks(sum(bytes_per_token(s.layers, dtype) for s in shapes), limit)
-        told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(dtype)}
-        crew.tell({"do": "store", "first_routed": before, **told})
-        stage = Stage(part, ranks, num_threads, blocks, options.block_size, dtype, before[0])
-        kv = _in_order(crew.answers(ranks.timeout_s), "kv_bytes")
-        kv_bytes = [stage.store.nbytes, *kv]
-        runner = PipelineLead(stage, shapes, ranks, num_threads, crew=crew, kv_bytes=kv_bytes)
-        runner.forward(dummy_batch())
-        runner.num_forwards = 0
-    except BaseException:
-        part.close()
-        raise
-    return runner
-
-
 def _check_keys(crew: Crew, own: str, timeout_s: float) -> None:
     for rank, answer in sorted(crew.answers(timeout_s).items()):
         if "gone" in answer:
@@ -240,14 +218,14 @@ def _num_blocks(
     return options.num_blocks(bytes_per_token(layers, dtype) + recorded, limit)
 
 
-def _open_experts(
+def open_expert_parallel(
     loaded: LoadedModel,
     choice: ExpertParallel,
     options: EngineOptions,
     limit: int | None,
     mtp: Mtp | None,
 ) -> Placed:
-    """Everything but the experts of other ranks."""
+    """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
     group = Group(choice.process_group)
     module = loaded.module
     if not any(map(is_stacked, module.modules())):
@@ -273,7 +251,7 @@ def _open_experts(
         "parameters": cut.total_parameters,
         "split_experts": len(cut.experts),
     }
-    return Placed(runner, group)
+    return Placed(runner, options, group)
 
 
 def _in_order(answers: dict[int, dict[str, Any]], name: str) -> list[int]:

@@ -96,16 +96,7 @@ class Leading(Rank):
 
     def check_replay(self) -> None:
         with Shield().up():
-            try:
-                self._together({"do": "check_replay"}, super().check_replay)
-            except NotSupported as error:
-                self._refuse(error)
-                raise
-
-    def _refuse(self, error: VerbatimError) -> None:
-        """Before a call has begun, and only here: the others are in it."""
-        if self.crew.follows:
-            self.crew.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
+            self._together({"do": "check_replay"}, super().check_replay)
 
     def _together(self, message: dict[str, Any], do: Callable[[], Any]) -> Any:
         self.crew.tell(message)

@@ -1,30 +1,23 @@
-"""A process that rank 0 has started: `python -m verbatim.placement.parallel.worker`, its place on stdin."""
+"""A worker process of `TensorParallel`: one rank."""
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.placement.cluster.link import LinkLost, connect
+from verbatim.placement.launcher import HOST
+from verbatim.placement.parallel.member import Member
 
 
-def main() -> None:
-    """Serve until rank 0 is done, or gone."""
-    rank, port, key = sys.stdin.readline().split()
-    from verbatim.placement.cluster.link import LinkLost, connect
-    from verbatim.placement.parallel.crew import HOST
-    from verbatim.placement.parallel.member import Member
-
-    status = 0
+def serve(rank: int, port: int, key: str, report: Callable[[Any], None]) -> None:
+    """Serve rank 0 until it closes, or is gone."""
+    secret = bytes.fromhex(key)
     try:
-        link = connect((HOST, int(port)), bytes.fromhex(key), {"rank": int(rank)})
+        link = connect((HOST, port), secret, {"rank": rank})
         link.receive()  # welcome
-        Member(link, int(rank)).serve("close")
+        Member(link, rank, secret).serve("close")
     except LinkLost:
         pass  # rank 0 is gone
-    except BaseException:
-        status = 1  # rank 0 was told why
-    # Nothing here is worth the seconds that an orderly end of torch and gloo takes.
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    main()
+    except Exception:
+        raise SystemExit(1) from None  # rank 0 has got the reason

@@ -1,4 +1,4 @@
-"""A model in stages that are processes of Ray, some of which are killed."""
+"""A model in stages that are processes of this machine or of Ray, some of which are killed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from support.requests_mixed import all_facts, mixed_requests
 from verbatim import LLM, Cluster, SamplingParams
 
 pytestmark = pytest.mark.slow
-ray = pytest.importorskip("ray", reason="the extra verbatim[cluster] is not installed")
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    from verbatim.placement.cluster.hosts import begin_ray
-
-    begin_ray(None)
-    yield
+@pytest.fixture(scope="module", autouse=True, params=["local", "ray"])
+def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "local":
+        yield "local"
+        return
+    ray = pytest.importorskip("ray", reason="the extra verbatim[cluster] is not installed")
+    ray.init("local", include_dashboard=False, log_to_driver=False)
+    yield "ray"
+    assert ray.is_initialized(), "a program's own connection stays open"
     ray.shutdown()
 
 
@@ -47,7 +49,7 @@ def expected(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
+def llm(folder: Path, launcher: str) -> Iterator[LLM]:
     placement = Cluster(stages=3, spares=2)
     with LLM(folder, max_length=200, max_batch_tokens=64, placement=placement) as opened:
         yield opened
@@ -117,7 +119,7 @@ def test_a_killed_process_changes_no_word(
     assert llm.stats()["blocks_used"] == 0
 
 
-def test_two_models_in_one_ray_and_nothing_left_behind(folder: Path, llm: LLM) -> None:
+def test_two_models_and_nothing_left_behind(folder: Path, llm: LLM) -> None:
     prompt = toys.random_ids(20, 1)
     with LLM(folder) as whole:
         (want,) = [r.outputs[0].token_ids for r in whole.generate([prompt], PARAMS)]
@@ -132,7 +134,6 @@ def test_two_models_in_one_ray_and_nothing_left_behind(folder: Path, llm: LLM) -
     while any(map(alive, others)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, others))
-    assert ray.is_initialized(), "who did not start Ray does not end it"
     assert all(map(alive, pids(llm)))
 
 
