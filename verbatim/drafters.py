@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from verbatim.draft.chain import Chain
-from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions, EarlyExit
-from verbatim.draft.early_exit import EarlyExitProposer
+from verbatim.draft.config import NAMES, Drafter, DraftModel, DraftOptions
+from verbatim.draft.layers import EarlyExitProposer, MtpProposer
 from verbatim.draft.model import DraftModelProposer
-from verbatim.draft.mtp import MtpProposer
-from verbatim.draft.staged_mtp import StagedMtp
 from verbatim.draft.vocabulary import check_same_ids, num_embeddings
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.errors import ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
-from verbatim.model import early_exit as cut
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.options import available_memory, memory_bytes, total_memory
-from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
-from verbatim.placement.resident import Resident, open_resident
+from verbatim.placement.resident import open_resident
 from verbatim.protocols import Proposer, Runner
 from verbatim.source import open_model
 
@@ -58,17 +56,10 @@ def open_proposer(
     draft: Drafter | None, runner: Runner, options: EngineOptions, loaded: LoadedModel
 ) -> Proposer | None:
     """Return the proposer for `runner`; None without `draft`."""
-    if isinstance(draft, Mtp):
-        if isinstance(runner, Clustered):
-            return StagedMtp(runner, options.max_batch_tokens)
-        assert isinstance(runner, Resident) and runner.mtp is not None
-        return MtpProposer(runner.mtp, options.max_batch_tokens, options.num_threads)
-    if isinstance(draft, EarlyExit):
-        assert isinstance(runner, Resident)
-        layers = cut.EarlyExit(runner.decoder, draft.layers)
-        return EarlyExitProposer(
-            layers, runner.store, options.max_batch_tokens, options.num_threads
-        )
+    if isinstance(draft, Mtp | EarlyExit):
+        proposer = MtpProposer if isinstance(draft, Mtp) else EarlyExitProposer
+        drafting_runner: Any = runner  # opened with these layers
+        return proposer(drafting_runner, options.max_batch_tokens)
     if isinstance(draft, DraftModel):
         return _open_draft_model(draft, runner, options, loaded)
     return draft

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from verbatim import kernels
-from verbatim.draft.config import DraftOptions, EarlyExit
+from verbatim.draft.config import DraftOptions
 from verbatim.drafters import open_drafting
 from verbatim.engine.admission import Admission
 from verbatim.engine.collective import collective_of
@@ -19,9 +19,10 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.limits import eos_ids_of, max_length_of
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import Mtp, open_mtp
+from verbatim.model.mtp_source import Mtp
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.runner import Clustered
@@ -29,7 +30,7 @@ from verbatim.placement.kv_caches import open_kv_caches, speaks_kv_caches
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.options import EngineOptions, Placed
-from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
+from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel
 from verbatim.placement.parallel.opening import (
     open_expert_parallel,
     open_pipeline_parallel,
@@ -40,12 +41,10 @@ from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
-# The drafts that a placement can't run, since the layers they need are not all in this process.
+# The drafts that a placement can't run: offloaded layers come in the order of the whole model, and the
+# experts of other ranks take part in all forwards or in none.
 _REFUSED_DRAFTS: dict[type, tuple[type, ...]] = {
     Offload: (EarlyExit, Mtp),
-    Cluster: (EarlyExit,),
-    PipelineParallel: (EarlyExit,),
-    TensorParallel: (EarlyExit, Mtp),
     ExpertParallel: (EarlyExit,),
 }
 
@@ -115,23 +114,23 @@ def _open_placed(
     weak: bool,
 ) -> Placed:
     """Open the runner of a placement."""
-    mtp = draft if isinstance(draft, Mtp) else None
+    layers = draft if isinstance(draft, EarlyExit | Mtp) else None
     if isinstance(placement, Offload):
         return open_offloaded(loaded, placement, options, limit)
     if isinstance(placement, ExpertParallel):
-        return open_expert_parallel(loaded, placement, options, limit, mtp)
+        return open_expert_parallel(loaded, placement, options, limit, layers)
     if placement is not None:
         assert source is not None
         if isinstance(placement, Cluster):
-            return open_cluster(loaded, source, placement, options, limit, mtp)
+            return open_cluster(loaded, source, placement, options, limit, layers)
         if isinstance(placement, PipelineParallel):
-            return open_pipeline_parallel(loaded, source, placement, options, limit, mtp)
-        return open_tensor_parallel(loaded, source, placement, options, limit)
+            return open_pipeline_parallel(loaded, source, placement, options, limit, layers)
+        return open_tensor_parallel(loaded, source, placement, options, limit, layers)
     device = options.device
     if speaks_kv_caches(loaded.module):
         if device.is_gpu:
             raise NotSupported(f"device={device.torch}: kv_caches modules run on the CPU")
-        if isinstance(draft, EarlyExit | Mtp):
+        if layers is not None:
             raise NotSupported(
                 f"draft={draft!r}: the layers of a module with kv_caches can't be run one by one"
             )
@@ -146,8 +145,8 @@ def _open_placed(
             unseen=not loaded.live,
             same_bits=device.same_bits,
         )
-    layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
-    return Placed(open_resident(decoder, loaded, options, limit, layers), options)
+    drafting = open_draft_layers(layers, decoder, loaded)
+    return Placed(open_resident(decoder, loaded, options, limit, drafting), options)
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,19 +22,7 @@ class Forward:
     hidden: Tensor | None = None  # [R, H], what the head saw in them; where the batch wants it
 
 
-class Forwarder(Protocol):
-    """Runs a `Batch` and samples from its logits."""
-
-    def forward(self, batch: Batch) -> Forward:
-        """Run the model on `batch`, writing K and V to the blocks it names."""
-        ...
-
-    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        """Draw one id for each row of `forward`, on the device of its logits."""
-        ...
-
-
-class Runner(Forwarder, Protocol):
+class Runner(Protocol):
     """A model in its placement: everything that the engine may ask of it."""
 
     vocab_size: int
@@ -46,6 +35,14 @@ class Runner(Forwarder, Protocol):
     experts_per_token: int  # in each of them; 0 where there are none
     num_experts: int
     routing_reason: str | None  # why no layer is recorded
+
+    def forward(self, batch: Batch) -> Forward:
+        """Run the model on `batch`, writing K and V to the blocks it names."""
+        ...
+
+    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
+        """Draw one id for each row of `forward`, on the device of its logits."""
+        ...
 
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         """Copy some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
@@ -127,6 +124,24 @@ class Runner(Forwarder, Protocol):
 
     def close(self) -> None:
         """Release memory, processes and files."""
+        ...
+
+
+class DraftRunner(Runner, Protocol):
+    """A runner of a model with layers that draft for it.
+
+    Attributes:
+        draft_info: `info` of these layers, `model.draft_layers.DraftLayers`.
+    """
+
+    draft_info: dict[str, int]
+
+    def drafting(self) -> AbstractContextManager[None]:
+        """Return the context of all `draft` calls of one proposal."""
+        ...
+
+    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        """Run draft layer `k`, and draw by `plan` from its logits; without a plan nothing is drawn."""
         ...
 
 

@@ -320,7 +320,7 @@ def _why_no_kv(engine: EngineHandle) -> str | None:
         return (
             f"placement {runner.info()['placement']!r} does not keep them in this process's memory"
         )
-    if runner.mtp is not None:
+    if runner.draft_layers.stores:
         return "draft='mtp' keeps more than K and V of each position"
     if runner.routed_layers:
         return "the model's routing is kept beside them"

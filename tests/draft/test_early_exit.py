@@ -29,12 +29,12 @@ from support.toys import TOYS, build, make_toy, random_ids
 from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
 from verbatim.batch import Batch
 from verbatim.draft import EarlyExit
-from verbatim.draft.early_exit import EarlyExitProposer
+from verbatim.draft.layers import EarlyExitProposer
 from verbatim.errors import ModelChanged, UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.borrow import borrow
 from verbatim.model.decoder import Decoder
-from verbatim.model.early_exit import EarlyExit as FirstLayers
+from verbatim.model.early_exit import EarlyExitLayers
 
 # What importing some architectures of older versions of transformers says.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -93,8 +93,8 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
         assert not small.load_state_dict(model.state_dict(), strict=False).missing_keys
         alone = Decoder(small)
         expected = alone.forward(batch, empty_store(alone))
-        store, first = empty_store(decoder), FirstLayers(decoder, count)
-        assert first.run(batch, store).logits.equal(expected)
+        store, first = empty_store(decoder), EarlyExitLayers(decoder, count)
+        assert first.run(0, batch, store).equal(expected)
         for layer, (k, v) in enumerate(store.layers):
             if layer < count:  # the very K and V of the whole model, and nothing of the others
                 assert k[1, :, :12].equal(whole.layers[layer][0][1, :, :12])
@@ -112,13 +112,13 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
     decoder = Decoder(build_case(case))
     if case == "hrm_text":  # runs its layers in circles
         with pytest.raises(UnsupportedModel, match="not in one list"):
-            FirstLayers(decoder, 1)
+            EarlyExitLayers(decoder, 1)
         return
-    first = FirstLayers(decoder, 1)
+    first = EarlyExitLayers(decoder, 1)
     batch = one_row(12, decoder.anatomy.vocab_size)
     whole, store = empty_store(decoder), empty_store(decoder)
     decoder.run(batch, whole)
-    assert torch.isfinite(first.run(batch, store).logits).all()
+    assert torch.isfinite(first.run(0, batch, store)).all()
     count = len(first._short.anatomy.layers)
     assert 0 < count < len(store.layers)
     for (k, v), (whole_k, whole_v) in zip(store.layers[:count], whole.layers, strict=False):
@@ -128,8 +128,8 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
 def test_a_quarter_of_the_layers_is_taken_unless_told_otherwise() -> None:
     for layers, expected in ((2, 1), (3, 1), (8, 2), (9, 2)):
         decoder = Decoder(make_toy("llama", num_hidden_layers=layers))
-        assert FirstLayers(decoder).num_layers == expected
-        assert FirstLayers(decoder, layers - 1).num_layers == layers - 1
+        assert EarlyExitLayers(decoder).num_layers == expected
+        assert EarlyExitLayers(decoder, layers - 1).num_layers == layers - 1
 
 
 def test_what_can_not_exit_early_is_refused_by_name() -> None:
@@ -261,9 +261,7 @@ def test_ctrl_c_and_aborts_in_the_middle_of_a_draft_cost_no_word(
         stream = llm.stream(PROMPT, SamplingParams(seed=1, max_tokens=50, ignore_eos=True))
         next(stream), next(stream)
         stream.close()
-        engine, proposer = llm.engine, proposer_of(llm)
-        for owner in (proposer, engine.runner):
-            press_ctrl_c(monkeypatch, rng, 0.25, owner, "forward")
+        press_ctrl_c(monkeypatch, rng, 0.25, llm.engine.runner, "forward", "draft")
         results, raised = finish_despite_ctrl_c(llm, prompts, params)
         monkeypatch.undo()
         assert raised > 10
@@ -284,7 +282,7 @@ def test_a_module_that_is_edited_is_followed() -> None:
         with torch.no_grad():
             model.model.norm.weight.mul_(0.5)
         drafted = facts(llm.generate(PROMPT, params)[0])
-        view: Any = proposer_of(llm).layers._short.module
+        view: Any = llm.engine.runner.draft_layers._short.module
         assert view is not model and view.lm_head is model.lm_head
         assert view.model.layers[0] is model.model.layers[0] and len(view.model.layers) == 1
         assert len(model.model.layers) == 3

@@ -58,7 +58,7 @@ class Spy:
     def __init__(self, llm: LLM) -> None:
         runner: Any = llm.engine.runner
         proposer: Any = llm.engine.drafting.proposer  # type: ignore[union-attr]
-        self.mtp, self.figures = runner.mtp, llm.engine.drafting.totals  # type: ignore[union-attr]
+        self.mtp, self.figures = runner.draft_layers, llm.engine.drafting.totals  # type: ignore[union-attr]
         self.logits: list[Tensor] = []  # of the latest proposal, [R, V] of each forward
         self.drafts: dict[Any, list[int]] = {}  # by the ids so far, with sample index
         self.all_logits: dict[Any, list[Tensor]] = {}
@@ -69,8 +69,8 @@ class Spy:
         )
         run, propose = self.mtp.run, proposer.propose
 
-        def noted_run(k: int, batch: Batch) -> Tensor:
-            logits: Tensor = run(k, batch)
+        def noted_run(k: int, batch: Batch, store: Any) -> Tensor:
+            logits: Tensor = run(k, batch, store)
             assert torch.isfinite(logits).all(), "NaN has reached a draft"
             self.logits.append(logits)
             return logits
@@ -421,7 +421,7 @@ def test_a_decode_in_one_call_gives_the_layers_the_hidden_states_of_the_plain_on
     hidden = []
     for fused in (True, False):
         with LLM(draft="mtp", num_draft_tokens=0, kv_memory="1MB", fused=fused) as llm:
-            rows = llm.engine.runner.mtp.hidden.rows.zero_()  # type: ignore[attr-defined]
+            rows = llm.engine.runner.draft_layers.hidden.rows.zero_()  # type: ignore[attr-defined]
             llm.generate([STORY, "The dragon"], GREEDY)
             hidden.append(rows.view(torch.uint8).clone())
     assert sum(made is not None for made in calls) >= GREEDY.max_tokens - 1
@@ -438,7 +438,7 @@ def test_what_the_layers_keep_counts_as_kv_memory() -> None:
         assert info["kv_bytes"] == tokens * info["kv_bytes_per_token"] <= 8_000_000
         assert info["mtp_layers"] == 2 and info["parameters"] == without["parameters"]
         assert info["mtp_weight_bytes"] == 4 * info["mtp_parameters"] > 0
-        mtp = drafting.engine.runner.mtp  # type: ignore[attr-defined]
+        mtp = drafting.engine.runner.draft_layers  # type: ignore[attr-defined]
         held = [weakref.ref(store) for store in mtp.stores]
     assert mtp.nbytes == 0
     del mtp, drafting
@@ -521,15 +521,15 @@ def test_modules_are_given_back_as_they_were() -> None:
 def test_ctrl_c_in_a_draft_gives_the_modules_back_and_costs_no_word_later() -> None:
     pair = toy("qwen3", 2)
     with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
-        mtp, calls = llm.engine.runner.mtp, 0  # type: ignore[attr-defined]
+        mtp, calls = llm.engine.runner.draft_layers, 0  # type: ignore[attr-defined]
         run = mtp.run
 
-        def interrupted(k: int, batch: Batch) -> Tensor:
+        def interrupted(k: int, batch: Batch, store: Any) -> Tensor:
             nonlocal calls
             calls += 1
             if calls == 5:
                 raise KeyboardInterrupt
-            logits: Tensor = run(k, batch)
+            logits: Tensor = run(k, batch, store)
             return logits
 
         mtp.run = interrupted

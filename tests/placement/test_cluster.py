@@ -27,6 +27,7 @@ from verbatim import (
     SamplingParams,
     StageFailed,
 )
+from verbatim.draft import EarlyExit
 from verbatim.errors import ModelChanged
 from verbatim.placement.cluster import layers as stage_layers
 from verbatim.placement.cluster import neighbours
@@ -55,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def clustered(folder: Path, hosts: ThreadHosts | None = None, **settings: Any) -> LLM:
     mine = {"dtype", "max_batch_tokens", "block_size", "kv_dtype", "kv_memory", "num_threads"}
-    mine.add("prefix_cache")
+    mine |= {"prefix_cache", "draft"}
     engine = {name: settings.pop(name) for name in mine & settings.keys()}
     placement = Cluster(**{"stages": 3, "hosts": hosts or ThreadHosts()} | settings)
     return LLM(folder, max_length=200, placement=placement, **engine)
@@ -608,8 +609,8 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
         clustered(folder, stages=None, layers=(2, 2))
     with pytest.raises(NotSupported, match="a live module is in memory"):
         LLM(toys.make_toy("gpt2"), placement=Cluster(stages=2, hosts=ThreadHosts()))
-    with pytest.raises(NotSupported, match=r"draft=.*not supported with placement=Cluster"):
-        LLM(folder, draft="early-exit", placement=Cluster(stages=2, hosts=ThreadHosts()))
+    with pytest.raises(InvalidRequest, match=r"layers=4.*the first stage holds 3 layers"):
+        clustered(folder, layers=(3, 3), stages=None, draft=EarlyExit(4))
     bad: list[tuple[dict[str, Any], str]] = [
         (dict(stages=0), "stages=0"),
         (dict(stages=True), "stages=True"),
@@ -691,18 +692,21 @@ def test_evictions_prefixes_and_a_kill_in_little_memory(saved: Callable[[str], P
 
 
 @pytest.mark.parametrize(
-    ("place", "source"),
+    ("place", "source", "draft"),
     [
-        pytest.param(1, "dcp", id="last-dcp"),
-        pytest.param(0, "dcp", id="first-dcp", marks=pytest.mark.slow),
-        pytest.param(1, "folder", id="last-folder", marks=pytest.mark.slow),
+        pytest.param(1, "dcp", "mtp", id="last-dcp"),
+        pytest.param(0, "dcp", "mtp", id="first-dcp", marks=pytest.mark.slow),
+        pytest.param(1, "folder", "mtp", id="last-folder", marks=pytest.mark.slow),
+        pytest.param(0, "folder", EarlyExit(1), id="first-early-exit"),
     ],
 )
-def test_layers_that_draft_survive_a_stage(place: int, source: str, tmp_path: Path) -> None:
+def test_layers_that_draft_survive_a_stage(
+    place: int, source: str, draft: Any, tmp_path: Path
+) -> None:
     """Drafts of what was said are those of a model in one process, before a stage is lost and after."""
     pair = toy("qwen3", 2)
     save_with_mtp(pair, tmp_path / "hf")
-    options: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3, max_length=200)
+    options: dict[str, Any] = dict(draft=draft, num_draft_tokens=3, max_length=200)
     folder = tmp_path / "hf"
     if source == "dcp":
         weights = load_file(folder / "model.safetensors")

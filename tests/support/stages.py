@@ -37,7 +37,7 @@ class ThreadHost:
         def poisoned_allocate(message: Any) -> Any:
             answer = allocate(message)
             assert layers.store is not None
-            for store in (layers.store, *(layers._mtp.stores if layers._mtp else [])):
+            for store in (layers.store, *layers._drafts.stores):
                 if layers.store.nbytes < 64 * 2**20:
                     store.poison(list(range(layers.store.num_blocks)))
             return answer

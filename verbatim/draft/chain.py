@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verbatim.batch import Batch, SamplePlan, SampleRow, block_tables
+from verbatim.batch import Batch, Draws, SamplePlan, SampleRow, block_tables
 from verbatim.core import GrammarState, Sequence
-from verbatim.protocols import Forwarder
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.stopping import single_stop_ids
 
@@ -58,7 +57,7 @@ class Chain:
         step, live = 0, [draft for draft in drafts if draft.length > 0]
         while live:
             rows = [self.rows(draft, step) for draft in live]
-            drawn = self._draw(self.forwarder(step), live, rows)
+            drawn = self._draw(step, live, rows)
             for draft, row in zip(live, rows, strict=True):
                 self.computed(draft, step, row)
             live = [
@@ -75,8 +74,8 @@ class Chain:
         """Start one draft per sequence with its blocks; shorter if there are too few blocks."""
         raise NotImplementedError
 
-    def forwarder(self, step: int) -> Forwarder:
-        """Return the forwarder that predicts the `step + 1`-th draft tokens."""
+    def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        """Run the forward that predicts the `step + 1`-th draft tokens, and draw them by `plan`, if given."""
         raise NotImplementedError
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
@@ -88,23 +87,21 @@ class Chain:
 
     # ----
 
-    def _draw(self, forwarder: Forwarder, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
+    def _draw(self, step: int, drafts: list[ActiveDraft], rows: list[Rows]) -> list[int]:
         """Return the next token of each draft; -1 if none can be drawn."""
         # The last item: whether the piece contains the predicting row.
         pieces: list[tuple[ActiveDraft, Rows, bool]] = []
         drawn: dict[int, int] = {}
         room = self._max_rows
 
-        def run() -> None:
+        def flush() -> None:
             nonlocal pieces, room
             last = [draft for draft, _, ends in pieces if ends]
-            forward = forwarder.forward(_batch(pieces))
-            if last:
-                plan = SamplePlan([_row(draft) for draft in last])
-                ids = forwarder.sample(forward, plan).ids
-                drawn.update(
-                    {id(draft): token_id for draft, token_id in zip(last, ids, strict=True)}
-                )
+            plan = SamplePlan([_row(draft) for draft in last]) if last else None
+            draws = self.run(step, _batch(pieces), plan)
+            if draws is not None:
+                for draft, token_id in zip(last, draws.ids, strict=True):
+                    drawn[id(draft)] = token_id
             pieces, room = [], self._max_rows
 
         for draft, row in zip(drafts, rows, strict=True):
@@ -114,9 +111,9 @@ class Chain:
                 pieces.append((draft, Rows(start, piece), not left))
                 start, room = start + len(piece), room - len(piece)
                 if not room:
-                    run()
+                    flush()
         if pieces:
-            run()
+            flush()
         return [drawn[id(draft)] for draft in drafts]
 
 

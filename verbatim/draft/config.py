@@ -11,6 +11,7 @@ from torch import nn
 
 from verbatim.draft.ngram import Ngram
 from verbatim.errors import InvalidRequest
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.mtp_source import Mtp
 from verbatim.options import memory_bytes, total_memory
 from verbatim.protocols import Proposer
@@ -45,29 +46,6 @@ class DraftModel:
             )
         if self.kv_memory is not None:
             memory_bytes(self.kv_memory, total_memory())
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyExit:
-    """Draft with the model's own first layers, followed by its own last norm and head.
-
-    Needs no memory. Useful if those layers predict most tokens, as in models trained for early exit.
-
-    Attributes:
-        layers: number of first layers to use. None: a quarter of all, at least 1.
-
-    Raises:
-        InvalidRequest: `layers` is not an integer, or below 1.
-    """
-
-    layers: int | None = None
-
-    def __post_init__(self) -> None:
-        value = self.layers
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise InvalidRequest(f"layers={value!r}: must be an integer, 1 or more, or None")
 
 
 Drafter = Proposer | DraftModel | EarlyExit | Mtp

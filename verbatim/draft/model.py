@@ -8,7 +8,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.core import Request, Sequence
 from verbatim.draft.cache import DraftCache
 from verbatim.draft.chain import ActiveDraft, Chain, Rows
-from verbatim.protocols import Forward, Forwarder, Runner
+from verbatim.protocols import Forward, Runner
 
 
 class DraftModelProposer(Chain):
@@ -40,9 +40,7 @@ class DraftModelProposer(Chain):
         super().__init__(max_rows)
         self.runner = runner
         self.cache = DraftCache(runner.num_blocks, runner.block_size)
-        self._forwarder: Forwarder = runner
-        if runner.vocab_size > vocab_size:
-            self._forwarder = _TruncatedVocabulary(vocab_size, runner)
+        self._vocab_size = vocab_size
         self._num_embeddings = num_embeddings
         self._max_length = max_length
         self.live = live
@@ -78,8 +76,13 @@ class DraftModelProposer(Chain):
             in_prefill.add(sequence.request)
         return ActiveDraft(sequence, max(0, length), entry.blocks)
 
-    def forwarder(self, step: int) -> Forwarder:
-        return self._forwarder
+    def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        forward = self.runner.forward(batch)
+        if plan is None:
+            return None
+        if self.runner.vocab_size > self._vocab_size:
+            forward = Forward(forward.logits[:, : self._vocab_size])
+        return self.runner.sample(forward, plan)
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence = draft.sequence
@@ -119,18 +122,3 @@ class DraftModelProposer(Chain):
         """Release the draft model."""
         self.cache.clear()
         self.runner.close()
-
-
-class _TruncatedVocabulary:
-    """Truncates the logits of a model with a larger vocabulary to the first `vocab_size` ids."""
-
-    def __init__(self, vocab_size: int, inner: Forwarder) -> None:
-        self._vocab_size = vocab_size
-        self._inner = inner
-
-    def forward(self, batch: Batch) -> Forward:
-        forward = self._inner.forward(batch)
-        return Forward(forward.logits[:, : self._vocab_size])
-
-    def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
-        return self._inner.sample(forward, plan)

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, inner_model
-from verbatim.model.decoder import Decoder, Output
+from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp, open_mtp
 
 
+@dataclass(frozen=True, slots=True)
 class EarlyExit:
+    """Draft with the model's own first layers, followed by its own last norm and head.
+
+    Needs no memory. Useful if those layers predict most tokens, as in models trained for early exit.
+
+    Attributes:
+        layers: number of first layers to use. None: a quarter of all, at least 1.
+
+    Raises:
+        InvalidRequest: `layers` is not an integer, or below 1.
+    """
+
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        value = self.layers
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise InvalidRequest(f"layers={value!r}: must be an integer, 1 or more, or None")
+
+
+class EarlyExitLayers(DraftLayers):
     """Runs the first layers of a decoder's model, then its last norm and its head.
 
     The first layers store the same K and V at the same slots as in the whole model. The module is not
@@ -22,19 +49,27 @@ class EarlyExit:
     Args:
         decoder: decoder of the whole model.
         layers: number of first layers; None takes a quarter, at least 1.
+        module: the whole model as its own forward runs it, where the decoder runs only some layers; no more
+            than those are taken then.
 
     Raises:
         InvalidRequest: the model does not have more layers.
         UnsupportedModel: it can't be cut; the message has the reason.
     """
 
-    def __init__(self, decoder: Decoder, layers: int | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, layers: int | None = None, module: nn.Module | None = None
+    ) -> None:
         self._whole = decoder
         self._wanted = layers
+        self._module = module
         self._cut()
 
-    def run(self, batch: Batch, store: KVStore) -> Output:
-        """Run `Decoder.run` of the first layers, on the whole model's `store`.
+    def info(self) -> dict[str, int]:
+        return {"early_exit_layers": self.num_layers}
+
+    def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
+        """Run all of them, on the whole model's `store`.
 
         The owner's hooks are disabled: a hook may count the model's forwards, or
         depend on their number.
@@ -45,24 +80,28 @@ class EarlyExit:
         self._whole.look_again()
         if self._whole.anatomy is not self._anatomy:  # the module was edited
             self._cut()
-        return self._short.run(batch, store, hooks=False)
+        return self._short.run(batch, store, hooks=False).logits
 
     def close(self) -> None:
-        """Drop the references to the module."""
         self._short.close()
+        self._module = None
 
     def _cut(self) -> None:
-        module, anatomy = self._whole.module, self._whole.anatomy
+        module, anatomy = self._module or self._whole.module, self._whole.anatomy
         name = type(inner_model(module)).__name__
         try:
             layers = _list_of_layers(module, anatomy)
             self.num_layers = _resolve_num_layers(self._wanted, len(layers), name)
+            if self._module is not None:  # fewer layers draft worse, and change no token
+                here = {owner for owner, _ in anatomy.slots}
+                held = sum(not here.isdisjoint(map(id, layer.modules())) for layer in layers)
+                self.num_layers = min(self.num_layers, held)
             first = _twin(layers)
             kept = list(layers._modules.items())[: self.num_layers]
             first.__dict__["_modules"] = dict(kept)
             fused = self._whole.fused is not None
             self._short = Decoder(_with(module, layers, first), fused=fused)
-            _check_prefix(self._short.anatomy, anatomy, self.num_layers)
+            _check_prefix(self._short.anatomy, anatomy, self.num_layers, whole=self._module is None)
         except UnsupportedModel as reason:
             raise UnsupportedModel(f"{name} can't exit early: {reason}") from reason.__cause__
         self._anatomy = anatomy
@@ -90,6 +129,11 @@ def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
     if found is None:
         raise UnsupportedModel("its layers are not in one list")
     return found
+
+
+def copy_path(module: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """Return a shallow copy of the modules on the path to `layers`: later changes of theirs are not seen."""
+    return _with(module, layers, _twin(layers))
 
 
 def _twin(module: Any) -> Any:
@@ -123,19 +167,37 @@ def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     return twin
 
 
-def _check_prefix(short: Anatomy, whole: Anatomy, num_layers: int) -> None:
-    """Raise UnsupportedModel unless the short model stores a prefix of the whole model's K and V."""
+def _check_prefix(short: Anatomy, long: Anatomy, num_layers: int, *, whole: bool) -> None:
+    """Raise UnsupportedModel unless the short model stores a prefix of the long one's K and V.
+
+    Args:
+        whole: the long one has all layers and the head, not only as many layers as this process holds.
+    """
     count = len(short.layers)
-    if count >= len(whole.layers):
+    if count > len(long.layers) - whole:
         raise UnsupportedModel(
-            f"with {num_layers} layers in its list it attends {count} times, and {len(whole.layers)} "
+            f"with {num_layers} layers in its list it attends {count} times, and {len(long.layers)} "
             "times with all of them"
         )
     if (
-        any(whole.slots.get(key) != layer for key, layer in short.slots.items())
-        or short.layers != whole.layers[:count]
-        or (short.dtype, short.vocab_size) != (whole.dtype, whole.vocab_size)
+        any(long.slots.get(key) != layer for key, layer in short.slots.items())
+        or short.layers != long.layers[:count]
+        or short.dtype != long.dtype
+        or (whole and short.vocab_size != long.vocab_size)
     ):
         raise UnsupportedModel(
             f"what its first {num_layers} layers store is not the beginning of what all of them store"
         )
+
+
+def open_draft_layers(
+    draft: Mtp | EarlyExit | None, decoder: Decoder, loaded: LoadedModel
+) -> DraftLayers:
+    """Open the layers of a model in this process that draft for it, without KV stores.
+
+    Raises:
+        InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
+    """
+    if isinstance(draft, Mtp):
+        return open_mtp(draft, decoder, loaded)
+    return DraftLayers() if draft is None else EarlyExitLayers(decoder, draft.layers)

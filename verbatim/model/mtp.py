@@ -26,6 +26,7 @@ from verbatim.model.anatomy import Look
 from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder, FlatPass
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.invariant import InvariantMode, Recorder
 from verbatim.model.tree import Tree
 from verbatim.model.weights import weight_info
@@ -33,7 +34,7 @@ from verbatim.model.weights import weight_info
 _LOOK_TOKENS = 4
 
 
-class MtpLayers:
+class MtpLayers(DraftLayers):
     """The layers and what they keep: K and V, and the hidden states that go into each of them.
 
     Args:
@@ -42,13 +43,11 @@ class MtpLayers:
 
     Attributes:
         count: how many layers there are, 1 or more.
-        hidden: what goes into the first of them; every forward of the model writes it for all its rows.
+        hidden: the input of the first of them.
 
     Raises:
         NotSupported: its layers can't be run on flat batches; the message names the reason.
     """
-
-    hidden: HiddenStore
 
     def __init__(self, mtp: Any, decoder: Decoder) -> None:
         self.count = len(mtp.layers)
@@ -70,12 +69,10 @@ class MtpLayers:
     # ---- memory
 
     def bytes_per_token(self, kv_dtype: KVDtype) -> int:
-        """What one token takes, K and V and hidden states together."""
         states = self.count * self._hidden_size * self._dtype.itemsize
         return bytes_per_token(self._shapes, kv_dtype) + states
 
     def open_stores(self, num_blocks: int, block_size: int, kv_dtype: KVDtype) -> None:
-        """Take memory for as many blocks as the model's own K and V have."""
         self._store = make_store(self._shapes, num_blocks, block_size, kv_dtype, self._device)
         self._inputs = [
             HiddenStore(self._hidden_size, num_blocks, block_size, self._dtype, self._device)
@@ -85,15 +82,10 @@ class MtpLayers:
 
     @property
     def stores(self) -> list[KVStore | HiddenStore]:
-        """Everything that is kept in blocks."""
         return [] if self._store is None else [self._store, *self._inputs]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores)
-
     def info(self) -> dict[str, int]:
-        """What they come to beside the model, embedding and head not counted twice."""
+        # Embedding and head are the model's own.
         found = weight_info(self._mtp.layers)
         return {
             "mtp_layers": self.count,
@@ -101,24 +93,8 @@ class MtpLayers:
             "mtp_weight_bytes": found["weight_bytes"],
         }
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to)."""
-        for store in self.stores:
-            store.copy_blocks(copies)
-
-    def release(self) -> None:
-        """Give the memory of the stores back; the weights stay."""
-        for store in self.stores:
-            store.release()
-
-    def allocate(self) -> None:
-        """Take memory again after `release`; what was in it is gone."""
-        for store in self.stores:
-            store.allocate()
-
     def close(self) -> None:
-        """Give back all memory, and let go of the modules."""
-        self.release()
+        super().close()
         self._mtp, self._layers = None, []
         self._forwards.clear()
         self._configs.clear()
@@ -127,7 +103,7 @@ class MtpLayers:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """The block in which layers are run: one for all of a draft, as it costs a tenth of a layer.
+        """One for all of a draft, as it costs a tenth of a layer.
 
         The owner's hooks are silenced, also those on embedding and head, which are the model's own: a
         draft must not be seen by what counts the model's forwards, or changes them by their number.
@@ -138,8 +114,8 @@ class MtpLayers:
             with borrow(self._tree, self._forwards, self._configs, hooks=False):
                 yield
 
-    def run(self, k: int, batch: Batch) -> Tensor:
-        """One forward of layer `k`: `[R, V]` logits of `batch.logit_rows`. Call it inside of `borrowed`.
+    def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
+        """Run layer `k`, inside of `borrowed`, on K and V of its own.
 
         Row by row, `batch.positions` are slots and `batch.token_ids` the tokens `k + 1` behind. What it
         makes of each slot goes to layer `k + 1`, which must find it there. What the last layer makes of

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
 from verbatim.model.anatomy import inner_model
@@ -56,7 +56,7 @@ class Mtp:
 
 
 def open_mtp(draft: Mtp, decoder: Decoder, loaded: LoadedModel) -> MtpLayers:
-    """Open the model's layers for multi-token prediction, without KV stores.
+    """Open the model's MTP layers, without KV stores.
 
     Raises:
         InvalidRequest, NotSupported, ModelError: it has none, or unsupported ones.
@@ -125,6 +125,7 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
         try:
             with _findable(inner, files), quiet(progress=False):
                 mtp: Any = MtpModel.from_pretrained(inner).eval()
+            mtp.tie_with_main_model(inner)
         except Exception as error:  # a damaged file leads to arbitrary exceptions
             raise ModelError(
                 f"draft='mtp': {told} holds no {number} complete MTP layers for "
@@ -248,7 +249,8 @@ def _findable(inner: Any, folder: Path) -> Iterator[None]:
 
     It reads the folder named by the config, and takes the names that the model's class ignores; many
     classes ignore none. Older versions (5.17) also expect the weight conversions of a loaded model, which
-    a built one lacks.
+    a built one lacks. A head that is quantized, or split over ranks, would be
+    missing weights: a small one takes its place.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -259,11 +261,14 @@ def _findable(inner: Any, folder: Path) -> Iterator[None]:
     built = not hasattr(inner, "_weight_conversions")
     if built:
         inner._weight_conversions = get_model_conversion_mapping(inner)
+    head = inner.lm_head
     try:
+        inner.lm_head = nn.Linear(1, 1, bias=False)
         setattr(inner, ignored, [*known, *mtp_names(inner.config)])
         inner.config.name_or_path, inner.config.dtype = str(folder), inner.dtype
         yield
     finally:
+        inner.lm_head = head
         if built:
             del inner._weight_conversions
         inner.config.name_or_path, inner.config.dtype = path, dtype

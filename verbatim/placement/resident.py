@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +19,8 @@ from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
-from verbatim.model.mtp import MtpLayers
 from verbatim.model.packing import PackingReport
 from verbatim.model.routing import RoutingStore
 from verbatim.model.weights import NewWeights, weight_info, writes_to
@@ -39,7 +39,7 @@ class Resident:
         decoder: the model.
         store: its K and V.
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
-        mtp: the model's layers for multi-token prediction, where they draft, with their stores open.
+        draft_layers: layers of the model that draft for it, with their stores open.
     """
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
@@ -52,11 +52,12 @@ class Resident:
         decoder: Decoder,
         store: KVStore,
         num_threads: int | None,
-        mtp: MtpLayers | None = None,
+        draft_layers: DraftLayers | None = None,
     ) -> None:
         self.decoder = decoder
         self.store = store
-        self.mtp = mtp
+        self.draft_layers = draft_layers or DraftLayers()
+        self.draft_info = self.draft_layers.info()
         self.vocab_size = decoder.anatomy.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
@@ -83,14 +84,21 @@ class Resident:
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1
-        body = None
         if self.store.device.type != "cpu":
             return self._on_gpu(batch)
-        if self.mtp is not None:
-            self.mtp.copy_blocks(batch.block_copies)
-            body = self.mtp.hidden
+        self.draft_layers.copy_blocks(batch.block_copies)
+        hidden = self.draft_layers.hidden
         with threads(self._num_threads):
-            return Forward(*self.decoder.run(batch, self.store, self._records, body))
+            return Forward(*self.decoder.run(batch, self.store, self._records, hidden))
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        with threads(self._num_threads), self.draft_layers.borrowed():
+            yield
+
+    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        logits = self.draft_layers.run(k, batch, self.store)
+        return None if plan is None else sample_rows(logits, plan)
 
     def _on_gpu(self, batch: Batch) -> Forward:
         with threads(self._num_threads), torch.cuda.device(self.store.device):
@@ -127,9 +135,8 @@ class Resident:
             self.decoder.check_replay()
 
     def info(self) -> dict[str, Any]:
-        module, anatomy, mtp = self.decoder.held, self.decoder.anatomy, self.mtp
+        module, anatomy, drafts = self.decoder.held, self.decoder.anatomy, self.draft_layers
         kv_dtype = settle_kv_dtype(self.store.dtype_name)
-        drafting = 0 if mtp is None else mtp.bytes_per_token(kv_dtype)
         gpu: dict[str, Any] | None = None
         if self.store.device.type == "cuda":
             name = torch.cuda.get_device_name(self.store.device)
@@ -145,10 +152,11 @@ class Resident:
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
-            "kv_bytes": self.store.nbytes + (0 if mtp is None else mtp.nbytes),
+            "kv_bytes": self.store.nbytes + drafts.nbytes,
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype) + drafting,
-            **({} if mtp is None else mtp.info()),
+            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype)
+            + drafts.bytes_per_token(kv_dtype),
+            **self.draft_info,
             "safety_net": sorted(anatomy.needs_safety_net),
             "fused": self.decoder.fused,
             "experts": self.decoder.how_experts_run(),
@@ -190,8 +198,7 @@ class Resident:
         if self.graphs is not None:
             self.graphs.forget()
         self.store.release()  # the routing's records are a hundredth of it, and stay
-        if self.mtp is not None:
-            self.mtp.release()
+        self.draft_layers.release()
         give_back_freed()
 
     def wake(self) -> None:
@@ -199,14 +206,12 @@ class Resident:
             self.checkpoint.restore(self.decoder.held)
             self.decoder.weights_moved()
         self.store.allocate()
-        if self.mtp is not None:
-            self.mtp.allocate()
+        self.draft_layers.allocate()
 
     def close(self) -> None:
         self._records = self.graphs = None
         self.store.release()
-        if self.mtp is not None:
-            self.mtp.close()
+        self.draft_layers.close()
         self.decoder.close()
 
 
@@ -222,11 +227,12 @@ def open_resident(
     loaded: LoadedModel,
     options: EngineOptions,
     limit: int | None,
-    mtp: MtpLayers | None = None,
+    draft_layers: DraftLayers | None = None,
 ) -> Resident:
-    """The decoder with K and V in memory, and `mtp`, which draft for it, with theirs."""
-    store = _make_store(decoder, options, limit, mtp)
-    runner = Resident(decoder, store, options.num_threads, mtp)
+    """Open a decoder with its KV store, and the stores of `draft_layers`, in this process's memory."""
+    draft_layers = draft_layers or DraftLayers()
+    store = _make_store(decoder, options, limit, draft_layers)
+    runner = Resident(decoder, store, options.num_threads, draft_layers)
     runner.checkpoint = loaded.checkpoint
     runner.packed = loaded.packed
     if options.device.is_gpu and not loaded.live and graphs.wanted():
@@ -235,16 +241,15 @@ def open_resident(
 
 
 def _make_store(
-    decoder: Decoder, options: EngineOptions, max_length: int | None, mtp: MtpLayers | None
+    decoder: Decoder, options: EngineOptions, max_length: int | None, draft_layers: DraftLayers
 ) -> KVStore:
     anatomy = decoder.anatomy
     dtype = options.kv_dtype or anatomy.dtype
     recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-    drafting = 0 if mtp is None else mtp.bytes_per_token(dtype)
-    token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded + drafting
+    token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded
+    token_bytes += draft_layers.bytes_per_token(dtype)
     blocks = options.num_blocks(token_bytes, max_length)
-    if mtp is not None:
-        mtp.open_stores(blocks, options.block_size, dtype)
+    draft_layers.open_stores(blocks, options.block_size, dtype)
     device = options.device
     try:
         store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)

@@ -20,12 +20,13 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.borrow import threads
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp import MtpLayers
 from verbatim.model.routing import RoutingStore
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
-from verbatim.placement.cluster.mtp import drafted, open_part
+from verbatim.placement.cluster.drafts import open_part
+from verbatim.placement.cluster.messages import pack_draws, unpack_batch, unpack_plan
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.sampling.sampler import sample_rows
@@ -56,7 +57,7 @@ class Layers:
         self.store: KVStore | None = None
         self._records: RoutingStore | None = None
         self._kept: HiddenStore | None = None
-        self._mtp: MtpLayers | None = None  # on the last stage, where they draft
+        self._drafts = DraftLayers()
         self._num_threads: int | None = None
         self._opened_with: Message = {}
         self._opening = threading.Lock()  # a spare may still be getting ready
@@ -105,18 +106,18 @@ class Layers:
         with self._opening, threads(self._num_threads):
             loaded = self._skeleton(message)
             assert self._split is not None
-            self.part, self._mtp = open_part(loaded, self._split, message)
+            self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
         self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
-        drafting = 0 if self._mtp is None else self._mtp.bytes_per_token(dtype)
         return {
             **part.shape.as_dict(),
             "dtype": dtype_name(part.shape.dtype),
             "kv_dtype": name_of(dtype),
-            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype) + drafting,
-            "mtp": {} if self._mtp is None else self._mtp.info(),
+            "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype)
+            + self._drafts.bytes_per_token(dtype),
+            "draft": self._drafts.info(),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
                 name_of(dtype),
@@ -141,7 +142,7 @@ class Layers:
         self.store = make_store(
             shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
         )
-        self._open_stores_of_mtp()
+        self._open_draft_stores()
         self._records = None
         if part.routed is not None:
             self._records = RoutingStore(part.routed, blocks, size)
@@ -172,12 +173,9 @@ class Layers:
             batch.forced_experts = batch.forced_experts[:, first : first + part.routed.count]
         elif part.routed is None:
             batch.forced_experts = None
-        body = None
-        if self._mtp is not None:
-            self._mtp.copy_blocks(batch.block_copies)
-            body = self._mtp.hidden
+        self._drafts.copy_blocks(batch.block_copies)
         with threads(self._num_threads):
-            out = part.run(batch, store, hidden, self._records, body)
+            out = part.run(batch, store, hidden, self._records, self._drafts.hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
@@ -200,11 +198,15 @@ class Layers:
             return sample_rows(logits, plan)
 
     def draft(self, message: Message) -> Message:
-        """One forward of a layer for multi-token prediction, and what a plan draws from it, if any."""
-        if self.store is None or self._mtp is None:
-            raise VerbatimError("this stage has no layers that draft, or they sleep")
-        with threads(self._num_threads):
-            return drafted(self._mtp, message)
+        """Run a draft layer, and draw from its logits by a plan, if there is one."""
+        if self.store is None:
+            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
+        plan, batch = message["plan"], unpack_batch(message["batch"])
+        with threads(self._num_threads), self._drafts.borrowed():
+            logits = self._drafts.run(message["k"], batch, self.store)
+            if plan is None:
+                return {"draws": None}
+            return {"draws": pack_draws(sample_rows(logits, unpack_plan(plan)))}
 
     def check_replay(self, message: Message) -> None:
         """Find out whether the experts here can be forced."""
@@ -225,8 +227,7 @@ class Layers:
             self.store.release()
         if self._kept is not None:
             self._kept.release()
-        if self._mtp is not None:
-            self._mtp.release()
+        self._drafts.release()
         if message["weights"] and self.part is not None:
             self._close_part()
 
@@ -248,9 +249,8 @@ class Layers:
             finally:
                 self.store, self._kept, self._records = held
                 self._fingerprint = before
-            self._open_stores_of_mtp()
-        if self._mtp is not None:
-            self._mtp.allocate()
+            self._open_draft_stores()
+        self._drafts.allocate()
         if self.store is not None:
             self.store.allocate()
         if self._kept is not None:
@@ -264,17 +264,16 @@ class Layers:
         self.store = self._records = self._kept = None
 
     def _close_part(self) -> None:
-        if self._mtp is not None:
-            self._mtp.close()
+        self._drafts.close()
         if self.part is not None:
             self.part.close()
-        self.part = self._mtp = None
+        self.part, self._drafts = None, DraftLayers()
 
-    def _open_stores_of_mtp(self) -> None:
-        """As many blocks as there are of K and V."""
-        store, mtp = self.store, self._mtp
-        if mtp is not None and store is not None:
-            mtp.open_stores(store.num_blocks, store.block_size, settle_kv_dtype(store.dtype_name))
+    def _open_draft_stores(self) -> None:
+        store = self.store
+        if store is not None:
+            kv_dtype = settle_kv_dtype(store.dtype_name)
+            self._drafts.open_stores(store.num_blocks, store.block_size, kv_dtype)
 
     def status(self) -> Message:
         part, store = self.part, self.store
@@ -283,8 +282,7 @@ class Layers:
         return {
             "layers": [part.first, part.end],
             "weight_bytes": part.shape.weight_bytes,
-            "kv_bytes": (0 if store is None else store.nbytes)
-            + (0 if self._mtp is None else self._mtp.nbytes),
+            "kv_bytes": (0 if store is None else store.nbytes) + self._drafts.nbytes,
             "kept_bytes": 0 if self._kept is None else self._kept.nbytes,
         }
 

@@ -10,12 +10,13 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.anatomy import inner_model
+from verbatim.errors import InvalidRequest
+from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import Mtp, mtp_bytes
+from verbatim.model.mtp_source import Mtp
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message
+from verbatim.placement.cluster.drafts import describe, extra_bytes
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
 from verbatim.placement.cluster.layers import name_of
 from verbatim.placement.cluster.local import LocalHosts
@@ -37,7 +38,7 @@ def open_cluster(
     cluster: Cluster,
     options: EngineOptions,
     limit: int | None,
-    mtp: Mtp | None = None,
+    draft: Mtp | EarlyExit | None = None,
 ) -> Placed:
     """Open a model in stages.
 
@@ -45,7 +46,7 @@ def open_cluster(
         loaded: without its weights.
         source: what a stage opens.
         limit: tokens of one sequence at most.
-        mtp: the model's layers for multi-token prediction draft, on the last stage.
+        draft: layers of the model that draft, on the first or the last stage.
 
     Raises:
         UnsupportedModel: its layers can't be cut apart.
@@ -55,9 +56,10 @@ def open_cluster(
     """
     split = Split(loaded)
     first, last, everywhere = split.outside_bytes
-    if mtp is not None:
-        last += split.embedding_bytes + _drafting_bytes(loaded, mtp)
-    layout = Layout(tuple(split.layer_bytes), (first, last), everywhere, tuple(split.cuts))
+    described = describe(draft)
+    more_first, more_last = extra_bytes(draft, loaded, split)
+    ends = first + more_first, last + more_last
+    layout = Layout(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
     _check(cluster, layout)
     hosts: Any = cluster.hosts or _hosts(cluster.address)
     crew = Crew(hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
@@ -65,7 +67,7 @@ def open_cluster(
         **{field.name: getattr(source, field.name) for field in fields(source)},
         "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
         "num_threads": options.num_threads,
-        "mtp": None if mtp is None else {"beside": mtp.beside and str(mtp.beside)},
+        "draft": described,
     }
     staffing = Staffing(crew, hosts, layout, model, fingerprint(loaded))
     supervisor = Supervisor(staffing, cluster)
@@ -73,6 +75,10 @@ def open_cluster(
         stages = _count(cluster, layout, hosts)
         members = crew.members = staffing.hire(stages)
         ranges = _ranges(cluster, layout, members)
+        if isinstance(draft, EarlyExit) and (draft.layers or 0) > ranges[0][1]:
+            raise InvalidRequest(
+                f"draft={draft!r}: the first stage holds {ranges[0][1]} layers, and drafts with these alone"
+            )
         for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
             member.index, member.first, member.end = index, first, end
         staffing.open(members, ranges)
@@ -103,17 +109,6 @@ def _hosts(address: str | None) -> Hosts:
     if address or os.environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized()):
         return RayHosts(address, key, secrets.token_hex(4))
     return LocalHosts(key)
-
-
-def _drafting_bytes(loaded: LoadedModel, mtp: Mtp) -> int:
-    """What the layers that draft take, where they can be read from files."""
-    if mtp.model is not None and mtp.beside is None:
-        raise NotSupported(
-            "draft=Mtp(model=...): with placement=Cluster another process drafts, and reads the layers from "
-            "files; name their folder"
-        )
-    assert loaded.folder is not None
-    return mtp_bytes(inner_model(loaded.module), loaded.folder, mtp.beside)
 
 
 def _check(cluster: Cluster, layout: Layout) -> None:

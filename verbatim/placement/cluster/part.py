@@ -26,6 +26,7 @@ from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import exclusive
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import copy_path
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.routing import RoutedLayers, RoutingStore
@@ -62,11 +63,13 @@ class Part:
         skeleton: of the whole model; left as it is, so that other parts can be made of it.
         split: of this skeleton, where it is there already.
         embeds: it has the embedding in any case, for layers that draft behind its own.
+        exits: it has what follows the last layer in any case, so that its own layers can draft.
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
         routed: its own layers that send tokens to experts, or None.
         shape: what others must know of it.
+        whole: the module with the forwards of the whole model.
 
     Raises:
         InvalidRequest: there are no such layers.
@@ -82,6 +85,7 @@ class Part:
         *,
         split: Split | None = None,
         embeds: bool = False,
+        exits: bool = False,
     ) -> None:
         assert skeleton.lazy_weights is not None, (
             "a skeleton has a lazy weight for each of its weights"
@@ -95,17 +99,17 @@ class Part:
         self._ids = torch.empty(0, dtype=torch.int64)  # of the forward in progress
         self._module: nn.Module | None = None
         try:
-            self._decoder: Decoder | None = self._open(skeleton, embeds)
+            self._decoder: Decoder | None = self._open(skeleton, embeds, exits)
             self.shape = self._shape()
         except BaseException:
             self.close()
             raise
 
-    def _open(self, skeleton: LoadedModel, embeds: bool) -> Decoder:
+    def _open(self, skeleton: LoadedModel, embeds: bool, exits: bool) -> Decoder:
         split, first, end = self._split, self.first, self.end
         assert skeleton.lazy_weights is not None
         module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
-        parameters = split.parameters(first, end, embeds=embeds)
+        parameters = split.parameters(first, end, embeds=embeds, exits=exits)
         self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
         self._report = load_weights(
             module,
@@ -113,6 +117,7 @@ class Part:
             skeleton.quantization,
             read=read_whole,
         )
+        self.whole = copy_path(module, layers)
         for index in split.walked[:first]:
             layers[index].__dict__["forward"] = self._pass
         if not self.is_first:

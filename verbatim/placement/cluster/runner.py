@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ class Clustered:
             routed = [shape["routed"] for shape in shapes if shape["routed"]]
             self.routed_layers = sum(count for count, _, _ in routed)
             _, self.experts_per_token, self.num_experts = routed[0]
-        self._mtp: dict[str, int] = last["mtp"]  # as `MtpLayers.info`; of no layers empty
+        self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
         self._last: Remote | None = None
         # For whoever forgets to close it; what it holds on to must not lead back here.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), supervisor)
@@ -159,21 +160,24 @@ class Clustered:
 
     # Drafts.
 
-    @property
-    def mtp_layers(self) -> int:
-        """Layers for multi-token prediction that draft here."""
-        return self._mtp.get("mtp_layers", 0)
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Raise StageGone where a stage is lost."""
+        if not self.supervisor.in_order:
+            raise StageGone(self.crew.lost)
+        yield
 
-    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws:
-        """Run one of those layers, as `MtpLayers.run`, and draw from its logits; without a plan nothing is.
+    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        """See `DraftRunner`. Each call is one round trip to the stage that has the layers.
 
         Raises:
             StageGone: a stage is lost.
         """
-        drawn = None if plan is None else pack_plan(plan)
-        asked = {"do": "draft", "k": k, "batch": pack_batch(batch), "plan": drawn}
-        answer: Message = self.crew.call_each([(self.crew.members[-1], asked)])[0]
-        return unpack_draws(answer["draws"])
+        member = self.crew.members[-1 if "mtp_layers" in self.draft_info else 0]
+        packed = None if plan is None else pack_plan(plan)
+        order = {"do": "draft", "k": k, "batch": pack_batch(batch), "plan": packed}
+        draws = self.crew.call_each([(member, order)])[0]["draws"]
+        return None if draws is None else unpack_draws(draws)
 
     # All stages.
 
@@ -277,7 +281,7 @@ class Clustered:
             * self.block_size,
             "kv_dtype": shapes[0]["kv_dtype"],
             "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
-            **self._mtp,
+            **self.draft_info,
             "stages": [
                 {
                     "layers": [member.first, member.end],

@@ -120,18 +120,21 @@ class Split:
                     f"{cut}: {self.blocked[cut]}; it can be in front of {self.cuts}"
                 )
 
-    def parameters(self, first: int, end: int, *, embeds: bool = False) -> list[nn.Parameter]:
+    def parameters(
+        self, first: int, end: int, *, embeds: bool = False, exits: bool = False
+    ) -> list[nn.Parameter]:
         """The parameters of the skeleton that the part needs, tied ones once.
 
         Args:
             embeds: those of the embedding in any case.
+            exits: those behind the last layer in any case.
         """
         wanted = set(self.outside.beside)
         if embeds:
             wanted |= self.embedding
         if first == 0:
             wanted |= self.outside.before
-        if end == self.num_layers:
+        if exits or end == self.num_layers:
             wanted |= self.outside.after
         for index in self.walked[first:end]:
             wanted |= set(self.layers[index].parameters())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from verbatim.errors import TierFailed, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
+from verbatim.placement.cluster.drafts import options_of
 from verbatim.placement.cluster.link import Link
 from verbatim.placement.cluster.messages import unpack_batch
 from verbatim.placement.cluster.stage import Stage
@@ -78,35 +80,37 @@ class Member:
         assert self._loaded is not None
         told = self._told
         ranks = Gloo(Path(told["meeting"]), self._rank, told["size"], told["timeout_s"])
-        self._shared = open_share(self._loaded, ranks, told["num_threads"])
+        draft = options_of(told["draft"])
+        self._shared = open_share(self._loaded, ranks, told["num_threads"], draft)
         self._link.send({"weight_bytes": self._shared.weight_bytes})
 
     def _do_store(self, message: Message) -> None:
         shared, anatomy = self._shared, self._shared.decoder.anatomy
+        kv_dtype = settle_kv_dtype(message["kv_dtype"])
         store = HeadStore(
             anatomy.layers,
             anatomy.query_heads,
             shared.ranks,
             message["num_blocks"],
             message["block_size"],
-            settle_kv_dtype(message["kv_dtype"]),
+            kv_dtype,
         )
-        self.runner = Rank(
-            shared.decoder, store, self._told["num_threads"], shared.ranks, shared.cut
-        )
-        self._link.send({"kv_bytes": store.nbytes})
+        shared.draft_layers.open_stores(message["num_blocks"], message["block_size"], kv_dtype)
+        self.runner = Rank(shared, store, self._told["num_threads"])
+        self._link.send({"kv_bytes": store.nbytes + shared.draft_layers.nbytes})
 
     def _do_ready(self, message: Message) -> None:
         """Everything is open on all ranks."""
 
     def _do_forward(self, message: Message) -> None:
         assert self.runner is not None
-        try:
+        with _same_errors():
             self.runner.forward(unpack_batch(message["batch"]))
-        except TierFailed:
-            raise
-        except VerbatimError:
-            pass  # of the batch and the model: rank 0 has the same, and goes on
+
+    def _do_draft(self, message: Message) -> None:
+        assert self.runner is not None
+        with _same_errors(), self.runner.drafting():
+            self.runner.draft(message["k"], unpack_batch(message["batch"]), None)
 
     def _do_stage(self, message: Message) -> None:
         """Serve one stage of a pipeline, beside rank 0's calls."""
@@ -115,12 +119,8 @@ class Member:
 
     def _do_check_replay(self, message: Message) -> None:
         assert self.runner is not None
-        try:
+        with _same_errors():
             self.runner.check_replay()
-        except TierFailed:
-            raise
-        except VerbatimError:
-            pass
 
     def _do_sleep(self, message: Message) -> None:
         assert self.runner is not None
@@ -137,3 +137,14 @@ class Member:
             self._stage.close()
         if self.runner is not None:
             self.runner.close()
+
+
+@contextmanager
+def _same_errors() -> Iterator[None]:
+    """Ignore errors of the batch and the model: rank 0 has the same ones, and goes on."""
+    try:
+        yield
+    except TierFailed:
+        raise
+    except VerbatimError:
+        pass

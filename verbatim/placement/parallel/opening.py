@@ -15,12 +15,14 @@ from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.experts import is_stacked
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.mtp_source import Mtp, open_mtp
+from verbatim.model.mtp_source import Mtp
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.choice import Cluster
+from verbatim.placement.cluster.drafts import describe
 from verbatim.placement.cluster.link import connect
 from verbatim.placement.cluster.local import LocalHosts
 from verbatim.placement.cluster.opening import open_cluster
@@ -48,6 +50,7 @@ def open_tensor_parallel(
     choice: TensorParallel,
     options: EngineOptions,
     limit: int | None,
+    draft: Mtp | EarlyExit | None,
 ) -> Placed:
     """Open a model whose weights are split by columns.
 
@@ -55,6 +58,7 @@ def open_tensor_parallel(
         loaded: without its weights.
         source: what another process opens.
         limit: tokens of one sequence at most.
+        draft: layers of the model that draft.
 
     Raises:
         InvalidRequest, NotSupported: the ranks are others than `choice` says, or can't work together.
@@ -69,7 +73,7 @@ def open_tensor_parallel(
     with ExitStack() as undo:
         crew = _gather(choice.size, world, choice.timeout_s)
         undo.callback(crew.close)
-        leading = _lead(crew, loaded, source, choice, options, limit)
+        leading = _lead(crew, loaded, source, choice, options, limit, draft)
         crew.tell({"do": "ready", **described(leading)})
         undo.pop_all()
     return Placed(leading, options, crew if world > 1 else None)
@@ -81,7 +85,7 @@ def open_pipeline_parallel(
     choice: PipelineParallel,
     options: EngineOptions,
     limit: int | None,
-    mtp: Mtp | None,
+    draft: Mtp | EarlyExit | None,
 ) -> Placed:
     """Open a `Cluster` with a stage on each rank; arguments and errors as of `open_cluster`.
 
@@ -92,12 +96,12 @@ def open_pipeline_parallel(
     check_size(choice.size, world)
     if world == 1:
         local = replace(cluster, hosts=LocalHosts(secrets.token_bytes(32)))
-        return open_cluster(loaded, source, local, options, limit, mtp)
+        return open_cluster(loaded, source, local, options, limit, draft)
     if rank:
         return _follow(rank, loaded, options, choice.timeout_s)
     crew = _gather(choice.size, world, choice.timeout_s)
     ranks = replace(cluster, hosts=RankHosts(crew, choice.timeout_s), spares=0)
-    placed = open_cluster(loaded, source, ranks, options, limit, mtp)
+    placed = open_cluster(loaded, source, ranks, options, limit, draft)
     try:
         crew.tell({"do": "ready", **described(placed.runner)})
     except BaseException:
@@ -141,6 +145,7 @@ def _lead(
     choice: TensorParallel,
     options: EngineOptions,
     limit: int | None,
+    draft: Mtp | EarlyExit | None,
 ) -> Leading:
     """Open every rank's share."""
     timeout_s, size = choice.timeout_s, choice.size
@@ -158,6 +163,7 @@ def _lead(
             "meeting": str(meeting),
             "timeout_s": timeout_s,
             "num_threads": num_threads,
+            "draft": describe(draft),
         }
     )
     _check_keys(crew, numerics_key(dtype, kv_dtype), timeout_s)
@@ -166,7 +172,7 @@ def _lead(
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
             undo.callback(ranks.close)
-            shared = open_share(loaded, ranks, num_threads)
+            shared = open_share(loaded, ranks, num_threads, draft)
         except TierFailed as error:
             raise crew.failure(error) from error
         answers = crew.answers(timeout_s)
@@ -179,16 +185,15 @@ def _lead(
             anatomy.layers, anatomy.query_heads, ranks, blocks, options.block_size, settled
         )
         undo.callback(store.release)
+        shared.draft_layers.open_stores(blocks, options.block_size, settled)
         kv = crew.answers(timeout_s)
         runner = Leading(
-            shared.decoder,
+            shared,
             store,
             num_threads,
-            ranks,
-            shared.cut,
             crew=crew,
             weight_bytes=[shared.weight_bytes, *_in_order(answers, "weight_bytes")],
-            kv_bytes=[store.nbytes, *_in_order(kv, "kv_bytes")],
+            kv_bytes=[store.nbytes + shared.draft_layers.nbytes, *_in_order(kv, "kv_bytes")],
         )
         runner.forward(dummy_batch())  # whatever can go wrong between ranks does so here
         runner.num_forwards = 0
@@ -214,8 +219,9 @@ def _num_blocks(
         for rank in range(size)
         for layer in own_layers(anatomy.layers, anatomy.query_heads, rank, size)
     ]
-    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token * size
-    return options.num_blocks(bytes_per_token(layers, dtype) + recorded, limit)
+    more = shared.draft_layers.bytes_per_token(dtype)
+    more += 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    return options.num_blocks(bytes_per_token(layers, dtype) + more * size, limit)
 
 
 def open_expert_parallel(
@@ -223,7 +229,7 @@ def open_expert_parallel(
     choice: ExpertParallel,
     options: EngineOptions,
     limit: int | None,
-    mtp: Mtp | None,
+    draft: Mtp | EarlyExit | None,
 ) -> Placed:
     """Open everything but the experts of other ranks; arguments and errors as of `open_tensor_parallel`."""
     group = Group(choice.process_group)
@@ -239,7 +245,7 @@ def open_expert_parallel(
     group.check_equal(numerics_key(dtype, kv_dtype, None if kind is None else kind.name))
     cut = take_share(loaded, group, head=None, linears=False, share=ExchangedExperts)
     decoder = Decoder(module, fused=options.fused)
-    layers = None if mtp is None else open_mtp(mtp, decoder, loaded)
+    layers = open_draft_layers(draft, decoder, loaded)
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
     runner = open_resident(decoder, loaded, options, limit, layers)

@@ -8,15 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.model.decoder import Decoder
 from verbatim.placement.cluster.messages import pack_batch
 from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.heads import HeadStore
-from verbatim.placement.parallel.ranks import Gloo
-from verbatim.placement.parallel.share import Cut
+from verbatim.placement.parallel.share import Shared
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.shield import Shield
@@ -25,13 +23,11 @@ from verbatim.shield import Shield
 class Rank(Resident):
     """As `Resident`, with a share of the weights and of K and V; its forward needs all other ranks."""
 
-    def __init__(
-        self, decoder: Decoder, store: HeadStore, num_threads: int, ranks: Gloo, cut: Cut
-    ) -> None:
-        super().__init__(decoder, store, num_threads)
-        self.ranks = ranks
-        self.cut = cut
-        self.packed = cut.report
+    def __init__(self, shared: Shared, store: HeadStore, num_threads: int) -> None:
+        super().__init__(shared.decoder, store, num_threads, shared.draft_layers)
+        self.ranks = shared.ranks
+        self.cut = shared.cut
+        self.packed = shared.cut.report
 
     def check_replay(self) -> None:
         with self.ranks.everywhere():
@@ -70,17 +66,15 @@ class Leading(Rank):
 
     def __init__(
         self,
-        decoder: Decoder,
+        shared: Shared,
         store: HeadStore,
         num_threads: int,
-        ranks: Gloo,
-        cut: Cut,
         *,
         crew: Crew,
         weight_bytes: list[int],
         kv_bytes: list[int],
     ) -> None:
-        super().__init__(decoder, store, num_threads, ranks, cut)
+        super().__init__(shared, store, num_threads)
         self.crew = crew
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
@@ -93,6 +87,14 @@ class Leading(Rank):
                 lambda: super(Leading, self).forward(batch),
             )
             return made
+
+    def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
+        with Shield().up():
+            draws: Draws | None = self._together(
+                {"do": "draft", "k": k, "batch": pack_batch(batch)},
+                lambda: super(Leading, self).draft(k, batch, plan),
+            )
+            return draws
 
     def check_replay(self) -> None:
         with Shield().up():

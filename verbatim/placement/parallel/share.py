@@ -13,10 +13,13 @@ from verbatim.model.adapters import adapter_for
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.experts import flat_experts, is_stacked
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import weight_bytes
 from verbatim.model.packing import PackingReport
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, same_bits
@@ -134,14 +137,17 @@ class Shared:
     ranks: Gloo
     decoder: Decoder
     cut: Cut
+    draft_layers: DraftLayers
 
     @property
     def weight_bytes(self) -> int:
         return weight_bytes(self.decoder.module)
 
 
-def open_share(loaded: LoadedModel, ranks: Gloo, num_threads: int) -> Shared:
-    """Read a rank's share and look at the model; all ranks do so at once.
+def open_share(
+    loaded: LoadedModel, ranks: Gloo, num_threads: int, draft: Mtp | EarlyExit | None
+) -> Shared:
+    """Read a rank's share, inspect the model, and open its draft layers; all ranks do so at once.
 
     Raises:
         UnsupportedModel: it can't be run on flat batches, on any rank.
@@ -151,6 +157,7 @@ def open_share(loaded: LoadedModel, ranks: Gloo, num_threads: int) -> Shared:
     cut = take_share(loaded, ranks, head=head_of(inner_model(loaded.module)))
     with threads(num_threads), ranks.everywhere():
         decoder = Decoder(loaded.module, fused=False)  # its products are shared
-    anatomy = decoder.anatomy
-    own_layers(anatomy.layers, anatomy.query_heads, ranks.rank, ranks.size)
-    return Shared(ranks, decoder, cut)
+        anatomy = decoder.anatomy
+        own_layers(anatomy.layers, anatomy.query_heads, ranks.rank, ranks.size)
+        layers = open_draft_layers(draft, decoder, loaded)
+    return Shared(ranks, decoder, cut, layers)

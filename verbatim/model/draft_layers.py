@@ -1,0 +1,76 @@
+"""What layers of a model that draft for it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from verbatim.batch import Batch
+from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.quantized import KVDtype
+from verbatim.kv.store import KVStore
+
+
+class DraftLayers:
+    """Layers of a model that draft for it. This base class stands for a model that has none.
+
+    Attributes:
+        hidden: takes the output of the model's body, of all rows of every forward; None: not needed.
+    """
+
+    hidden: HiddenStore | None = None
+
+    def bytes_per_token(self, kv_dtype: KVDtype) -> int:
+        """Return the bytes that one token takes in `stores`."""
+        return 0
+
+    def open_stores(self, num_blocks: int, block_size: int, kv_dtype: KVDtype) -> None:
+        """Allocate as many blocks as the model's KV store has."""
+
+    @property
+    def stores(self) -> list[KVStore | HiddenStore]:
+        """Everything that is kept in blocks."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `stores`."""
+        return sum(store.nbytes for store in self.stores)
+
+    def info(self) -> dict[str, int]:
+        """Describe them in plain values."""
+        return {}
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to)."""
+        for store in self.stores:
+            store.copy_blocks(copies)
+
+    def release(self) -> None:
+        """Free the memory of the stores; the weights stay."""
+        for store in self.stores:
+            store.release()
+
+    def allocate(self) -> None:
+        """Allocate the stores again after `release`, without their contents."""
+        for store in self.stores:
+            store.allocate()
+
+    def close(self) -> None:
+        """Free all memory, and drop the references to modules."""
+        self.release()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """The context in which layers are run: one for all forwards of a draft."""
+        yield
+
+    def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
+        """Run layer `k`: `[R, V]` logits of `batch.logit_rows`.
+
+        Args:
+            store: K and V of the whole model.
+        """
+        raise NotImplementedError
