@@ -20,7 +20,6 @@ from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
-from verbatim.model.weights import Weights, named_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
@@ -36,6 +35,7 @@ from verbatim.source import open_model
 from verbatim.text.chat import render_chat
 from verbatim.weights.load import open_packed
 from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.update import Weights, named_weights
 
 
 class LLM:

@@ -54,7 +54,6 @@ APART = {
         ("source", ("module",), "quantization", IN_FEW_BITS, ""),
         ("source", ("module",), "draft", ("mtp",), "draft='mtp'"),
         ("draft", ("mtp", "early-exit"), "placement", ("offload",), ""),
-        ("draft", ("early-exit",), "placement", ("cluster",), ""),
     ]
     for one in some
     for other in others

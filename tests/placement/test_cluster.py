@@ -23,6 +23,7 @@ from verbatim import (
     LLM,
     Cluster,
     InvalidRequest,
+    ModelError,
     NotSupported,
     SamplingParams,
     StageFailed,
@@ -638,13 +639,68 @@ def test_what_cannot_be_clustered_is_refused_by_name(saved: Callable[[str], Path
     assert all(host.killed for host in hosts.hosts)
 
 
-def test_layers_as_told_and_weights_that_cannot_be_updated(saved: Callable[[str], Path]) -> None:
+def test_updated_weights_are_lost_with_their_stage(saved: Callable[[str], Path]) -> None:
+    """And a stage that is lost during the update is replaced, since its weights are sent again."""
+    new = toys.make_toy("llama", seed=7, **MODELS["llama"])
+    with LLM(new, max_length=200) as live:
+        right = all_facts(live.generate(*mixed_requests(5)))
+    with clustered(saved("llama")) as llm:
+        layers: Any = serving(llm)[1].stage._layers
+        write = layers.write_weights
+
+        def lose(message: Any) -> Any:
+            kill(serving(llm)[1], None)
+            return write(message)
+
+        layers.write_weights = lose
+        llm.update_weights(new)
+        assert llm.stats()["cluster"]["restarts"] == 1
+        assert all_facts(llm.generate(*mixed_requests(5))) == right
+        for call, name in (
+            (lambda: llm.rebalance(), "rebalance"),
+            (lambda: llm.sleep(weights=True), "sleep"),
+        ):
+            with pytest.raises(NotSupported, match=rf"{name}.*updated in memory"):
+                call()
+        llm.sleep()
+        llm.wake()
+        at_batch(serving(llm)[2], 3, kill)
+        for _ in range(2):
+            with pytest.raises(StageFailed, match=r"stage 2 .* call update_weights again"):
+                llm.generate(*mixed_requests(5))
+        llm.update_weights(new)
+        assert all_facts(llm.generate(*mixed_requests(5))) == right
+
+
+@pytest.mark.parametrize("quantization", ["int4", "w8a8"])
+def test_quantized_stages_take_new_weights_or_keep_their_own(
+    quantization: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    new = toys.make_toy("qwen3_moe", seed=7, **MODELS["qwen3_moe"])
+    new.save_pretrained(tmp_path / "new")
+    state = dict(new.state_dict())
+    name = [n for n in state if "down_proj" in n][-1]
+    bad = state | {name: torch.full_like(state[name], torch.nan)}
+    options: dict[str, Any] = dict(max_length=200, quantization=quantization)
+    with LLM(tmp_path / "new", **options) as llm:
+        right, error = all_facts(llm.generate(*mixed_requests(5))), llm.info()["quantization"]
+    placement = Cluster(stages=2, hosts=ThreadHosts())
+    with LLM(saved("qwen3_moe"), placement=placement, **options) as llm:
+        before = all_facts(llm.generate(*mixed_requests(5)))
+        with pytest.raises(ModelError, match="NaN"):
+            llm.update_weights(bad)
+        assert all_facts(llm.generate(*mixed_requests(5))) == before != right
+        llm.update_weights(state)
+        assert all_facts(llm.generate(*mixed_requests(5))) == right
+        worst = [stage["worst"] for stage in llm.info()["quantization"]["stages"]]
+        assert error["worst"] in worst
+
+
+def test_layers_as_told(saved: Callable[[str], Path]) -> None:
     expected = resident(saved("llama"), 5)
     with clustered(saved("llama"), stages=None, layers=(1, 4, 1), num_threads=1) as llm:
         assert [stage["layers"] for stage in llm.info()["stages"]] == [[0, 1], [1, 5], [5, 6]]
         assert all_facts(llm.generate(*mixed_requests(5))) == expected
-        with pytest.raises(NotSupported, match="placement=Cluster"):
-            llm.update_weights({})
         for weights in (False, True):
             llm.sleep(weights=weights)
             llm.wake()

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from support.toys import make_toy as make
 from verbatim import LLM, InvalidRequest, ModelError, NotSupported, SamplingParams, VerbatimError
-from verbatim.model.weights import _is_finite
+from verbatim.weights.update import _is_finite
 
 PROMPTS = [[5, 9, 23, 40], [7, 8], [5, 9, 23, 41, 3, 3, 60]]
 LONG = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim.errors import (
     ModelChanged,
@@ -69,6 +69,9 @@ class LoadedModel:
     folder: Path | None = None  # their folder
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
+    original: dict[str, Tensor] | None = (
+        None  # the state dict before quantization, with its parameters
+    )
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
 

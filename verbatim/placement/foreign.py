@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
-from verbatim.model.weights import NewWeights, weight_info, writes_to
+from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
+from verbatim.weights.update import NewWeights, WeightWriter
 
 
 def on_cpu() -> AbstractContextManager[Any]:
@@ -179,7 +180,9 @@ class Foreign:
     ) -> Callable[[], None]:
         if not isinstance(self.module, nn.Module):
             raise NotSupported(f"{self._name} is not a module, so it has no weights to update")
-        return NewWeights(self.module, tensors, check_finite=check_finite).write
+        new = NewWeights(self.module, tensors, check_finite=check_finite)
+        writer = WeightWriter(self.module)
+        return lambda: writer.write(new.tensors)
 
     def stamp(self) -> object:
         module = self.module

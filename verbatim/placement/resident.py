@@ -23,13 +23,14 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packing import PackingReport
 from verbatim.model.routing import RoutingStore
-from verbatim.model.weights import NewWeights, weight_info, writes_to
+from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement import graphs
 from verbatim.placement.graphs import DecodeGraphs
 from verbatim.placement.options import EngineOptions
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
+from verbatim.weights.update import Cut, NewWeights, WeightWriter
 
 
 class Resident:
@@ -45,6 +46,8 @@ class Resident:
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
     graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
     packed: PackingReport | None = None  # of a model whose weights are in few bits
+    original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
+    cuts: Mapping[str, Cut] = MappingProxyType({})  # of weights that are held in part
     placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
 
     def __init__(
@@ -170,15 +173,15 @@ class Resident:
     ) -> Callable[[], None]:
         if self.checkpoint is not None and self.checkpoint.dropped:
             raise VerbatimError("the weights are asleep; call wake() before they are updated")
-        if self.packed is not None:
-            raise NotSupported(
-                f"update_weights: the weights are packed as {self.packed.quantization.name}; open the new "
-                "ones from their folder, or train with weights that are not packed"
-            )
-        new = NewWeights(self.decoder.held, tensors, check_finite=check_finite)
+        held = self.decoder.held
+        new = NewWeights(self.original or held, tensors, check_finite=check_finite)
+        writer = WeightWriter(held, self.cuts)
+        writer.prepare(new.tensors)
 
         def write() -> None:
-            new.write()
+            writer.write(new.tensors)
+            if self.packed is not None:
+                self.packed.squares |= writer.squares
             self.decoder.weights_moved()  # buffers may be among them
 
         return write
@@ -235,6 +238,7 @@ def open_resident(
     runner = Resident(decoder, store, options.num_threads, draft_layers)
     runner.checkpoint = loaded.checkpoint
     runner.packed = loaded.packed
+    runner.original = loaded.original
     if options.device.is_gpu and not loaded.live and graphs.wanted():
         runner.record_steps()  # a live module's owner may change what no look at it shows
     return runner

@@ -25,12 +25,12 @@ from verbatim.model.weight_packing import WeightPacking
 from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, sources
 from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
 from verbatim.weights.skeleton import open_skeleton
+from verbatim.weights.update import Cut
 
 _TRIMMED = 1 << 20  # bytes of a weight; the C library would keep those that were freed
 # Opens a model; with a skeleton: leaves its weights in their files.
 Opener = Callable[[Skeleton | None], LoadedModel]
 Place = tuple[int, str]  # the id of a module, and the name of its parameter
-Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
 
 
 def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
@@ -46,6 +46,7 @@ def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
     loaded, lazy_weights, cache = _open_lazily(open_, quantization)
     assert not loaded.live
     module, folder = loaded.module, loaded.folder
+    loaded.original = module.state_dict(keep_vars=True)
     loaded.packed = load_weights(module, lazy_weights, quantization, cache=cache)
     checkpoint = loaded.checkpoint
     marks: Callable[[Path], dict[str, tuple[int, int]]]

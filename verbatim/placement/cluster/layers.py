@@ -32,6 +32,7 @@ from verbatim.placement.cluster.split import Split
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.identity import changed, fingerprint
 from verbatim.weights.reopen import reopen
+from verbatim.weights.update import WeightWriter
 
 Message = dict[str, Any]
 
@@ -58,6 +59,7 @@ class Layers:
         self._records: RoutingStore | None = None
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
+        self._writer: WeightWriter | None = None
         self._num_threads: int | None = None
         self._opened_with: Message = {}
         self._opening = threading.Lock()  # a spare may still be getting ready
@@ -208,6 +210,28 @@ class Layers:
                 return {"draws": None}
             return {"draws": pack_draws(sample_rows(logits, unpack_plan(plan)))}
 
+    def weight_names(self, message: Message) -> Message:
+        """Return the names of the weights that are held here, quantized ones apart."""
+        if self._writer is None:
+            self._writer = WeightWriter(self._opened().decoder.held, whole=False)
+        return {"packed": self._writer.packed, "exact": self._writer.exact}
+
+    def prepare_weights(self, message: Message) -> None:
+        """Quantize new weights, which `write_weights` writes."""
+        assert self._writer is not None
+        self._writer.prepare(message["tensors"])
+
+    def write_weights(self, message: Message) -> Message:
+        """Write new weights, and those that were prepared; return `PackingReport.info` of them."""
+        assert self._writer is not None
+        self._writer.write(message["tensors"])
+        part = self._opened()
+        part.decoder.weights_moved()
+        if part.report is None:
+            return {"quantization": None}
+        part.report.squares |= self._writer.squares
+        return {"quantization": part.report.info()}
+
     def check_replay(self, message: Message) -> None:
         """Find out whether the experts here can be forced."""
         part = self._opened()
@@ -267,7 +291,7 @@ class Layers:
         self._drafts.close()
         if self.part is not None:
             self.part.close()
-        self.part, self._drafts = None, DraftLayers()
+        self.part, self._drafts, self._writer = None, DraftLayers(), None
 
     def _open_draft_stores(self) -> None:
         store = self.store

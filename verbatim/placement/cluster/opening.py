@@ -98,7 +98,14 @@ def open_cluster(
     except BaseException:
         supervisor.close()
         raise
-    runner = Clustered(supervisor, cluster, num_blocks=blocks, block_size=options.block_size)
+    targets = loaded.module.state_dict(keep_vars=True)
+    runner = Clustered(
+        supervisor,
+        cluster,
+        targets,
+        num_blocks=blocks,
+        block_size=options.block_size,
+    )
     return Placed(runner, options)
 
 

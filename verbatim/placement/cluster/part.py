@@ -111,7 +111,7 @@ class Part:
         module, layers, copies = hollow_copy(skeleton.module, split.layers, split.walked[first:end])
         parameters = split.parameters(first, end, embeds=embeds, exits=exits)
         self._module, self._num_parameters = module, sum(p.numel() for p in parameters)
-        self._report = load_weights(
+        self.report = load_weights(
             module,
             {copies[p]: skeleton.lazy_weights[p] for p in parameters},
             skeleton.quantization,
@@ -157,7 +157,7 @@ class Part:
             architecture=type(inner_model(self.decoder.module)).__name__,
             parameters=self._num_parameters,
             weight_bytes=weight_bytes(module),
-            quantization=None if self._report is None else self._report.info(),
+            quantization=None if self.report is None else self.report.info(),
             safety_net=sorted(anatomy.needs_safety_net),
         )
 

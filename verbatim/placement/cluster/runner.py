@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported
+from verbatim.errors import NotSupported, StageFailed, VerbatimError
 from verbatim.model.routing import NOT_ROUTED, different_kinds
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
@@ -24,6 +24,7 @@ from verbatim.placement.cluster.shape import joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
+from verbatim.weights.update import NewWeights
 
 _FEW_FRAMES = 16
 _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
@@ -47,12 +48,20 @@ class Clustered:
 
     Args:
         supervisor: of the stages, all open, connected, and with their memory for K and V.
+        targets: the state dict of the whole model, without data.
     """
 
     def __init__(
-        self, supervisor: Supervisor, cluster: Cluster, *, num_blocks: int, block_size: int
+        self,
+        supervisor: Supervisor,
+        cluster: Cluster,
+        targets: Mapping[str, Tensor],
+        *,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
         self.supervisor = supervisor
+        self._targets = targets
         self.crew: Crew = supervisor.crew
         self.cluster = cluster
         shapes = [member.shape for member in self.crew.members]
@@ -78,6 +87,8 @@ class Clustered:
     # The step.
 
     def forward(self, batch: Batch) -> Forward:
+        if self.supervisor.weights == "mixed":
+            raise StageFailed("an update of the weights went wrong; call update_weights again")
         self.num_forwards += 1
         fresh: set[int] = set()
         if not self.supervisor.in_order:  # it went wrong, or was broken off, the last time
@@ -232,6 +243,10 @@ class Clustered:
             OutOfBlocks: the stages have no room for another division.
             StageFailed: a stage was lost meanwhile and can't be replaced.
         """
+        if self.supervisor.weights != "files":
+            raise NotSupported(
+                "rebalance: the weights were updated in memory, and stages read other layers from files"
+            )
         if not self.supervisor.in_order:
             self.supervisor.recover()
         status = self._each("status")
@@ -244,15 +259,51 @@ class Clustered:
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
-        raise NotSupported(
-            "placement=Cluster: the stages read their weights from the model's files, so they can't be "
-            "updated in memory"
-        )
+        """See `Runner`. A stage that is lost later takes its weights with it, so they must be sent again."""
+        if self._asleep:
+            raise VerbatimError("the weights are asleep; call wake() before they are updated")
+        new = NewWeights(self._targets, tensors, check_finite=check_finite)
+        self._send_weights(new, "packed")
+
+        def write() -> None:
+            self.supervisor.weights = "mixed"
+            self._send_weights(new, "exact")
+            self.supervisor.weights = "updated"
+
+        return write
+
+    def _send_weights(self, new: NewWeights, last: str) -> None:
+        """Send all stages their weights: those that they quantize, and with `last="exact"` also the others,
+        which makes them write all.
+        """
+        kinds = ["packed"] if last == "packed" else ["exact"]
+        for attempt in range(self.cluster.max_restarts + 1):
+            try:
+                for member in self.crew.members:
+                    names = self._ask_one(member, "weight_names")
+                    for kind in kinds:
+                        do = "prepare_weights" if kind == "packed" else "write_weights"
+                        for piece in new.messages(names[kind]):
+                            answer = self._ask_one(member, do, tensors=piece)
+                        if kind == "exact":
+                            member.shape.update(answer)
+                return
+            except StageGone:
+                self.supervisor.weights = "mixed"
+                kinds = ["packed"] if last == "packed" else ["packed", "exact"]
+                self.supervisor.recover(last=attempt == self.cluster.max_restarts)
+
+    def _ask_one(self, member: Member, do: str, **fields: Any) -> Any:
+        return self.crew.call_each([(member, {"do": do, **fields})], patient=True)[0]
 
     def stamp(self) -> object:
         return None
 
     def sleep(self, weights: bool) -> None:
+        if weights and self.supervisor.weights != "files":
+            raise NotSupported(
+                "sleep(weights=True): the weights were updated in memory, and would be lost"
+            )
         self._asleep = weights
         members = self.crew.members
         try:

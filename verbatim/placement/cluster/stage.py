@@ -24,7 +24,19 @@ from verbatim.placement.cluster.work import Work, answer, described
 
 # What the head may ask of what is held here, by the names of its methods.
 _OF_LAYERS = frozenset(
-    {"facts", "open", "allocate", "check_replay", "draft", "routing", "sleep", "wake"}
+    {
+        "facts",
+        "open",
+        "allocate",
+        "check_replay",
+        "draft",
+        "routing",
+        "sleep",
+        "wake",
+        "weight_names",
+        "prepare_weights",
+        "write_weights",
+    }
 )
 
 Message = dict[str, Any]

@@ -34,6 +34,8 @@ class Supervisor:
         at_rest: does nobody hold K and V?
         recovery_s: how long each recovery so far has taken.
         step: the last piece of work that was sent out.
+        weights: "files", as they are in the checkpoint, "updated" in memory, or "mixed", while that is done
+            or where it went wrong.
     """
 
     def __init__(self, staffing: Staffing, cluster: Cluster) -> None:
@@ -46,6 +48,7 @@ class Supervisor:
         self.recovery_s: list[float] = []
         self.replayed_tokens = 0
         self.step = 0
+        self.weights = "files"
         self._copied: dict[
             int, int
         ] = {}  # blocks that began as a copy of a higher one: the highest
@@ -73,6 +76,11 @@ class Supervisor:
         Raises:
             StageFailed: it can't be done; names the stage and the reason.
         """
+        if self.weights == "updated" and self.crew.lost:
+            lost = "; ".join(map(str, self.crew.lost))
+            raise StageFailed(
+                f"{lost}: its weights were updated in memory, and are lost; call update_weights again"
+            )
         begin = time.monotonic()
         reason: object = f"max_restarts={self.cluster.max_restarts}"
         gone: list[str] = []
@@ -284,7 +292,7 @@ class Supervisor:
         It is looked at now and then, and only while nobody holds K and V.
         """
         now = time.monotonic()
-        if now < self._next_look or not self.at_rest():
+        if now < self._next_look or self.weights != "files" or not self.at_rest():
             return
         self._next_look = now + _LOOK_S
         on = Counter(member.host.machine for member in self.crew.members)

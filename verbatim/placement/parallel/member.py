@@ -21,6 +21,7 @@ from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Rank
 from verbatim.placement.parallel.share import Shared, open_share
 from verbatim.weights.reopen import reopen
+from verbatim.weights.update import WeightWriter
 
 Message = dict[str, Any]
 
@@ -46,6 +47,7 @@ class Member:
         self._loaded = loaded
         self._shared: Shared
         self._stage: Stage | None = None
+        self._new_weights: WeightWriter | None = None
         self._told: Message = {}
 
     def serve(self, *until: str) -> Message:
@@ -111,6 +113,25 @@ class Member:
         assert self.runner is not None
         with _same_errors(), self.runner.drafting():
             self.runner.draft(message["k"], unpack_batch(message["batch"]), None)
+
+    def _do_prepare_weights(self, message: Message) -> None:
+        error = None
+        try:
+            self._writer().prepare(message["tensors"])
+        except VerbatimError as failed:
+            error = str(failed)
+        self._link.send({"error": error})
+
+    def _do_write_weights(self, message: Message) -> None:
+        assert self.runner is not None
+        self._writer().write(message["tensors"])
+        self.runner.decoder.weights_moved()
+
+    def _writer(self) -> WeightWriter:
+        assert self.runner is not None
+        if self._new_weights is None:
+            self._new_weights = WeightWriter(self.runner.decoder.held, self.runner.cuts)
+        return self._new_weights
 
     def _do_stage(self, message: Message) -> None:
         """Serve one stage of a pipeline, beside rank 0's calls."""

@@ -249,7 +249,7 @@ def open_expert_parallel(
     if options.kv_bytes is None:
         options = replace(options, kv_bytes=int(available_memory() * _KV_SHARE) // group.size)
     runner = open_resident(decoder, loaded, options, limit, layers)
-    runner.packed = cut.report
+    runner.packed, runner.original, runner.cuts = cut.report, cut.original, cut.ranges
     runner.placement = {
         "placement": "expert parallel",
         "ranks": group.size,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported, TierFailed, VerbatimError, first_line
+from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.cluster.messages import pack_batch
 from verbatim.placement.parallel.crew import Crew
@@ -18,6 +18,7 @@ from verbatim.placement.parallel.share import Shared
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
 from verbatim.shield import Shield
+from verbatim.weights.update import NewWeights, WeightWriter
 
 
 class Rank(Resident):
@@ -27,19 +28,12 @@ class Rank(Resident):
         super().__init__(shared.decoder, store, num_threads, shared.draft_layers)
         self.ranks = shared.ranks
         self.cut = shared.cut
-        self.packed = shared.cut.report
+        self.packed, self.original = shared.cut.report, shared.cut.original
+        self.cuts = shared.cut.ranges
 
     def check_replay(self) -> None:
         with self.ranks.everywhere():
             super().check_replay()
-
-    def new_weights(
-        self, tensors: Mapping[str, Tensor], *, check_finite: bool
-    ) -> Callable[[], None]:
-        raise NotSupported(
-            "placement=TensorParallel: the weights lie on several ranks and can't be updated in memory; "
-            "open the LLM again"
-        )
 
     def stamp(self) -> object:
         return None  # nobody else can write to the parameters
@@ -95,6 +89,31 @@ class Leading(Rank):
                 lambda: super(Leading, self).draft(k, batch, plan),
             )
             return draws
+
+    def new_weights(
+        self, tensors: Mapping[str, Tensor], *, check_finite: bool
+    ) -> Callable[[], None]:
+        if not self.crew.processes:
+            raise NotSupported(
+                "update_weights: not supported where the ranks are processes of the user's; let the "
+                "TensorParallel start them"
+            )
+        write = super().new_weights(tensors, check_finite=check_finite)
+        new = NewWeights(self.cut.original, tensors, check_finite=False)
+        writer = WeightWriter(self.decoder.held)
+        for piece in new.messages(writer.packed):
+            self.crew.tell({"do": "prepare_weights", "tensors": piece})
+            for answer in self.crew.answers(self.ranks.timeout_s).values():
+                if answer["error"] is not None:
+                    raise ModelError(answer["error"])
+
+        def write_all() -> None:
+            with Shield().up():
+                for piece in new.messages(writer.exact):
+                    self.crew.tell({"do": "write_weights", "tensors": piece})
+                write()
+
+        return write_all
 
     def check_replay(self) -> None:
         with Shield().up():

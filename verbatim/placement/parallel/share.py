@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model.adapters import adapter_for
@@ -27,8 +27,8 @@ from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import materialize
-from verbatim.weights.load import Cut as Range
 from verbatim.weights.load import Place, load_weights
+from verbatim.weights.update import Cut as Range
 
 
 @dataclass(slots=True)
@@ -41,6 +41,8 @@ class Cut:
     total_parameters: int = 0  # of the model
     total_bytes: int = 0
     report: PackingReport | None = None  # of what this rank holds
+    original: dict[str, Tensor] = field(default_factory=dict)  # the state dict of the whole model
+    ranges: dict[str, Range] = field(default_factory=dict)  # what this rank holds of a weight
 
 
 def take_share(
@@ -90,6 +92,9 @@ def take_share(
         above = module.get_submodule(name.rpartition(".")[0])
         columns.append((above, name.rpartition(".")[2], bounds, layer is head))
         cut.columns.append(name)
+    cut.original = module.state_dict(keep_vars=True)
+    paths = {id(layer): path for path, layer in module.named_modules()}
+    cut.ranges = {f"{paths[owner]}.{name}": kept for (owner, name), kept in cuts.items()}
     cut.report = load_weights(
         module, dict(lazy_weights), loaded.quantization, read=read_whole, cuts=cuts
     )

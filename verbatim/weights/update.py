@@ -1,0 +1,342 @@
+"""In-place weight updates of an open model: all tensors, or none if one is invalid.
+
+`NewWeights` checks tensors against the whole model. A `WeightWriter` writes them to a module that may hold
+only some of them, ranges of them, or quantized ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
+from verbatim.model.borrow import exclusive
+from verbatim.model.integers import interleave
+from verbatim.model.packed import packed_buffers
+from verbatim.model.quantize import pack_and_measure
+from verbatim.model.shard import Columns
+from verbatim.model.weight_packing import WeightPacking
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str] | nn.Module
+
+# Prefixes that wrappers add to parameter names.
+_WRAPPERS = re.compile(
+    r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^(module\.)+"
+)
+Cut = tuple[int, int, int]  # a dimension of a weight, and the range of it that is kept
+
+_THREADS = 2
+_MESSAGE_BYTES = 256 * 2**20
+_SHOWN = 3  # names in an error message
+
+
+def named_weights(weights: Weights) -> dict[str, Tensor]:
+    """Return the tensors of `weights`, by name.
+
+    An iterator is consumed, and its plain tensors are copied, as the sender may reuse one buffer.
+
+    Raises:
+        InvalidRequest: an unsupported type, or a duplicate name.
+        ModelError: a folder or file that can't be read.
+    """
+    if isinstance(weights, nn.Module):
+        return dict(weights.state_dict())
+    if isinstance(weights, str | os.PathLike):
+        return _read(Path(os.path.expanduser(weights)))
+    if isinstance(weights, Mapping):
+        return dict(weights)
+    if isinstance(weights, Tensor) or not isinstance(weights, Iterable):
+        raise InvalidRequest(
+            f"weights={type(weights).__name__}: must be a state dict, pairs of a name and a tensor, a "
+            "folder of safetensors files, or a module"
+        )
+    is_iterator = isinstance(weights, Iterator)
+    found: dict[str, Tensor] = {}
+    for pair in weights:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidRequest("weights must come as pairs of a name and a tensor")
+        if pair[0] in found:
+            raise InvalidRequest(f"weights name {pair[0]} twice")
+        reused = is_iterator and type(pair[1]) is Tensor
+        found[pair[0]] = pair[1].clone() if reused else pair[1]
+    return found
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if (path / "config.json").is_file():
+        # transformers may rename a checkpoint's tensors, or merge several of them.
+        from verbatim.model.loader import load
+
+        return dict(load(path, with_tokenizer=False).module.state_dict())
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(f.is_file() and f.suffix == ".safetensors" for f in files):
+        raise ModelError(f"{path} is neither a folder of safetensors files nor one such file")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors = load_file(file)
+        except (SafetensorError, OSError):  # their messages may quote the file
+            raise ModelError(f"{file} can't be read: damaged or cut short") from None
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ModelError(f"{file} holds {twice[0]}, which another file holds as well")
+        found |= tensors
+    return found
+
+
+class NewWeights:
+    """Weights checked against a whole model before any is written.
+
+    Args:
+        targets: the state dict of the model with its own tensors (`keep_vars=True`), as it is or as a
+            skeleton has it; or the model itself.
+        tensors: one for each of them, by the same names; prefixes of wrappers such as
+            DistributedDataParallel and torch.compile are ignored. One of several tied weights is enough.
+        check_finite: refuse NaN and infinity, also after conversion to the model's dtype.
+
+    Attributes:
+        tensors: the new tensor of each name; tied weights share one.
+
+    Raises:
+        InvalidRequest: a name is missing or unknown, a shape or dtype doesn't fit, tied weights differ, or a
+            number is not finite.
+        NotSupported: tensors that are sharded, quantized, sparse or without data.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Tensor] | nn.Module,
+        tensors: Mapping[str, Tensor],
+        *,
+        check_finite: bool,
+    ) -> None:
+        if isinstance(targets, nn.Module):
+            targets = targets.state_dict(keep_vars=True)
+        targets = {_plain(name): target for name, target in targets.items()}
+        given: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise InvalidRequest(f"weights: {name!r} is not a name")
+            if _plain(name) in given:
+                raise InvalidRequest(f"weights name {_plain(name)} twice")
+            given[_plain(name)] = _plain_tensor(name, tensor)
+        _check_names(given, targets)
+        tied: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+        for name, tensor in given.items():
+            _check_fit(name, tensor, targets[name], check_finite)
+            first = tied.setdefault(_place(targets[name]), (name, tensor))
+            if not _same(first[1], tensor):
+                raise InvalidRequest(f"weights: {first[0]} and {name} are tied here, and differ")
+        self.tensors = {name: tied[_place(target)][1] for name, target in targets.items()}
+
+    def messages(self, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of these names, tied ones by each of their names, in pieces of bounded size."""
+        piece: dict[str, Tensor] = {}
+        size = 0
+        for name in names:
+            tensor = self.tensors[name]
+            if piece and size + tensor.nbytes > _MESSAGE_BYTES:
+                yield piece
+                piece, size = {}, 0
+            piece[name] = tensor
+            size += tensor.nbytes
+        yield piece  # at least one, which may be empty
+
+
+class WeightWriter:
+    """Writes new weights to a module in place; its tensors keep their memory.
+
+    Args:
+        module: holds some of a model's weights, by the model's names.
+        cuts: the range that it holds of each weight of which it doesn't hold all.
+        whole: it holds all weights; else those without memory are left out.
+
+    Attributes:
+        packed: names of the weights that it holds quantized.
+        exact: names of all others.
+        squares: of the last weights that were quantized, as `PackingReport.squares`.
+
+    Raises:
+        NotSupported: a parameter with overlapping elements.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Mapping[str, Cut] | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        self._cuts = cuts or {}
+        self._packings: dict[str, tuple[Tensor, WeightPacking]] = {}
+        self._targets: dict[str, Tensor] = {}
+        self._prepared: dict[str, Tensor] = {}
+        self.squares: dict[str, tuple[float, float]] = {}
+        wrapped = [f"{n}.inner." for n, m in module.named_modules() if isinstance(m, Columns)]
+
+        def original(name: str) -> str:
+            for inside in wrapped:
+                if name.startswith(inside):
+                    return _plain(name.replace(".inner.", ".", 1))
+            return _plain(name)
+
+        for path, packed, packing in packed_buffers(module):
+            self._packings[original(path)] = packed, packing
+        written: set[int] = set()
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) in written:  # tied ones come once
+                continue
+            written.add(id(tensor))
+            if torch._debug_has_internal_overlap(tensor) != 1:
+                self._targets[original(name)] = tensor
+            elif whole:
+                raise NotSupported(
+                    f"weights: the model's {name} lies in shared memory and can't be written"
+                )
+        self.packed, self.exact = list(self._packings), list(self._targets)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Quantize the weights that are held quantized, and keep them until `write`.
+
+        Raises:
+            ModelError: one holds NaN, an infinity or a number too large.
+        """
+
+        def pack(name: str) -> tuple[Tensor, tuple[float, float]]:
+            _, packing = self._packings[name]
+            plain = replace(packing, interleaved=False)
+            part = self._part(name, tensors[name]).to(packing.dtype).contiguous()
+            packed, squares = pack_and_measure(part, plain, name)
+            return interleave(packed, plain)[0] if packing.interleaved else packed, squares
+
+        names = [name for name in self.packed if name in tensors]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for name, (packed, squares) in zip(names, pool.map(pack, names), strict=True):
+                self._prepared[name], self.squares[name] = packed, squares
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write all that is held exactly, and all that was prepared.
+
+        No other engine and no signal handler runs the module meanwhile.
+        """
+        pairs = [
+            (target, self._part(name, tensors[name]))
+            for name, target in self._targets.items()
+            if name in tensors
+        ]
+        pairs += [(self._packings[name][0], packed) for name, packed in self._prepared.items()]
+        self._prepared = {}
+        pairs = _untangled(pairs)
+        with exclusive:
+            for inference in (False, True):
+                some = [pair for pair in pairs if pair[0].is_inference() is inference]
+                if some:
+                    targets, new = zip(*some, strict=True)
+                    with torch.inference_mode(inference), torch.no_grad():
+                        torch._foreach_copy_(targets, new)
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        cut = self._cuts.get(name)
+        return tensor if cut is None else tensor.narrow(cut[0], cut[1], cut[2] - cut[1])
+
+
+def _untangled(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Copy new tensors that share memory with those that will be overwritten."""
+    owned = [_extent(target) for target, _ in pairs]
+
+    def apart(tensor: Tensor) -> Tensor:
+        start, end = _extent(tensor)
+        inside = any(start < other_end and first < end for first, other_end in owned)
+        return tensor.clone() if inside else tensor
+
+    return [(target, apart(tensor)) for target, tensor in pairs if _place(tensor) != _place(target)]
+
+
+def _plain(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the start and end address of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether shapes and values are equal; NaN equals NaN."""
+    if _place(a) == _place(b):
+        return True
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the location of a tensor, which identifies it."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _plain_tensor(name: str, tensor: Any) -> Tensor:
+    """Return a plain tensor in RAM; refuse tensors that can't be copied bit for bit."""
+    if hasattr(tensor, "full_tensor"):
+        raise NotSupported(f"weights: {name} is sharded; hand over what its full_tensor() returns")
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise InvalidRequest(f"weights: {name} is a {type(tensor).__name__}, not a plain tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise NotSupported(f"weights: {name} is sparse, quantized or without data")
+    plain: Tensor = tensor.detach().cpu()
+    return plain
+
+
+def _check_names(given: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    unknown = sorted(given.keys() - targets.keys())
+    if unknown:
+        raise InvalidRequest(
+            f"weights: {len(unknown)} names are not the model's, such as {_some(unknown)}"
+        )
+    covered = {_place(targets[name]) for name in given}
+    missing = sorted(name for name, target in targets.items() if _place(target) not in covered)
+    if missing:
+        raise InvalidRequest(
+            f"weights: {len(missing)} of {len(targets)} tensors are missing, such as {_some(missing)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _check_fit(name: str, tensor: Tensor, target: Tensor, check_finite: bool) -> None:
+    if tensor.shape != target.shape:
+        raise InvalidRequest(
+            f"weights: {name} has shape {list(tensor.shape)}; the model's has {list(target.shape)}"
+        )
+    both = tensor.is_floating_point() and target.is_floating_point()
+    if not both and tensor.dtype != target.dtype:
+        raise InvalidRequest(
+            f"weights: {name} is {tensor.dtype}; the model's {target.dtype} can't be made of it"
+        )
+    if check_finite and both and not _is_finite(tensor, target.dtype):
+        raise InvalidRequest(f"weights: {name} holds NaN or infinity")
+
+
+def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether every number is finite in `dtype`.
+
+    It checks the extremes: both are NaN if any element is, and rounding keeps their order. One pass without
+    writes takes a tenth of the time of `torch.isfinite`.
+    """
+    if not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # float8, without aminmax in torch
+        tensor = tensor.float()
+    return bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
