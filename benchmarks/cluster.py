@@ -1,6 +1,6 @@
 """A model in stages on this machine: what a hop costs, what concurrent sessions gain, how long a loss takes.
 
-    python benchmarks/cluster.py [--rounds 5] [--layers 12] [--picture docs/images/cluster_pipeline.png]
+    python benchmarks/cluster.py [--rounds 5] [--layers 12] [--kills 20] [--picture FILE]
 
 The model has hidden states of (1, 2048) in bfloat16 and random weights. Stages are processes
 of this machine. Whatever is timed has said the resident model's words first, bit for bit.
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -32,9 +35,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument(
+        "--kills", type=int, help="only kill stages so often, at random moments, idle and busy"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), args.layers)
+        if args.kills:
+            kill_at_random(Path(folder), args.kills)
+            return
         with LLM(folder, max_length=256) as whole:
             said = {count: talk(whole, count)[0] for count in (1, SESSIONS)}
             measure(Path(folder), whole, said, args)
@@ -134,6 +143,48 @@ def recovery(llm: LLM, said: dict[int, Any]) -> None:
         took = llm.stats()["cluster"]["recovery_s"][-1]
         print(
             f"       stage {place} of 3 killed: replaced in {took:.2f} s, longest wait {gap:.2f} s"
+        )
+
+
+def kill_at_random(folder: Path, count: int) -> None:
+    """Kill a stage at random moments, from half a second after opening on: seconds until the next token."""
+    params = SamplingParams(max_tokens=4 * TOKENS, seed=0, ignore_eos=True)
+    with LLM(folder, max_length=300) as whole:
+        expected = whole.generate(prompts(1)[0], params)[0].outputs[0].token_ids
+    rng = random.Random(0)
+    for busy in (False, True):
+        burners = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            for _ in range((os.cpu_count() or 1) if busy else 0)
+        ]
+        gaps = []
+        try:
+            for _ in range(count):
+                with LLM(folder, max_length=300, placement=Cluster(stages=2, spares=1)) as llm:
+                    moment = time.perf_counter() + rng.uniform(0.5, 4.0)
+                    pid = llm.info()["stages"][rng.randrange(2)]["pid"]
+                    killed, gap = False, 0.0
+                    while not killed:
+                        ids: list[int] = []
+                        last = time.perf_counter()
+                        for delta in llm.stream(prompts(1)[0], params):
+                            now = time.perf_counter()
+                            if killed:
+                                gap = max(gap, now - last)
+                            elif now > moment:
+                                os.kill(pid, signal.SIGKILL)
+                                killed = True
+                            last = now
+                            ids += delta.token_ids
+                        assert ids == expected, "other words after a kill"
+                    gaps.append(gap)
+        finally:
+            for burner in burners:
+                burner.kill()
+                burner.wait()
+        state = "both cores busy" if busy else "idle"
+        print(
+            f"{count} kills, {state}: median {statistics.median(gaps):.2f} s, worst {max(gaps):.2f} s"
         )
 
 
