@@ -292,7 +292,8 @@ extern "C" void vb_layer(const Layer *l, const Rows *rows, void *k_store, void *
 // The whole model, of which hidden[rows, hidden] are the embeddings, which it overwrites: normed
 // [count, hidden] and logits [count, vocabulary] of the rows `logit_rows`. `stores` holds K and V of the
 // first layer, of the second, and so on; `angle_rows` is null, or where in cos and sin a row's angles
-// are. `chosen` and `forced` are [rows, layers with experts, top_k], or null.
+// are. `chosen` and `forced` are [rows, layers with experts, top_k], or null. Of a model without a head, that
+// is some layers of one, hidden becomes the output of the last layer, and `count` must be 0.
 extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, void *hidden,
                          const void *cos, const void *sin, int64_t angles, int angles_f32,
                          const int64_t *angle_rows, int16_t *chosen, const int16_t *forced,
@@ -305,7 +306,7 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         if (const Mixture *mixture = m->layers[i]->mixture) stride += mixture->router.top_k;
     const Record all{chosen, forced, stride};
     const auto run = [&] {
-        const int64_t last = m->count - 1;
+        const int64_t last = m->head.data ? m->count - 1 : m->count;
         int64_t routed = 0;
         const auto record = [&](const Layer &l) {
             return l.mixture ? all.layer(routed++, l.mixture->router.top_k) : Record{};
@@ -313,6 +314,7 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
         for (int64_t i = 0; i < last; i++)
             whole(*m->layers[i], *rows, stores[2 * i], stores[2 * i + 1], hidden, found,
                   record(*m->layers[i]), hidden, nullptr, threads);
+        if (last == m->count) return;
         void *k = stores[2 * last], *v = stores[2 * last + 1];
         const Record own = record(*m->layers[last]);
         if (m->layers[last]->is_bf16)

@@ -33,6 +33,7 @@ from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_row
 from verbatim.model.invariant import InvariantMode
 from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
 from verbatim.model.tree import Tree, hooked_everywhere
+from verbatim.model.whole import ModelPart
 
 _TRIAL_TOKENS = 8  # tokens of a trial forward
 
@@ -94,6 +95,7 @@ class Decoder:
         unseen: the module has no other users, so it is not edited until `module` is read.
         same_bits: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
+        part: the module has only some layers of a model.
 
     Attributes:
         fused: number of fused layers, and why others are not (`FusedLayers.report`); None: disabled.
@@ -111,8 +113,10 @@ class Decoder:
         fused: bool = True,
         unseen: bool = False,
         same_bits: bool = True,
+        part: ModelPart | None = None,
     ) -> None:
         register()
+        self._part = part
         self._same_bits = same_bits
         self._fuse = fused
         self.fused: dict[str, Any] | None = None
@@ -133,7 +137,9 @@ class Decoder:
         self._configs = configs_of(module)
         self._layers: FusedLayers | None = None
         if self._fuse:
-            self._layers = FusedLayers(module, self.anatomy, self._forwards, self._configs)
+            self._layers = FusedLayers(
+                module, self.anatomy, self._forwards, self._configs, self._part
+            )
             self._forwards += self._layers.forwards
             self.fused = self._layers.report
         self._body: nn.Module | None = None

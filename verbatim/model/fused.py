@@ -30,7 +30,7 @@ from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import LayerTrial, Watch
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.structs import NotFusable
-from verbatim.model.whole import WholeModel, in_order
+from verbatim.model.whole import ModelPart, WholeModel, in_order
 
 _ROWS = 5  # of a trial
 _dtype = attrgetter("dtype")
@@ -67,6 +67,7 @@ class FusedLayers:
         module: as `Decoder` has it, not borrowed at the moment.
         anatomy: of it.
         forwards, configs: of it, as for `borrow`.
+        part: the module has only some layers of a model.
 
     Attributes:
         forwards: as for `borrow`, to be put in after the plain ones, which they fall back to.
@@ -76,8 +77,14 @@ class FusedLayers:
     """
 
     def __init__(
-        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        forwards: Forwards,
+        configs: list[Any],
+        part: ModelPart | None = None,
     ) -> None:
+        self._part = part
         self.forwards: Forwards = []
         self.whole: WholeModel | None = None
         self._whole_fits = False  # after the last look
@@ -137,7 +144,7 @@ class FusedLayers:
             return _run(module, anatomy, [*forwards, *own], configs)
 
         try:
-            whole = WholeModel(module, anatomy, layers)
+            whole = WholeModel(module, anatomy, layers, self._part)
             with torch.no_grad():
                 whole.check(forward)
             self.whole, self._why_not_whole = whole, ""

@@ -60,6 +60,17 @@ class Made(NamedTuple):
     hidden: Tensor  # [R, H], what the head saw
 
 
+class ModelPart(Protocol):
+    """The ends of a module that has only some layers of a model, and runs these."""
+
+    is_first: bool  # it begins with the embedding
+    is_last: bool  # it ends with the norm and the head
+
+    def entering(self, token_ids: Tensor) -> Tensor:
+        """Return the hidden states `[1, T, H]` that enter its first layer, in memory of their own."""
+        ...
+
+
 class Rows(Protocol):
     """What a whole forward needs of a pass."""
 
@@ -98,12 +109,19 @@ class WholeModel:
         module: a transformers model, not wrapped.
         anatomy: of it.
         layers: all of its layers, fused.
+        part: it has no others, and perhaps no embedding or no head.
 
     Raises:
         NotFusable: it is of another kind; the message tells of which.
     """
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, layers: list[FusedLayer]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        layers: list[FusedLayer],
+        part: ModelPart | None = None,
+    ) -> None:
         inner = inner_model(module)
         if id(module) != id(inner):
             raise NotFusable("the model is wrapped")
@@ -124,20 +142,27 @@ class WholeModel:
         embedding, head = inner.get_input_embeddings(), head_of(inner)
         norm = next((m for n in _NORM_NAMES if (m := body._modules.get(n)) is not None), None)
         rotary = body._modules.get("rotary_emb")
-        if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        embeds = part is None or part.is_first
+        ends = part is None or part.is_last
+        if embeds and (not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None):
             raise NotFusable("its ids are not looked up in one table")
         turns = any(layer.turns for layer in layers)
         if head is None or norm is None or (turns and rotary is None):
             raise NotFusable("its last norm, its head or its angles are not where others have them")
-        for part in (inner, body, embedding, rotary, norm, head):
-            if part is not None and "forward" in part.__dict__:
+        owned = (body, embedding, rotary, norm, head)
+        for module in owned if part is not None else (inner, *owned):
+            if module is not None and "forward" in module.__dict__:
                 raise NotFusable("the forward of a part of it was replaced by its owner")
         parts = norm_parts(norm)
         if parts is None:
             raise NotFusable(f"{type(norm).__name__} is no RMS norm of a known family")
         self.dtype = layers[0].dtype
         self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
-        self._embed = _forward_of(embedding)
+        self._ends = ends
+        if part is not None and not part.is_first:
+            self._embed = part.entering
+        else:
+            self._embed = _forward_of(embedding)
         self._angles = None
         if turns and rotary is not None:
             self._angles = Angles(rotary, _forward_of(rotary), self.dtype)
@@ -147,8 +172,8 @@ class WholeModel:
         self._codes = [cls.forward for cls in self._classes]
         self._numbers = numbers_of([inner, body, norm])
         self._values = self._values_now()
-        self._places: list[Place] = places_of(head)
-        if parts.weight is not None:
+        self._places: list[Place] = places_of(head) if ends else []
+        if ends and parts.weight is not None:
             self._places.append((norm._parameters, parts.weight))
         numbers = sum(p.numel() for p in inner.parameters() if p.ndim < 3)
         numbers += sum(layer.parts.mixture.numbers for layer in layers if layer.parts.mixture)
@@ -166,8 +191,9 @@ class WholeModel:
         struct, layers = self._struct, self._structs
         self._found = None  # until all of it is checked
         struct.layers, struct.count = ctypes.addressof(layers), len(layers)
-        struct.head = matrix_of(self._head, self.dtype)
-        struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
+        if self._ends:
+            struct.head = matrix_of(self._head, self.dtype)
+            struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
         self._found = lying(self._places)
 
     def same_code(self) -> bool:
@@ -213,7 +239,7 @@ class WholeModel:
             if found is None:
                 return None
             cos, sin = found
-        count = len(batch.logit_rows)
+        count = len(batch.logit_rows) if self._ends else 0
         seen = hidden.new_empty(count, hidden.shape[-1])
         logits = hidden.new_empty(count, self._struct.head.cols)
         _function(kernels.library())(
@@ -233,6 +259,8 @@ class WholeModel:
             logits.data_ptr(),
             torch.get_num_threads(),
         )
+        if not self._ends:  # the rows leave, in the place of logits
+            return Made(hidden[0][batch.logit_rows], seen)
         return Made(logits, seen)
 
     def check(self, forward: Forward) -> None:
@@ -253,6 +281,10 @@ class WholeModel:
             if note.layer.turns and not _same_angles(note.arguments, angles):
                 raise NotFusable("its layers have angles of their own")
             hidden = note.made
+        if not self._ends:
+            if not same_bits(hidden[0], logits):
+                raise NotFusable("something happens to the rows behind its last layer")
+            return
         norm, head = _forward_of(self._norm.module), _forward_of(self._head)
         if not same_bits(head(norm(hidden[0][rows])), logits):
             raise NotFusable("its logits are not what its head makes of its last norm")

@@ -72,15 +72,6 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
-def with_hidden(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with other hidden states."""
-    if args:
-        return (hidden, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": hidden}
-
-
 @dataclass(frozen=True, slots=True)
 class Returned:
     """What the layers of a model return.

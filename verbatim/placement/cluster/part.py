@@ -31,7 +31,7 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
 from verbatim.model.routing import RoutedLayers, RoutingStore
 from verbatim.options import dtype_name
-from verbatim.placement.cluster.outline import hidden_of, hollow_copy, with_hidden
+from verbatim.placement.cluster.outline import hidden_of, hollow_copy
 from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
 from verbatim.weights.files import read_whole
@@ -120,14 +120,16 @@ class Part:
         self.whole = copy_path(module, layers)
         for index in split.walked[:first]:
             layers[index].__dict__["forward"] = self._pass
-        if not self.is_first:
+        if first in split.direct:  # so that all own layers can be fused
+            layers[split.walked[first - 1]].__dict__["forward"] = self._receive
+        elif not self.is_first:
             layer = layers[split.walked[first]]
             layer.__dict__["forward"] = partial(self._enter, layer)
         if not self.is_last:
             layers[split.walked[end]].__dict__["forward"] = self._leave
         inner = inner_model(module)
         inner.__dict__["forward"] = self._forward_of(inner)
-        decoder = Decoder(module)
+        decoder = Decoder(module, unseen=True, part=self)
         if not decoder.anatomy.finite:
             raise UnsupportedModel(
                 f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
@@ -154,7 +156,7 @@ class Part:
             routed=routed,
             routing_reason=anatomy.routing_reason,
             hidden_reason=anatomy.hidden_reason if self.is_last else None,
-            architecture=type(inner_model(self.decoder.module)).__name__,
+            architecture=type(inner_model(self.decoder.held)).__name__,
             parameters=self._num_parameters,
             weight_bytes=weight_bytes(module),
             quantization=None if self.report is None else self.report.info(),
@@ -250,12 +252,25 @@ class Part:
         """In the place of a layer of the parts before."""
         return self._split.returned.passing(hidden_of(args, kwargs))
 
+    def _receive(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what was received, in the place of the last layer of the part before."""
+        return self._split.returned.passing(self._received_as(hidden_of(args, kwargs)))
+
     def _enter(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The first own layer, with what was received."""
-        hidden = hidden_of(args, kwargs)
-        rows = self._stand_in() if self._received is None else self._received
-        args, kwargs = with_hidden(args, kwargs, _from_rows(rows, hidden.shape))
-        return type(layer).forward(layer, *args, **kwargs)
+        """Run the first own layer on what was received."""
+        received = self._received_as(hidden_of(args, kwargs))
+        if args:
+            return type(layer).forward(layer, received, *args[1:], **kwargs)
+        return type(layer).forward(layer, **{**kwargs, "hidden_states": received})
+
+    def _received_as(self, hidden: Tensor) -> Tensor:
+        rows = self._stand_in(self._ids) if self._received is None else self._received
+        return _from_rows(rows, hidden.shape)
+
+    def entering(self, token_ids: Tensor) -> Tensor:
+        """See `ModelPart`."""
+        rows = self._stand_in(token_ids) if self._received is None else self._received.clone()
+        return rows[None]
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the first layer of the part behind."""
@@ -267,12 +282,12 @@ class Part:
             )
         raise _Left(_to_rows(hidden).view(*self._ids.shape, -1))
 
-    def _stand_in(self) -> Tensor:
+    def _stand_in(self, token_ids: Tensor) -> Tensor:
         """Hidden states for a look or a trial: the same for the same id, wherever it stands."""
         split = self._split
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
-        return table.to(split.hidden_dtype)[self._ids.flatten() % _STAND_INS]
+        return table.to(split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
 
 
 def _to_rows(hidden: Tensor) -> Tensor:

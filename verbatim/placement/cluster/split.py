@@ -53,6 +53,7 @@ class Split:
         layer_bytes: weights of each.
         cuts: the layers in front of which it may be cut, ascending, without 0.
         blocked: why it may not be cut in front of each of the others.
+        direct: the layers that are given what the layer before returned, with nothing in between.
         outside: the parameters outside of the layers.
         hidden_size: numbers that go from a layer to the next, for each token.
         hidden_dtype: of these.
@@ -100,6 +101,12 @@ class Split:
         self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.walked]
         self.outside = _outside(outline)
         self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline)
+        made = [returned.made_up(entry.index, lost=False) for entry in plain.entries]
+        self.direct = {
+            i + 1
+            for i, entry in enumerate(plain.entries[1:])
+            if same(entry.hidden, made[i][0] if returned.rest is not None else made[i])
+        }
         self.cuts = [cut for cut in range(1, self.num_layers) if cut not in self.blocked]
 
     def check(self, first: int, end: int) -> None:
