@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
-import resource
 from typing import Any
 
 import pytest
 
+from support.programs import resident_bytes
 from support.requests_mixed import facts, mixed_requests
 from support.toys import VOCAB, make_toy, random_ids
 from verbatim import LLM, SamplingParams
@@ -16,11 +16,6 @@ from verbatim.core import Request
 
 NUM_REQUESTS = 2_000
 NUM_CHECKED = 200
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _draw(rng: random.Random, kinds: list[SamplingParams], i: int) -> tuple[list[int], Any]:
@@ -62,11 +57,11 @@ def test_a_soak_loses_nothing() -> None:
                 engine.scheduler.pool.check()
             if i == NUM_REQUESTS // 2:
                 gc.collect()
-                resident = _resident_bytes()
+                resident = resident_bytes()
         while engine.step():
             pass
         gc.collect()
-        grown = _resident_bytes() - resident
+        grown = resident_bytes() - resident
         engine.scheduler.pool.check()
         stats = llm.stats()
         assert stats["blocks_used"] == stats["running"] == stats["waiting"] == 0

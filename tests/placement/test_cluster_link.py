@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import random
 import socket
 import struct
 import sys
@@ -19,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.programs import resident_bytes
 from support.stages import ThreadHosts, serving
 from verbatim import LLM, Cluster, SamplingParams, VerbatimError
 from verbatim.batch import Batch, Candidate, Candidates, Draws, SamplePlan, SampleRow, dummy_batch
@@ -176,6 +179,50 @@ def test_garbage_is_called_garbage(raw: bytes, arrays: bytes) -> None:
 def test_hostile_headers(header: bytes) -> None:
     with pytest.raises(Garbage):
         decode(header, bytearray(8))
+
+
+def frames(count: int) -> Iterator[bytes]:
+    """Messages with some of their bytes changed, removed or repeated."""
+    rng = random.Random(0)
+    rows = {"do": "rows", "epoch": 1, "step": 2, "part": 0, "hidden": torch.ones(3, 8)}
+    rows |= {"busy": [0.1], "hops": [], "sent": ["clock", 1.0]}
+    deep = {"a": [{"b": torch.ones(2)}]}
+    messages = (rows, {"do": "work", "batch": pack_batch(dummy_batch()), **deep}, {"do": "ping"})
+    valid = [b"".join(map(bytes, encode(message))) for message in messages]
+    for _ in range(count):
+        raw = bytearray(rng.choice(valid))
+        for _ in range(rng.randint(1, 4)):
+            raw = raw or bytearray(b"x")
+            at, kind = rng.randrange(len(raw)), rng.randrange(4)
+            if kind == 0:
+                raw[at] = rng.randrange(256)
+            elif kind == 1:
+                raw[at : at + rng.randint(1, 8)] = rng.randbytes(rng.randint(0, 8))
+            elif kind == 2:
+                raw[at:] = b"x"
+            else:
+                raw[at:at] = raw[: rng.randrange(64)]
+        yield bytes(raw)
+
+
+def test_fuzzed_frames_are_messages_or_garbage() -> None:
+    """`VERBATIM_FUZZ_FRAMES=100000` tries more."""
+    count, seen, before = int(os.environ.get("VERBATIM_FUZZ_FRAMES", "5000")), 0, 0
+    for number, raw in enumerate(frames(count)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(raw)
+            theirs.shutdown(socket.SHUT_WR)
+            link = Connection(ours)
+            with contextlib.suppress(Garbage, LinkLost):
+                while True:
+                    assert isinstance(link.receive(), dict)
+                    seen += 1
+            link.close()
+        if number == count // 5:
+            before = resident_bytes()
+    assert seen > count // 20
+    assert resident_bytes() < before + 100 * 2**20
 
 
 # Doors.

@@ -20,6 +20,11 @@ def environment(*, within_reach: Path = TESTS, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def run_without_kernels(script: str, *arguments: object) -> None:
     """Run a script that may import tests, where no compiled kernel is loaded."""
     script = f"from verbatim import kernels\nassert kernels.library() is None\n{script}"

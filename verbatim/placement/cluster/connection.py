@@ -14,6 +14,7 @@ from verbatim.placement.cluster.wire import PREFIX, decode, encode, sizes
 
 _SAY_S = 10.0  # in which a message has to be on its way, or the other side is taken for dead
 _AHEAD = 1 << 16  # bytes
+_AT_ONCE = 1 << 26  # bytes
 
 
 class LinkLost(VerbatimError):
@@ -103,9 +104,16 @@ class Connection:
         return decode(bytes(header), arrays)
 
     def _take(self, count: int) -> bytearray:
-        """The next bytes, in memory of their own."""
-        found = bytearray(count)
-        view = memoryview(found)
+        """Return the next bytes, in memory that is allocated as they arrive, since `count` may be a lie."""
+        found = bytearray(min(count, _AT_ONCE))
+        self._fill(memoryview(found))
+        while len(found) < count:
+            more = bytearray(min(count - len(found), len(found)))
+            self._fill(memoryview(more))
+            found += more
+        return found
+
+    def _fill(self, view: memoryview) -> None:
         while view:
             if self._begin < self._end:
                 some = min(len(view), self._end - self._begin)
@@ -117,7 +125,6 @@ class Connection:
                 self._begin, self._end = 0, self._receive(self._ahead)
                 some = 0
             view = view[some:]
-        return found
 
     def _receive(self, view: memoryview) -> int:
         count = self._connection.recv_into(view)
