@@ -130,6 +130,7 @@ def run_all(
     for name in ("gemma2", "qwen3_moe"):
         toys.make_toy(name, num_hidden_layers=5).save_pretrained(folder / f"deep-{name}")
     save_with_mtp(toy("deepseek_v3", 1), folder / "mtp")
+    toys.make_toy("qwen3_moe", seed=9).save_pretrained(folder / "new-qwen3_moe")
     told = run_ranks(world, "parallel_rank.py", folder, "share_columns+share_layers+share_experts")
     return {name: [ours[name] for ours in told] for name in told[0]} | {"folder": [folder]}
 
@@ -209,11 +210,14 @@ def check_experts(told: list[dict[str, Any]], folder: Path, folders: Folders) ->
             assert (ours["drafted"] > 0) == (rank > 0)
             assert ours["weight_bytes"] < whole_bytes
     for kind in QUANTIZED:
-        with LLM(folders("qwen3_moe"), quantization=kind) as llm:
+        new = LLM(folder / "new-qwen3_moe", quantization=kind)
+        with LLM(folders("qwen3_moe"), quantization=kind) as llm, new:
             for rank, ours in enumerate(told):
                 own = slice(0, 0) if rank == 0 else slice(rank - 1, None, world - 1)
                 results = llm.generate(prompts[own], params[own]) if rank else []
                 assert ours[kind] == fingerprint(results), (kind, rank)
+                results = new.generate(prompts[own], params[own]) if rank else []
+                assert ours[f"{kind} updated"] == fingerprint(results), (kind, rank)
                 assert ours[f"{kind} bytes"] < llm.info()["quantization"]["bytes_after"]
     assert len({ours["forwards"] for ours in told}) == 1
     assert len({ours["mtp forwards"] for ours in told}) == 1

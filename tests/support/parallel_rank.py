@@ -97,6 +97,8 @@ def share_experts(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with LLM(folder / "qwen3_moe", placement=ExpertParallel(), quantization=kind) as llm:
             told[kind] = fingerprint(llm.generate(prompts[own], params[own]))
             told[f"{kind} bytes"] = llm.info()["quantization"]["bytes_after"]
+            llm.update_weights(folder / "new-qwen3_moe")
+            told[f"{kind} updated"] = fingerprint(llm.generate(prompts[own], params[own]))
     mtp = dict(draft="mtp", num_draft_tokens=2)
     with LLM(folder / "mtp", placement=ExpertParallel(), **mtp) as llm:
         results = llm.generate(prompts[own], params[own])
