@@ -18,7 +18,7 @@ from verbatim.cli.commands import app
 from verbatim.cli.offload import OFFLOAD
 from verbatim.cli.placing import CLUSTER, placement_of
 from verbatim.cli.terminal import WrongUsage
-from verbatim.placement.cluster import looking
+from verbatim.placement.cluster import inspect as cluster_inspect
 from verbatim.placement.cluster.choice import Cluster
 
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAY_ADDRESS")
@@ -154,8 +154,10 @@ def test_status_shows_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     idle = {**stage, "layers": None, "pid": 42}
     machine = {"machine": "10.0.0.1", "cores": 2.0, "memory_bytes": 8e9, "reachable": False}
-    look = looking.Look("10.0.0.1:6379", [machine], {"ab12": [stage, idle, {"silent": True}]})
-    monkeypatch.setattr(looking, "look", lambda address: look)
+    look = cluster_inspect.ClusterStatus(
+        "10.0.0.1:6379", [machine], {"ab12": [stage, idle, {"silent": True}]}
+    )
+    monkeypatch.setattr(cluster_inspect, "cluster_status", lambda address: look)
     told = run("status")
     assert told.exit_code == 0, told.output
     rows = [line.split() for line in told.stdout.splitlines()]

@@ -251,7 +251,7 @@ def test_bloom_over_two_stages_equals_transformers(tmp_path: Path) -> None:
     where = Cluster(stages=2, hosts=ThreadHosts())
     options = dict(placement=where, kv_memory="4MB", dtype=torch.float32)
     with DistributedBloomForCausalLM.from_pretrained(tmp_path, **options) as model:
-        assert len(model.llm.engine.runner.crew.members) == 2
+        assert len(model.llm.engine.runner.group.members) == 2
         for kwargs in (
             {},
             dict(num_beams=5),

@@ -27,9 +27,9 @@ from verbatim import LLM, Cluster, SamplingParams, VerbatimError
 from verbatim.batch import Batch, Candidate, Candidates, Draws, SamplePlan, SampleRow, dummy_batch
 from verbatim.placement.cluster import link as link_module
 from verbatim.placement.cluster.connection import Connection
-from verbatim.placement.cluster.crew import Crew
 from verbatim.placement.cluster.frame import Expected
-from verbatim.placement.cluster.link import Door, Link, LinkLost, Refused, connect
+from verbatim.placement.cluster.group import StageGroup
+from verbatim.placement.cluster.link import Link, LinkLost, Listener, Refused, connect
 from verbatim.placement.cluster.messages import (
     Mark,
     pack_batch,
@@ -234,7 +234,7 @@ class Guests:
     def __init__(self) -> None:
         self.links: list[Link] = []
         self.met: list[dict[str, Any]] = []
-        self.door = Door(KEY, "127.0.0.1", self._let_in)
+        self.door = Listener(KEY, "127.0.0.1", self._let_in)
         self.address = ("127.0.0.1", self.door.port)
 
     def _let_in(self, who: dict[str, Any], link: Link) -> None:
@@ -541,11 +541,11 @@ def test_a_stage_that_stops_before_its_welcome_is_not_waited_for() -> None:
         link.close()
         left.set()
 
-    door = Door(KEY, "127.0.0.1", stop)
+    door = Listener(KEY, "127.0.0.1", stop)
     host: Any = SimpleNamespace(address=("127.0.0.1", door.port), machine="one")
     try:
         with pytest.raises(LinkLost):
-            Crew(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
+            StageGroup(KEY, patience_s=0.3, step_timeout_s=60.0).meet(host)
     finally:
         stopped.set()
         door.close()

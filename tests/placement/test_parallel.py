@@ -249,8 +249,8 @@ def test_started_ranks_serve_all_there_is_and_are_gone_afterwards(folders: Folde
         llm.sleep()
         llm.wake()
         assert all_facts(llm.generate(prompts[:3], params[:3])) == expected[:3]
-        crew = llm.engine.runner.crew
-        (process,), folder = crew.processes.values(), crew.folder
+        group = llm.engine.runner.group
+        (process,), folder = group.processes.values(), group.folder
         # A rank dies in the middle of a request: an error that names it, and soon.
         stream = llm.stream([5, 6, 7], ROLLOUT)
         next(stream)
@@ -280,21 +280,21 @@ def test_ctrl_c_leaves_the_ranks_in_step(folders: Folders) -> None:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompts, params)
         assert all_facts(llm.generate(prompts, params)) == expected
-        process = llm.engine.runner.crew.processes[1]
+        process = llm.engine.runner.group.processes[1]
     assert process.returncode == 0
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
     llm = LLM(folders("llama"), placement=TensorParallel(2))
-    process = llm.engine.runner.crew.processes[1]
+    process = llm.engine.runner.group.processes[1]
     del llm  # forgotten
     gc.collect()
     assert process.wait(20) and process.returncode == 0
     script = (
         "import os, signal, sys; from verbatim import LLM, TensorParallel\n"
         "llm = LLM(sys.argv[1], placement=TensorParallel(2))\n"
-        "print(llm.engine.runner.crew.processes[1].pid, flush=True)\n"
+        "print(llm.engine.runner.group.processes[1].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
@@ -313,16 +313,16 @@ def test_ranks_end_with_their_llm_however_it_ends(folders: Folders) -> None:
 def test_ranks_with_other_kernels_are_refused(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verbatim.placement.parallel.crew import Crew
+    from verbatim.placement.parallel.group import RankGroup
 
-    start = Crew.start
+    start = RankGroup.start
 
-    def start_without_kernels(crew: Crew) -> None:
+    def start_without_kernels(group: RankGroup) -> None:
         with monkeypatch.context() as patched:
             patched.setenv("VERBATIM_KERNELS", "none")
-            start(crew)
+            start(group)
 
-    monkeypatch.setattr(Crew, "start", start_without_kernels)
+    monkeypatch.setattr(RankGroup, "start", start_without_kernels)
     with pytest.raises(
         NotSupported, match=r"rank 1 has the numerics key 'cpu/torch.*and rank 0 'cpu/kern"
     ):

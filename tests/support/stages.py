@@ -101,7 +101,7 @@ class ThreadHosts:
 
 def serving(llm: Any) -> list[ThreadHost]:
     """The hosts of an engine's stages, in their order."""
-    return [member.host for member in llm.engine.runner.crew.members]
+    return [member.host for member in llm.engine.runner.group.members]
 
 
 def num_threads() -> int:

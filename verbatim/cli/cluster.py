@@ -18,7 +18,7 @@ from verbatim.cli.terminal import WrongUsage, command
 from verbatim.errors import NotSupported, VerbatimError
 
 if TYPE_CHECKING:
-    from verbatim.placement.cluster.looking import Look
+    from verbatim.placement.cluster.inspect import ClusterStatus
 
 PORT = 6379
 _LIMIT_S = 120.0  # for one of Ray's own commands
@@ -147,9 +147,9 @@ def status(
 ) -> None:
     """Show the machines of a cluster, and the stages of each open model."""
     _check_ray()
-    from verbatim.placement.cluster.looking import look
+    from verbatim.placement.cluster.inspect import cluster_status
 
-    status = look(address)
+    status = cluster_status(address)
     typer.echo(json.dumps(status.as_dict()) if as_json else _text(status))
 
 
@@ -247,7 +247,7 @@ def _head_address(text: str) -> str:
 # ---- output
 
 
-def _text(status: Look) -> str:
+def _text(status: ClusterStatus) -> str:
     lines = [f"cluster at {status.address}"]
     lines += [
         f"  machine {m['machine']}: {m['cores']:.0f} cores, {_bytes(m['memory_bytes'])} of memory"

@@ -9,9 +9,9 @@ from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, RequestFailed, TierFailed
 from verbatim.placement.cluster.link import LinkLost
-from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.exchange import Group
-from verbatim.placement.parallel.member import Member
+from verbatim.placement.parallel.group import RankGroup
+from verbatim.placement.parallel.rank_worker import RankWorker
 from verbatim.placement.parallel.results import pack_results, unpack_results
 
 
@@ -20,17 +20,17 @@ class Leading:
 
     may_be_empty = False
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
         try:
             results = handle.run_here(requests)
         except BaseException as error:
             if not isinstance(error, TierFailed):
-                self._crew.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
+                self._group.tell({"do": "failed", "error": f"{type(error).__name__}: {error}"})
             raise
-        self._crew.tell({"do": "results", "results": pack_results(results)})
+        self._group.tell({"do": "results", "results": pack_results(results)})
         return results
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Following:
 
     may_be_empty = False
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankWorker) -> None:
         self._member = member
 
     def run(self, handle: EngineHandle, requests: list[Request]) -> list[Result]:
@@ -85,8 +85,8 @@ class Lockstep:
 
 def collective_of(together: Any) -> Collective | None:
     """Return how calls are made with what a placement was opened with; None: by this process alone."""
-    if isinstance(together, Crew):
+    if isinstance(together, RankGroup):
         return Leading(together)
-    if isinstance(together, Member):
+    if isinstance(together, RankWorker):
         return Following(together)
     return None if together is None else Lockstep(together)

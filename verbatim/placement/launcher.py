@@ -108,7 +108,7 @@ class Launcher:
             arguments: keywords of the function, which JSON can carry.
         """
         with self.changed:
-            if self._ended:  # somebody else has killed it, and all workers with it
+            if self._ended:  # it was killed, and all workers with it
                 self.close()
                 self._launch()
             worker = WorkerProcess(len(self._workers), self)

@@ -1,4 +1,4 @@
-"""How a process comes to Ray: which cluster it talks to, and by which token."""
+"""Connecting to Ray: the address of a cluster, and the token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NoHost(VerbatimError):
 
 
 def answers(address: tuple[str, int]) -> bool:
-    """Does anybody take connections there?"""
+    """Return whether a process accepts connections at this address."""
     try:
         socket.create_connection(address, timeout=_REACH_S).close()
     except OSError:
@@ -30,7 +30,7 @@ def answers(address: tuple[str, int]) -> bool:
 
 
 def token_path() -> Path | None:
-    """The file with Ray's token for clusters of this user, where one is; RAY_AUTH_TOKEN comes first."""
+    """Return the file with this user's Ray token, or None; RAY_AUTH_TOKEN comes first."""
     path = _token_path()
     return path if path.is_file() else None
 
@@ -45,7 +45,7 @@ def _token_path() -> Path:
 
 
 def settle_token() -> tuple[Path | None, bool]:
-    """The file with this user's token, and whether it was made just now; None for RAY_AUTH_TOKEN.
+    """Return the file with this user's token, None for RAY_AUTH_TOKEN, and whether it was created now.
 
     Ray would make one that everybody on this machine can read.
 
@@ -63,14 +63,14 @@ def settle_token() -> tuple[Path | None, bool]:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
     except FileExistsError:
-        return path, False  # somebody was faster
+        return path, False  # another process created it meanwhile
     except OSError as error:
         raise NoHost(f"can't write a token to {path}: {error.strerror or error}") from None
     return path, True
 
 
 def import_ray() -> Any:
-    """Ray, which an extra installs. Where this user has a token, it is shown to whoever asks for one.
+    """Import Ray, which an extra installs, with token authentication if this user has a token.
 
     Raises:
         NotSupported: it is not installed.
@@ -109,7 +109,9 @@ def begin_ray(given: str) -> None:
         where = "on this machine" if given == "auto" else f"at {given}"
         if "Could not find any running" in str(error):
             raise NoHost(f"no Ray cluster {where}: `verbatim cluster start` makes one") from None
-        if "Failed to connect" in str(error):  # and yet somebody answers: it is all that Ray says
+        if "Failed to connect" in str(
+            error
+        ):  # although the address answers: Ray gives no other reason
             raise NoHost(
                 f"no Ray cluster {where} that takes the token of this machine (~/.ray/auth_token, "
                 "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
@@ -121,11 +123,11 @@ class _Fixed(list[str]):
     """A list to which nothing is added."""
 
     def extend(self, more: object) -> None:
-        """Leave it as it is."""
+        """Do nothing."""
 
 
 def _said() -> dict[str, Any]:
-    """What Ray is told wherever it is.
+    """Return the arguments of every `ray.init`.
 
     Ray lets its workers import from the folder that the program stands in before all others. Stages are to
     run the very code that this process runs, not sources that happen to lie there without their kernels.
@@ -141,7 +143,7 @@ def _said() -> dict[str, Any]:
 
 
 def _look_for(address: str) -> None:
-    """Raise NoHost where nobody listens at "host:port": Ray tries for half a minute before it says so."""
+    """Raise NoHost if no process listens at "host:port": Ray itself would try for half a minute."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit() and "/" not in host and not answers((host, int(port))):
         raise NoHost(f"no Ray cluster at {address}: no answer")

@@ -1,4 +1,4 @@
-"""Where the time of a cluster's steps went."""
+"""Timings of a cluster's steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Figures:
-    """Where the time of the steps went, seconds in all, and of the last thousand the medians."""
+    """Timings of the steps: totals in seconds, and medians of the last thousand."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -1,4 +1,4 @@
-"""Hidden states as bytes, in memory that is ready before they are.
+"""Messages of hidden states, in buffers that are prepared before the states are computed.
 
 They go from stage to stage in every step, right after weights have swept all else out of the processor's
 caches: then each piece of code and each object that is touched costs more than moving the states does. So
@@ -48,7 +48,7 @@ class Leaving:
         self._address = ctypes.addressof(self._room)
 
     def fill(self, message: Mapping[str, Any]) -> bool:
-        """Make the bytes those of this message; False if it isn't like the first one."""
+        """Fill the buffer with this message; return False if its layout differs from the first one's."""
         hidden, busy, hops = message["hidden"], message["busy"], message["hops"]
         clock, sent = message["sent"]
         if (
@@ -67,7 +67,7 @@ class Leaving:
 
 
 class Expected:
-    """Where the hidden states of a micro-batch go that are not there yet.
+    """The buffer for hidden states that have not arrived yet.
 
     Args:
         mark: its epoch, step and number.
@@ -101,7 +101,7 @@ class Expected:
         }
 
     def read(self, raw: bytearray, nbytes: int) -> Message | None:
-        """The message in the first bytes of `raw`; None if they are something else, or more, or less."""
+        """Return the message in the first bytes of `raw`; None if they are not exactly the expected one."""
         if nbytes != self.nbytes or not raw.startswith(self._begin):
             return None
         sent, *times = self._times.unpack_from(raw, len(self._begin))

@@ -1,4 +1,4 @@
-"""Where the processes of a cluster come from: Ray's actors, on whatever machines Ray knows.
+"""Sources of stage processes, and the one for several machines: Ray's actors.
 
 Ray starts the processes, on this machine or another, and ends them. What they say to each other goes over
 connections of their own (`link.py`).
@@ -17,7 +17,7 @@ import torch
 from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError, first_line
 from verbatim.placement.cluster.contact import NAMESPACE, NoHost, answers, begin_ray, import_ray
-from verbatim.placement.cluster.crew import Host
+from verbatim.placement.cluster.group import Host
 from verbatim.placement.cluster.link import Address
 
 _START_S = 60.0  # for a process to come up, imports included
@@ -30,7 +30,7 @@ class Hosts(Protocol):
     key: bytes  # the secret of the cluster
 
     def start(self, count: int, avoid: set[str]) -> list[Host]:
-        """So many processes, spread over the machines but those to avoid.
+        """Start processes, spread over all machines except those to avoid.
 
         Raises:
             NoHost: they can't be had.
@@ -38,28 +38,28 @@ class Hosts(Protocol):
         ...
 
     def prepare(self, count: int, model: dict[str, Any]) -> None:
-        """Have so many ready for the next `start`, made in the background, that have looked at a model."""
+        """Start processes in the background for the next `start`, which inspect a model in advance."""
         ...
 
     def machines(self) -> list[str]:
-        """All machines there are now."""
+        """Return all machines that are available now."""
         ...
 
     def reachable(self, host: Host) -> bool:
-        """Is the machine there on which this host is, or was?"""
+        """Return whether this host's machine is reachable."""
         ...
 
     def versions(self) -> dict[str, str]:
-        """What runs on this machine: `verbatim`, `torch` and `transformers`."""
+        """Return the versions of `verbatim`, `torch` and `transformers` on this machine."""
         ...
 
     def close(self) -> None:
-        """End whatever was started here."""
+        """End all processes that were started here."""
         ...
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all machines of a cluster."""
+    """Return the versions that all machines of a cluster must have in common."""
     import transformers
 
     return {
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 
 class StageActor:
-    """What Ray runs: a process with one stage."""
+    """The actor that Ray runs: a process with one stage."""
 
     def __init__(self, key: bytes, name: str) -> None:
         import ray
@@ -82,18 +82,18 @@ class StageActor:
         self._stage = Stage(key, here, lambda: os._exit(0))
 
     def address(self) -> Address:
-        """Where the stage listens."""
+        """Return the address of the stage."""
         return self._stage.address
 
     def warm(self, model: dict[str, Any]) -> None:
-        """Make ready to hold layers of a model soon."""
+        """Inspect a model in advance."""
         try:
             self._stage.warm(model)
         except VerbatimError:
             pass  # it will be said when it is opened
 
     def status(self) -> dict[str, Any]:
-        """`Stage.status`, for whoever looks from outside."""
+        """Return `Stage.status`, for `verbatim cluster status`."""
         return {"cluster": self._name, **self._stage.status()}
 
 
@@ -174,7 +174,7 @@ class RayHosts:
         return list(hosts)
 
     def _ready(self, count: int, avoid: set[str]) -> list[RayHost]:
-        """Prepared ones, on machines that are there; those on others are let go."""
+        """Return prepared processes on reachable machines; end those on others."""
         if not self._prepared:
             return []
         usable = []
@@ -187,7 +187,7 @@ class RayHosts:
         return usable[:count]
 
     def _wait(self, host: RayHost, deadline: float) -> None:
-        """Wait for the process, and take note of where it is reached."""
+        """Wait for the process, and set its address."""
         import ray
 
         try:
@@ -232,7 +232,7 @@ class RayHosts:
         return hosts
 
     def _emptiest(self, nodes: dict[str, Address]) -> str:
-        """The machine with the fewest of our processes; of equals this one, which must not be lost anyway."""
+        """Return the machine with the fewest of our processes; among equals, this one."""
         import ray
 
         self._hosts = [host for host in self._hosts if not host.killed]
@@ -254,7 +254,7 @@ class RayHosts:
         return list(dict.fromkeys(machine for machine, _ in self._nodes().values()))
 
     def _nodes(self) -> dict[str, Address]:
-        """Ray's id of each machine that is there, and where Ray listens on it.
+        """Return Ray's id of each reachable machine, and Ray's address on it.
 
         Ray itself takes a minute to see that a machine is gone.
         """
@@ -273,7 +273,7 @@ class RayHosts:
         return {node: daemons[node] for node, yes in zip(daemons, there, strict=True) if yes}
 
     def _check_head(self) -> None:
-        """Raise NoHost where Ray's head is lost: Ray itself would try for minutes."""
+        """Raise NoHost if Ray's head is lost: Ray itself would try for minutes."""
         host, _, port = self._head.rpartition(":")
         if not answers((host, int(port))):
             raise NoHost(f"Ray's head at {self._head} can't be reached")

@@ -1,4 +1,4 @@
-"""What a stage holds: its part of the model, its K and V, what it hands on, and how it computes."""
+"""The layers of a stage with their KV cache and recent outputs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMES_A_MODEL = tuple(field.name for field in fields(ModelSource))
 
 @dataclass(slots=True)
 class Made:
-    """What a stage made of a micro-batch."""
+    """The output of a stage for a micro-batch."""
 
     leaving: Tensor | None  # [T, H], for the next stage
     logits: Tensor | None  # [R, V], of the last stage
@@ -51,7 +51,7 @@ class Made:
 
 
 class Layers:
-    """The layers of one stage. Everything that is asked for, or told, is plain data."""
+    """The layers of one stage. Arguments and results are plain data, as in messages."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
@@ -70,7 +70,7 @@ class Layers:
         self._fingerprint = ""
 
     def facts(self, message: Message) -> Message:
-        """What this process may compute with."""
+        """Return the versions, cores and memory of this process."""
         return {
             "verbatim": __version__,
             "torch": torch.__version__.partition("+")[0],
@@ -83,12 +83,12 @@ class Layers:
         }
 
     def warm(self, message: Message) -> None:
-        """Look at a model, without reading weights, so that some of it can be opened soon."""
+        """Inspect a model without reading weights, so that `open` is fast."""
         with self._opening:
             self._skeleton(message)
 
     def _skeleton(self, message: Message) -> LoadedModel:
-        """The model without its weights; kept, since layers may come and go. Its files may change."""
+        """Return the model without weights, cached until its files change."""
         model = {name: message[name] for name in _NAMES_A_MODEL}
         if self._loaded is None or self._loaded_from != model or changed(self._loaded):
             self._loaded = reopen(ModelSource(**model))
@@ -97,7 +97,7 @@ class Layers:
         return self._loaded
 
     def open(self, message: Message) -> Message:
-        """Read a range of a model's layers; what was held before goes first.
+        """Read a range of a model's layers, after freeing those held before.
 
         Raises:
             ModelError, NotSupported: it can't be had here.
@@ -130,7 +130,7 @@ class Layers:
         }
 
     def allocate(self, message: Message) -> Message:
-        """Take the memory of K and V, and of what is kept of what is handed on.
+        """Allocate the KV store, and the store of recent outputs.
 
         Args:
             message: `num_blocks`, `block_size`, `kv_dtype`, `keep_bytes` and `first_routed`, the number of
@@ -158,7 +158,7 @@ class Layers:
         return {"kv_bytes": self.store.nbytes, "kept_blocks": kept}
 
     def run(self, batch: Batch, hidden: Tensor | None, *, kept: bool = False) -> Made:
-        """One micro-batch.
+        """Run one micro-batch.
 
         Args:
             hidden: `[T, H]` from the stage before; None on the first.
@@ -233,20 +233,20 @@ class Layers:
         return {"quantization": part.report.info()}
 
     def check_replay(self, message: Message) -> None:
-        """Find out whether the experts here can be forced."""
+        """Check whether the experts here can be forced."""
         part = self._opened()
         if part.routed is not None:
             with threads(self._num_threads):
                 part.check_replay()
 
     def routing(self, message: Message) -> Message:
-        """The experts of a sequence's tokens, from its blocks; None where no layer here has any."""
+        """Return the experts of a sequence's tokens, from its blocks; None without routed layers."""
         if self._records is None:
             return {"routing": None}
         return {"routing": self._records.read(message["block_table"], message["num_tokens"])}
 
     def sleep(self, message: Message) -> None:
-        """Give memory back; with `weights`, that of the weights as well."""
+        """Free the KV memory; with `weights`, also that of the weights."""
         if self.store is not None:
             self.store.release()
         if self._kept is not None:
@@ -256,7 +256,7 @@ class Layers:
             self._close_part()
 
     def wake(self, message: Message) -> None:
-        """Take it again.
+        """Allocate the memory again, and read the weights.
 
         Raises:
             ModelChanged: the files hold another model by now. It sleeps on.
@@ -317,12 +317,12 @@ class Layers:
 
 
 def name_of(kv_dtype: Any) -> str:
-    """Of what K and V are held in, as `LLM` takes it."""
+    """Return the name of a KV dtype, as `LLM` accepts it."""
     return str(getattr(kv_dtype, "name", kv_dtype)).removeprefix("torch.")
 
 
 def _bytes_per_second() -> float:
-    """How fast this process reads memory: the median of a few tries, in some milliseconds."""
+    """Measure this process's read bandwidth in bytes/s: the median of a few tries."""
     block = torch.ones(1 << 22)
     times = []
     for _ in range(5):

@@ -1,7 +1,7 @@
 """A connection between two processes of a cluster, which know each other by a secret.
 
 Before either side reads a message of the other, both prove that they know the key (HMAC-SHA256 over the
-other's random bytes), and the caller says who it is. Whoever can't is told why, if he speaks our
+other's random bytes), and the caller says who it is. A caller that can't gets the reason, if it speaks our
 language at all, and cut off.
 """
 
@@ -31,11 +31,11 @@ Address = tuple[str, int]
 
 
 class Refused(VerbatimError):
-    """The other side did not want us; the message tells why."""
+    """The other side refused the connection; the message has the reason."""
 
 
 class Link(Protocol):
-    """Messages both ways. One thread at a time may receive, any may send."""
+    """A connection for messages both ways. One thread at a time may receive, any may send."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message whole.
@@ -46,7 +46,7 @@ class Link(Protocol):
         ...
 
     def receive(self) -> dict[str, Any]:
-        """The next message; waits for it.
+        """Wait for the next message, and return it.
 
         Raises:
             LinkLost: the other side is gone.
@@ -55,25 +55,25 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Hang up; whoever waits in `receive` wakes."""
+        """Close the connection; a waiting `receive` raises."""
         ...
 
 
-class Door:
+class Listener:
     """Listens for the other processes of a cluster.
 
     Args:
         key: the cluster's secret.
         host: the address to listen at.
-        let_in: called with who it is (what the other side said to `connect`) and the link, in a thread of
+        accept: called with who it is (what the other side said to `connect`) and the link, in a thread of
             its own; what it raises is told to the other side, and the link is closed.
     """
 
     def __init__(
-        self, key: bytes, host: str, let_in: Callable[[dict[str, Any], Link], None]
+        self, key: bytes, host: str, accept: Callable[[dict[str, Any], Link], None]
     ) -> None:
         self._key = key
-        self._let_in = let_in
+        self._let_in = accept
         self._room = threading.Semaphore(_MAX_STRANGERS)
         self._sockets = [socket.create_server((host, 0), backlog=64)]
         self.port: int = self._sockets[0].getsockname()[1]
@@ -87,12 +87,12 @@ class Door:
                 near.close()  # where that is forbidden, all come by TCP
         for listening in self._sockets:
             own = threading.Thread(
-                target=self._listen, args=(listening,), name="verbatim-door", daemon=True
+                target=self._listen, args=(listening,), name="verbatim-listener", daemon=True
             )
             own.start()
 
     def close(self) -> None:
-        """Take nobody in any more."""
+        """Stop listening."""
         for listening in self._sockets:
             try:
                 listening.shutdown(socket.SHUT_RDWR)
@@ -137,11 +137,11 @@ class Door:
 
 
 def welcome(
-    who: dict[str, Any], link: Link, let_in: Callable[[dict[str, Any], Link], None]
+    who: dict[str, Any], link: Link, accept: Callable[[dict[str, Any], Link], None]
 ) -> None:
-    """Let somebody in who knows the key; what that raises is told to him."""
+    """Accept an authenticated peer; send it the error that this raises."""
     try:
-        let_in(who, link)
+        accept(who, link)
     except Exception as error:
         try:
             link.send({"refused": str(error)})
@@ -151,13 +151,13 @@ def welcome(
 
 
 def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: float = 5.0) -> Link:
-    """A link to the door at `address`, for `who` tells what this side is.
+    """Connect to the listener at `address`; `who` describes this side.
 
     The other side's first message, which it sends when it has let us in, is the caller's to receive.
 
     Raises:
-        LinkLost: nobody answers there.
-        Refused: somebody who isn't of this cluster, or doesn't want us.
+        LinkLost: there is no answer.
+        Refused: the listener belongs to another cluster, or refuses this side.
     """
     host, port = address
     try:
@@ -191,7 +191,7 @@ def connect(address: Address, key: bytes, who: Mapping[str, Any], timeout_s: flo
 
 
 def _connected(address: Address, key: bytes, timeout_s: float) -> socket.socket:
-    """A connection to whoever listens there, by the short way where that is on this machine."""
+    """Return a connected socket, a Unix socket if the listener is on this machine."""
     if _HAS_NAMES:
         near = socket.socket(socket.AF_UNIX)
         try:
@@ -204,7 +204,7 @@ def _connected(address: Address, key: bytes, timeout_s: float) -> socket.socket:
 
 
 def _name(address: Address, key: bytes) -> bytes:
-    """Of the Unix socket beside a port; in no folder, and nobody without the key can guess it."""
+    """Return the abstract name of a port's Unix socket, which can't be guessed without the key."""
     host, port = address
     known = hmac.digest(key, f"near {host}:{port}".encode(), "sha256")
     return b"\0verbatim-" + known.hex().encode()
@@ -239,7 +239,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 __all__ = [
     "Address",
     "Connection",
-    "Door",
+    "Listener",
     "Garbage",
     "Link",
     "LinkLost",

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbatim.errors import VerbatimError
 from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.crew import Host
+from verbatim.placement.cluster.group import Host
 from verbatim.placement.cluster.hosts import versions
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage

@@ -1,4 +1,4 @@
-"""What the engine and the stages say to each other, as plain data and back."""
+"""Batches, sampling plans and draws as plain data, and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verbatim.params import SamplingParams
 
 
 class Mark(NamedTuple):
-    """Which piece of work a frame is; later ones are larger."""
+    """The identity of a piece of work; later ones compare larger."""
 
     epoch: int  # raised whenever the stages are connected anew
     step: int
@@ -34,7 +34,7 @@ _DRAWN_WITH = (
 
 
 def pack_batch(batch: Batch) -> dict[str, Any]:
-    """A batch as plain data."""
+    """Convert a batch to plain data."""
     return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
@@ -49,13 +49,13 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
 
 
 def unpack_batch(plain: dict[str, Any]) -> Batch:
-    """The batch again."""
+    """Convert plain data to the batch."""
     copies = [(source, target) for source, target in plain["block_copies"]]
     return Batch(**{**plain, "block_copies": copies})
 
 
 def pack_plan(plan: SamplePlan) -> dict[str, Any]:
-    """Rows without processors of their own; equal parameters go once."""
+    """Convert a plan without logits processors; equal parameters are sent once."""
     places: dict[int, int] = {}
     params: list[dict[str, Any]] = []
     rows = []
@@ -83,7 +83,7 @@ def pack_plan(plan: SamplePlan) -> dict[str, Any]:
 
 
 def unpack_plan(plain: dict[str, Any]) -> SamplePlan:
-    """The plan again; rows with equal parameters share them."""
+    """Convert plain data to the plan; rows with equal parameters share them."""
     params = [_unpack_params(entry) for entry in plain["params"]]
     rows = []
     for row in plain["rows"]:
@@ -95,7 +95,7 @@ def unpack_plan(plain: dict[str, Any]) -> SamplePlan:
 
 
 def pack_draws(draws: Draws) -> dict[str, Any]:
-    """Draws as plain data."""
+    """Convert draws to plain data."""
     return {
         "ids": draws.ids,
         "logprobs": draws.logprobs,
@@ -107,7 +107,7 @@ def pack_draws(draws: Draws) -> dict[str, Any]:
 
 
 def unpack_draws(plain: dict[str, Any]) -> Draws:
-    """The draws again."""
+    """Convert plain data to the draws."""
     candidates = {row: Candidates(*columns) for row, *columns in plain["candidates"]}
     return Draws(**{**plain, "candidates": candidates})
 

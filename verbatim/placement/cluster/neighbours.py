@@ -1,4 +1,4 @@
-"""Who a stage is connected to, and since when: the head, the stage before and the stage behind."""
+"""A stage's connections: to the head, the previous and the next stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Neighbours:
 
     @property
     def serving(self) -> bool:
-        """Is there a head?"""
+        """Whether there is a head."""
         return self._head is not None
 
     def take_head(self, link: Link) -> None:
@@ -53,7 +53,7 @@ class Neighbours:
             self._head = link
 
     def take_before(self, who: Message, link: Link) -> None:
-        """Hear the stage before from now on; VerbatimError if it is of another epoch or place."""
+        """Receive from this previous stage; VerbatimError if its epoch or index is wrong."""
         with self._lock:
             if (who.get("epoch"), who.get("index")) != (self.epoch, self.index - 1):
                 raise VerbatimError(
@@ -65,7 +65,7 @@ class Neighbours:
             before.close()
 
     def begin_epoch(self, message: Message) -> None:
-        """Forget all connections to other stages."""
+        """Close all connections to other stages."""
         with self._lock:
             links = [self._next, self._before]
             self.epoch, self.index = int(message["epoch"]), int(message["index"])
@@ -101,7 +101,7 @@ class Neighbours:
         return {}
 
     def _watch(self, link: Link, epoch: int) -> None:
-        """Tell the head when the stage behind is cut off: what was sent there may not have arrived."""
+        """Report to the head when the next stage is unreachable: sent messages may be lost."""
         try:
             while True:
                 link.receive()  # it says nothing
@@ -111,7 +111,7 @@ class Neighbours:
                 self.tell({"epoch": epoch, "unreachable": str(error)})
 
     def pass_on(self, mark: Mark, rows: Message) -> None:
-        """Send to the stage behind, unless that epoch is over; LinkLost if it can't be reached."""
+        """Send to the next stage, unless that epoch is over; LinkLost if it can't be reached."""
         with self._lock:
             link, stale = self._next, self.epoch != mark.epoch
         if stale:
@@ -121,22 +121,22 @@ class Neighbours:
         link.send(rows)
 
     def expect(self, rows: Expected) -> None:
-        """Have memory ready for what the stage before is about to send."""
+        """Prepare a buffer for what the previous stage is about to send."""
         before = self._before
         if isinstance(before, Connection):
             before.expected = rows
 
     def tell(self, message: Message) -> None:
-        """Report to the head, if it is there."""
+        """Send a report to the head, if there is one."""
         head = self._head
         if head is not None:
             try:
                 head.send(message)
             except LinkLost:
-                pass  # it is gone, and whoever reads from it knows
+                pass  # the thread that reads from it notices
 
     def close(self) -> bool:
-        """Hang up; False where that was done before."""
+        """Close all connections; return False if they were closed before."""
         with self._lock:
             if self._closed:
                 return False
@@ -149,7 +149,7 @@ class Neighbours:
 
 
 def _half_round_trip(link: Link) -> float:
-    """Seconds that a small message takes one way, the best of a few. Nobody else speaks on the link yet."""
+    """Measure the one-way latency of a small message in seconds, the best of a few. The link must be idle."""
     best = float("inf")
     for _ in range(_ECHOES):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""From a folder and a `Cluster` to a runner."""
+"""Opening of a model in stages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from verbatim.model.early_exit import EarlyExit
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.crew import Crew, Member, Message
 from verbatim.placement.cluster.drafts import describe, extra_bytes
+from verbatim.placement.cluster.group import Message, StageGroup, StageHandle
 from verbatim.placement.cluster.hosts import Hosts, RayHosts
 from verbatim.placement.cluster.layers import name_of
 from verbatim.placement.cluster.local import LocalHosts
 from verbatim.placement.cluster.plan import Layout
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.cluster.split import Split
-from verbatim.placement.cluster.staffing import Staffing
+from verbatim.placement.cluster.stage_launcher import StageLauncher
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.options import DEFAULT_KV_SHARE, EngineOptions, Placed
 from verbatim.weights.identity import fingerprint
 
 _ALIKE = 0.7  # of a machine's speed
-_FEWEST = 2  # stages, where nobody says how many
+_FEWEST = 2  # stages by default
 
 
 def open_cluster(
@@ -62,18 +62,20 @@ def open_cluster(
     layout = Layout(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
     _check(cluster, layout)
     hosts: Any = cluster.hosts or _hosts(cluster.address)
-    crew = Crew(hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s)
+    group = StageGroup(
+        hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
+    )
     model: Message = {
         **{field.name: getattr(source, field.name) for field in fields(source)},
         "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
         "num_threads": options.num_threads,
         "draft": described,
     }
-    staffing = Staffing(crew, hosts, layout, model, fingerprint(loaded))
-    supervisor = Supervisor(staffing, cluster)
+    launcher = StageLauncher(group, hosts, layout, model, fingerprint(loaded))
+    supervisor = Supervisor(launcher, cluster)
     try:
         stages = _count(cluster, layout, hosts)
-        members = crew.members = staffing.hire(stages)
+        members = group.members = launcher.launch(stages)
         ranges = _ranges(cluster, layout, members)
         if isinstance(draft, EarlyExit) and (draft.layers or 0) > ranges[0][1]:
             raise InvalidRequest(
@@ -81,11 +83,11 @@ def open_cluster(
             )
         for member, (first, end), index in zip(members, ranges, range(stages), strict=True):
             member.index, member.first, member.end = index, first, end
-        staffing.open(members, ranges)
+        launcher.open(members, ranges)
         options = _with_kv(options, members)
         token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
         blocks = options.num_blocks(token_bytes, limit)
-        staffing.allocate(
+        launcher.allocate(
             {
                 "num_blocks": blocks,
                 "block_size": options.block_size,
@@ -93,7 +95,7 @@ def open_cluster(
                 "keep_bytes": cluster.keep_bytes,
             }
         )
-        staffing.connect()
+        launcher.connect()
         supervisor.prepare_spares()
     except BaseException:
         supervisor.close()
@@ -119,7 +121,7 @@ def _hosts(address: str | None) -> Hosts:
 
 
 def _check(cluster: Cluster, layout: Layout) -> None:
-    """Refuse what this model can't be cut into, before any process is started."""
+    """Refuse stages that this model can't be cut into, before any process is started."""
     most = len(layout.cuts) + 1
     if cluster.stages is not None and cluster.stages > most:
         raise InvalidRequest(
@@ -148,8 +150,8 @@ def _count(cluster: Cluster, layout: Layout, hosts: Hosts) -> int:
     return min(len(layout.cuts) + 1, max(_FEWEST, len(hosts.machines())))
 
 
-def _ranges(cluster: Cluster, layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
-    """The layers of each stage: as told, or by memory and speed."""
+def _ranges(cluster: Cluster, layout: Layout, members: list[StageHandle]) -> list[tuple[int, int]]:
+    """Return each stage's range of layers: as given, or by memory and speed."""
     if cluster.layers is not None:
         return list(itertools.pairwise([0, *itertools.accumulate(cluster.layers)]))
     on = Counter(member.host.machine for member in members)
@@ -164,11 +166,11 @@ def _ranges(cluster: Cluster, layout: Layout, members: list[Member]) -> list[tup
     return layout.divide(room, [speed[member.host.machine] for member in members])
 
 
-def _with_kv(options: EngineOptions, members: list[Member]) -> EngineOptions:
-    """The options with a budget for K and V: so many tokens as the machine with the least room has."""
+def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOptions:
+    """Return the options with a KV budget: as many tokens as fit on the machine with the least memory."""
     if options.kv_bytes is not None:
         return options
-    by_machine: dict[str, list[Member]] = {}
+    by_machine: dict[str, list[StageHandle]] = {}
     for member in members:
         by_machine.setdefault(member.host.machine, []).append(member)
     tokens = min(

@@ -1,4 +1,4 @@
-"""A model without its layers: what it hands to each of them, and what it makes of what they return.
+"""A model's forward without its layers: the inputs of each layer, and the logits of made-up outputs.
 
 The outline is a copy of a model's module in which a layer's forward notes its arguments and returns made-up
 hidden states at once. Everything around the layers is the model's own code, so a change of one weight
@@ -30,13 +30,13 @@ _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(
 
 
 class Beyond(UnsupportedModel):
-    """Something attends that is not in the list of layers."""
+    """An attention module outside of the list of layers."""
 
 
 def hollow_copy(
     module: nn.Module, layers: nn.ModuleList, kept: Collection[int]
 ) -> tuple[nn.Module, nn.ModuleList, dict[nn.Parameter, nn.Parameter]]:
-    """A copy of a skeleton that shares no parameter with it, so that it can be filled on its own.
+    """Copy a skeleton without sharing parameters, so that the copy can be filled on its own.
 
     Args:
         layers: somewhere in `module`.
@@ -68,13 +68,13 @@ def _shell(layer: nn.Module) -> nn.Module:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hidden states among what a layer is called with: its first argument, by place or by name."""
+    """Return the hidden states among the arguments of a layer: the first one, positional or by name."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What the layers of a model return.
+    """The form of what the layers of a model return.
 
     Attributes:
         hidden: the hidden states, of a layer that was tried; their numbers mean nothing.
@@ -86,7 +86,7 @@ class Returned:
 
     @classmethod
     def by(cls, made: Any, entered: Tensor) -> Returned:
-        """Of a layer that was called with the hidden states `entered`."""
+        """Return the form of a layer's output for the hidden states `entered`."""
         several = isinstance(made, tuple | list) and len(made) > 0
         hidden = made[0] if several else made
         if not isinstance(hidden, Tensor) or hidden.shape != entered.shape:
@@ -96,13 +96,13 @@ class Returned:
         return cls(hidden, tuple(made[1:]) if several else None)
 
     def passing(self, hidden: Tensor) -> Any:
-        """What a layer that does nothing returns."""
+        """Return the output of a layer that does nothing."""
         if self.rest is None:
             return hidden
         return (hidden, *(None if isinstance(x, Tensor) else x for x in self.rest))
 
     def made_up(self, index: int, *, lost: bool) -> Any:
-        """Numbers of its own for each layer, or NaN."""
+        """Return made-up hidden states, different for each layer, or NaN."""
         generator = torch.Generator().manual_seed(index)
         hidden = torch.randn(self.hidden.shape, generator=generator).to(self.hidden.dtype)
         if lost:
@@ -120,7 +120,7 @@ def _other(like: Tensor, lost: bool) -> Tensor:
 
 @dataclass(slots=True)
 class Entry:
-    """One layer is called.
+    """One call of a layer.
 
     Attributes:
         beside: every tensor that it is given beside the hidden states.
@@ -143,7 +143,7 @@ class Walk:
 
 
 class _LookInside(Look):
-    """A look that lets only the layer attend that is tried out."""
+    """A forward context that allows attention only in the layer under trial."""
 
     inside = False
 
@@ -156,7 +156,7 @@ class _LookInside(Look):
 
 
 class _NoHead(nn.Module):
-    """Stands for the head: a batch of equal logits."""
+    """A stand-in for the head: a batch of equal logits."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Outline:
         return walk
 
     def walk(self, lost: Iterable[nn.Parameter] = (), lost_layer: int | None = None) -> Walk:
-        """One forward, in which these parameters are NaN and so is what that layer returns."""
+        """Run one forward with these parameters, and the output of that layer, set to NaN."""
         nothing = [self._copies[p] for p in lost]
         for parameter in nothing:
             parameter.data = placeholder(parameter)
@@ -262,13 +262,13 @@ def _fill(parameter: nn.Parameter) -> None:
 def _originals(
     head: nn.Module | None, copies: dict[nn.Parameter, nn.Parameter]
 ) -> frozenset[nn.Parameter]:
-    """The parameters whose copies `head` holds."""
+    """Return the parameters whose copies `head` holds."""
     held = set() if head is None else set(map(id, head.parameters()))
     return frozenset(p for p, own in copies.items() if id(own) in held)
 
 
 def _put_in_place(module: nn.Module, head: nn.Module | None) -> None:
-    """Leave a head out that is a matrix, wherever it stands."""
+    """Replace a head that is a matrix by a stand-in."""
     weight = None if head is None else getattr(head, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return
@@ -280,7 +280,7 @@ def _put_in_place(module: nn.Module, head: nn.Module | None) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Are they equal bit for bit, NaN included?"""
+    """Return whether two tensors are equal bit for bit, NaN included."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 

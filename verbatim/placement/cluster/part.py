@@ -38,11 +38,11 @@ from verbatim.weights.files import read_whole
 from verbatim.weights.load import load_weights
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
-_STAND_INS = 64  # rows of hidden states for a forward that nobody sent any for
+_STAND_INS = 64  # rows of made-up hidden states for trials
 
 
 class PartOutput(NamedTuple):
-    """What one forward of a part computed; what it does not make is None."""
+    """The output of one forward of a part; what it does not compute is None."""
 
     leaving: Tensor | None  # [T, hidden_size], for the part behind
     logits: Tensor | None  # [R, V], of the last part
@@ -50,7 +50,7 @@ class PartOutput(NamedTuple):
 
 
 class _Left(BaseException):
-    """Hidden states leave; a `BaseException`, so that no model's own code catches it."""
+    """Carries hidden states out of a forward; a `BaseException`, so that no model's code catches it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -165,7 +165,7 @@ class Part:
 
     @property
     def decoder(self) -> Decoder:
-        """What runs it; EngineClosed when it was closed."""
+        """The decoder; EngineClosed after `close`."""
         if self._decoder is None:
             raise EngineClosed("this part of a model was closed")
         return self._decoder
@@ -182,7 +182,7 @@ class Part:
         records: RoutingStore | None = None,
         body: HiddenStore | None = None,
     ) -> PartOutput:
-        """One forward; K and V go to `store`, the experts that were chosen to `records`, and, of the last
+        """Run one forward; write K and V to `store`, selected experts to `records`, and, of the last
         part, what the model's body makes of every row to `body`.
 
         Args:
@@ -216,7 +216,7 @@ class Part:
         return received.clone() if received.data_ptr() % _ALIGNED else received
 
     def check_replay(self) -> None:
-        """Try once whether the experts of this part can be forced.
+        """Check whether the experts of this part can be forced.
 
         Raises:
             NotSupported: they can't; the message tells why.
@@ -224,7 +224,7 @@ class Part:
         self.decoder.check_replay()
 
     def close(self) -> None:
-        """Free the weights; again does nothing."""
+        """Free the weights; a second call does nothing."""
         if self._module is not None:
             drop_weights(self._module)
         self._module = None
@@ -234,7 +234,7 @@ class Part:
             give_back_freed()
 
     def _forward_of(self, inner: Any) -> Any:
-        """The forward of the whole, which ends where the hidden states leave."""
+        """Return the model's forward, which ends where the hidden states leave."""
         plain = inner.forward
 
         @functools.wraps(plain)
@@ -249,7 +249,7 @@ class Part:
         return forward
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of a layer of the parts before."""
+        """Pass hidden states through, in place of a layer of an earlier part."""
         return self._split.returned.passing(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ class Part:
         return rows[None]
 
     def _leave(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the first layer of the part behind."""
+        """End the forward, in place of the first layer of the next part."""
         hidden = hidden_of(args, kwargs)
         if hidden.dtype != self._split.hidden_dtype:
             raise UnsupportedModel(
@@ -283,7 +283,7 @@ class Part:
         raise _Left(_to_rows(hidden).view(*self._ids.shape, -1))
 
     def _stand_in(self, token_ids: Tensor) -> Tensor:
-        """Hidden states for a look or a trial: the same for the same id, wherever it stands."""
+        """Return hidden states for a trial: the same for the same id at any position."""
         split = self._split
         generator = torch.Generator().manual_seed(0)
         table = torch.randn(_STAND_INS, split.hidden_size, generator=generator)
@@ -291,13 +291,13 @@ class Part:
 
 
 def _to_rows(hidden: Tensor) -> Tensor:
-    """`[..., B, T, H]` to `[B * T, ... * H]`, in memory of its own."""
+    """Copy `[..., B, T, H]` to `[B * T, ... * H]`."""
     streams = hidden.shape[:-3].numel()
     rows = hidden.reshape(streams, -1, hidden.shape[-1]).transpose(0, 1)
     return rows.flatten(1).clone(memory_format=torch.contiguous_format)
 
 
 def _from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The same back again."""
+    """Reverse `_to_rows`."""
     streams = shape[:-3].numel()
     return rows.view(-1, streams, shape[-1]).transpose(0, 1).reshape(shape)

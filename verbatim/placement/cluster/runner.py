@@ -17,8 +17,8 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported, StageFailed, VerbatimError
 from verbatim.model.routing import NOT_ROUTED, different_kinds
 from verbatim.placement.cluster.choice import Cluster
-from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
 from verbatim.placement.cluster.figures import Figures
+from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
 from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
 from verbatim.placement.cluster.shape import joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
@@ -38,7 +38,9 @@ class Remote(Forward):
     step: int = 0
     parts: int = 0
     begun: float = 0.0
-    fresh: set[Member] = field(default_factory=set)  # filled their places since it was scheduled
+    fresh: set[StageHandle] = field(
+        default_factory=set
+    )  # filled their places since it was scheduled
 
 
 class Clustered:
@@ -62,9 +64,9 @@ class Clustered:
     ) -> None:
         self.supervisor = supervisor
         self._targets = targets
-        self.crew: Crew = supervisor.crew
+        self.group: StageGroup = supervisor.group
         self.cluster = cluster
-        shapes = [member.shape for member in self.crew.members]
+        shapes = [member.shape for member in self.group.members]
         last = shapes[-1]
         self.vocab_size: int = last["vocab_size"]
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -79,7 +81,7 @@ class Clustered:
             _, self.experts_per_token, self.num_experts = routed[0]
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
         self._last: Remote | None = None
-        # For whoever forgets to close it; what it holds on to must not lead back here.
+        # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), supervisor)
         self._figures = Figures()
         self._asleep: bool | None = None  # with its weights?
@@ -104,11 +106,11 @@ class Clustered:
 
         Args:
             fresh: places that have just been filled. Who fills one makes no copies of blocks, now or later:
-                what was copied from may be nobody's any more, and was not computed again then.
+                the source may be free by now, and is not recomputed then.
         """
-        batch, crew = remote.batch, self.crew
+        batch, group = remote.batch, self.group
         assert batch is not None
-        remote.fresh |= {crew.members[index] for index in fresh}
+        remote.fresh |= {group.members[index] for index in fresh}
         self.supervisor.note_copies(batch.block_copies)
         parts = self._cut(batch)
         self.supervisor.step += 1
@@ -117,15 +119,15 @@ class Clustered:
             len(parts),
             time.perf_counter(),
         )
-        stop = len(crew.members) - 1
-        places = [member.index for member in crew.members if member in remote.fresh]
+        stop = len(group.members) - 1
+        places = [member.index for member in group.members if member in remote.fresh]
         for number, part in enumerate(parts):
             self.supervisor.send(
                 part, remote.step, 0, stop, part=number, parts=len(parts), fresh=places
             )
 
     def _cut(self, batch: Batch) -> list[Batch]:
-        rows, stages = batch.num_tokens, len(self.crew.members)
+        rows, stages = batch.num_tokens, len(self.group.members)
         count = self.cluster.micro_batches
         if count is None:
             count = stages if rows >= _MANY_ROWS * stages else 1
@@ -159,14 +161,14 @@ class Clustered:
         raise AssertionError("the last attempt raises")
 
     def _answer(self, remote: Remote, message: Message) -> Message:
-        crew = self.crew
-        asked = {**message, "epoch": crew.epoch, "step": remote.step, "parts": remote.parts}
+        group = self.group
+        asked = {**message, "epoch": group.epoch, "step": remote.step, "parts": remote.parts}
 
         def look() -> None:
-            for member, report in crew.reports():
+            for member, report in group.reports():
                 self.supervisor.raise_if_failed(member, report, remote.step)
 
-        answer: Message = crew.call_each([(crew.members[-1], asked)], meanwhile=look)[0]
+        answer: Message = group.call_each([(group.members[-1], asked)], meanwhile=look)[0]
         return answer
 
     # Drafts.
@@ -175,7 +177,7 @@ class Clustered:
     def drafting(self) -> Iterator[None]:
         """Raise StageGone where a stage is lost."""
         if not self.supervisor.in_order:
-            raise StageGone(self.crew.lost)
+            raise StageGone(self.group.lost)
         yield
 
     def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
@@ -184,10 +186,10 @@ class Clustered:
         Raises:
             StageGone: a stage is lost.
         """
-        member = self.crew.members[-1 if "mtp_layers" in self.draft_info else 0]
+        member = self.group.members[-1 if "mtp_layers" in self.draft_info else 0]
         packed = None if plan is None else pack_plan(plan)
         order = {"do": "draft", "k": k, "batch": pack_batch(batch), "plan": packed}
-        draws = self.crew.call_each([(member, order)])[0]["draws"]
+        draws = self.group.call_each([(member, order)])[0]["draws"]
         return None if draws is None else unpack_draws(draws)
 
     # All stages.
@@ -210,9 +212,9 @@ class Clustered:
                     # Who counts already may have exchanged a block for an equal one since: the batch then
                     # reads one that was not computed again, and writes what follows from it.
                     self.supervisor.catch_up(min(fresh))
-                orders: list[tuple[Member, Message]]
-                orders = [(member, {"do": do, **fields}) for member in self.crew.members]
-                return self.crew.call_each(orders, patient=patient)
+                orders: list[tuple[StageHandle, Message]]
+                orders = [(member, {"do": do, **fields}) for member in self.group.members]
+                return self.group.call_each(orders, patient=patient)
             except StageGone:
                 fresh = self.supervisor.recover(last=attempt == self.cluster.max_restarts)
         raise AssertionError("the last attempt raises")
@@ -231,7 +233,7 @@ class Clustered:
         self._each("check_replay")
 
     def look_again(self) -> None:
-        """Nobody can edit it."""
+        """Do nothing: the stages have no other users."""
 
     def rebalance(self) -> list[tuple[int, int]]:
         """Divide the layers anew, by what each stage has shown to be able to; sessions go on.
@@ -250,11 +252,11 @@ class Clustered:
         if not self.supervisor.in_order:
             self.supervisor.recover()
         status = self._each("status")
-        members, layout = list(self.crew.members), self.supervisor.staffing.layout
+        members, layout = list(self.group.members), self.supervisor.launcher.layout
         speed = [_speed(member, told) for member, told in zip(members, status, strict=True)]
         room = [m.facts["memory"] + layout.bytes_of(m.first, m.end) for m in members]
         self.supervisor.move(layout.divide(room, speed))
-        return [(member.first, member.end) for member in self.crew.members]
+        return [(member.first, member.end) for member in self.group.members]
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
@@ -279,7 +281,7 @@ class Clustered:
         kinds = ["packed"] if last == "packed" else ["exact"]
         for attempt in range(self.cluster.max_restarts + 1):
             try:
-                for member in self.crew.members:
+                for member in self.group.members:
                     names = self._ask_one(member, "weight_names")
                     for kind in kinds:
                         do = "prepare_weights" if kind == "packed" else "write_weights"
@@ -293,8 +295,8 @@ class Clustered:
                 kinds = ["packed"] if last == "packed" else ["packed", "exact"]
                 self.supervisor.recover(last=attempt == self.cluster.max_restarts)
 
-    def _ask_one(self, member: Member, do: str, **fields: Any) -> Any:
-        return self.crew.call_each([(member, {"do": do, **fields})], patient=True)[0]
+    def _ask_one(self, member: StageHandle, do: str, **fields: Any) -> Any:
+        return self.group.call_each([(member, {"do": do, **fields})], patient=True)[0]
 
     def stamp(self) -> object:
         return None
@@ -305,11 +307,11 @@ class Clustered:
                 "sleep(weights=True): the weights were updated in memory, and would be lost"
             )
         self._asleep = weights
-        members = self.crew.members
+        members = self.group.members
         try:
-            self.crew.call_each([(m, {"do": "sleep", "weights": weights}) for m in members])
+            self.group.call_each([(m, {"do": "sleep", "weights": weights}) for m in members])
         except StageGone:
-            pass  # all have been told; whoever is lost holds nothing, and is replaced at `wake`
+            pass  # all have got the message; a lost stage is replaced at `wake`
 
     def wake(self) -> None:
         if self._asleep is not None:
@@ -317,7 +319,7 @@ class Clustered:
         self._asleep = None
 
     def info(self) -> dict[str, Any]:
-        members = self.crew.members
+        members = self.group.members
         shapes = [member.shape for member in members]
         return {
             "architecture": shapes[0]["architecture"],
@@ -350,8 +352,8 @@ class Clustered:
         supervisor = self.supervisor
         return {
             "cluster": {
-                "stages": len(self.crew.members),
-                "epoch": self.crew.epoch,
+                "stages": len(self.group.members),
+                "epoch": self.group.epoch,
                 "restarts": supervisor.num_restarts,
                 "recovery_s": list(supervisor.recovery_s),
                 "replayed_tokens": supervisor.replayed_tokens,
@@ -380,7 +382,7 @@ def _why_not_recorded(shapes: list[Message]) -> str | None:
     return None
 
 
-def _speed(member: Member, told: Message) -> float:
+def _speed(member: StageHandle, told: Message) -> float:
     """Weights a second, from what a stage has done; from how fast it reads memory, where that is little."""
     if told["frames"] < _FEW_FRAMES or not told["busy_s"]:
         return float(member.facts["speed"])

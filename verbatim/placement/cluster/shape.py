@@ -1,4 +1,4 @@
-"""What others must know of a part of a model."""
+"""The description of a part of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """What others must know of a part.
+    """The description of a part, for the head.
 
     Attributes:
         first, end: its layers, as `Split` counts them.
@@ -59,11 +59,11 @@ class PartShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in, which is what its keys are in."""
+        """The dtype of its activations, which is that of its keys."""
         return self.kv_dtype
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, which JSON can carry."""
+        """Convert to plain data."""
         plain = asdict(self)
         plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
         plain["routed"] = None if self.routed is None else list(self.routed)
@@ -73,7 +73,7 @@ class PartShape:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> PartShape:
-        """From what `as_dict` made; anything else in it is left out."""
+        """Convert from the result of `as_dict`; other keys are ignored."""
         own = {name: plain[name] for name in cls.__dataclass_fields__}
         own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
         own["routed"] = None if own["routed"] is None else tuple(own["routed"])

@@ -36,7 +36,7 @@ class Outside:
 
 
 class Split:
-    """How a skeleton can be cut.
+    """The places where a skeleton can be cut.
 
     It is found out by letting the model's own code run around layers that do nothing (`Outline`): what
     reaches a layer beside the hidden states of the layer before it must be there on every part.
@@ -110,7 +110,7 @@ class Split:
         self.cuts = [cut for cut in range(1, self.num_layers) if cut not in self.blocked]
 
     def check(self, first: int, end: int) -> None:
-        """May layers `first` to `end` (exclusive) be a part?
+        """Check that layers `first` to `end` (exclusive) can be a part.
 
         Raises:
             InvalidRequest: there are no such layers.
@@ -130,7 +130,7 @@ class Split:
     def parameters(
         self, first: int, end: int, *, embeds: bool = False, exits: bool = False
     ) -> list[nn.Parameter]:
-        """The parameters of the skeleton that the part needs, tied ones once.
+        """Return the parameters of the skeleton that the part needs, tied ones once.
 
         Args:
             embeds: those of the embedding in any case.
@@ -155,11 +155,11 @@ class Split:
 
     @property
     def embedding_bytes(self) -> int:
-        """What it takes on the last part, where that would not have it anyway."""
+        """Bytes of the embedding on the last part, 0 if it is there anyway."""
         return self._nbytes(self.embedding - self.outside.after - self.outside.beside)
 
     def weight_bytes(self, first: int, end: int) -> int:
-        """What these take in memory."""
+        """Return the bytes of these parameters."""
         return self._nbytes(self.parameters(first, end))
 
     def _nbytes(self, parameters: Iterable[nn.Parameter]) -> int:
@@ -182,7 +182,7 @@ class Split:
 
 
 def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, Outline]:
-    """The list of layers, and the outline of the model around it."""
+    """Return the list of layers, and the outline of the model around it."""
     reason = UnsupportedModel("it has no list of layers")
     for layers in _candidates(inner):
         try:
@@ -195,7 +195,7 @@ def _outline(module: nn.Module, inner: Any) -> tuple[nn.ModuleList, Outline]:
 
 
 def _candidates(inner: Any) -> list[nn.ModuleList]:
-    """Lists of modules that are in no other list: those of the decoder first, the largest first."""
+    """Return lists of modules that are in no other list: the decoder's first, the largest first."""
     found: dict[int, nn.ModuleList] = {}
 
     def walk(module: nn.Module) -> list[nn.ModuleList]:
@@ -215,7 +215,7 @@ def _candidates(inner: Any) -> list[nn.ModuleList]:
 
 
 def _outside(outline: Outline) -> Outside:
-    """Which parameters change what, found by taking their numbers away, half of them at a time."""
+    """Find where each parameter has an effect, by setting half of them to NaN at a time."""
     before: set[nn.Parameter] = set()
     beside: set[nn.Parameter] = set()
     after: set[nn.Parameter] = set(outline.head_parameters)
@@ -245,7 +245,7 @@ def _outside(outline: Outline) -> Outside:
 
 
 def _changes(plain: Walk, other: Walk) -> set[tuple[int, str]]:
-    """(layer in the order of the walk, what of its arguments) that differ; the logits stand behind them."""
+    """Return (index of the call, argument) that differ; the logits come after the last call."""
     if [e.index for e in other.entries] != [e.index for e in plain.entries]:
         raise UnsupportedModel("which of its layers run depends on numbers")
     found: set[tuple[int, str]] = set()
@@ -261,7 +261,7 @@ def _changes(plain: Walk, other: Walk) -> set[tuple[int, str]]:
 
 
 def _blocked_by_flows(outline: Outline) -> dict[int, str]:
-    """Cuts across which more than the hidden states of one layer to the next would have to go."""
+    """Return cuts across which more than the hidden states of one layer would be needed."""
     count, blocked = len(outline.plain.entries), {}
     for i, entry in enumerate(outline.plain.entries):
         allowed = {(i + 1, "hidden") if i + 1 < count else (count, "logits")}
@@ -277,7 +277,7 @@ def _blocked_by_flows(outline: Outline) -> dict[int, str]:
 
 
 def _blocked_by_objects(plain: Walk, inner: Any) -> dict[int, str]:
-    """Cuts across which layers share keys and values, or something that nobody knows."""
+    """Return cuts across which layers share keys and values, or unknown objects."""
     count = len(plain.entries)
     names = {name for entry in plain.entries for name in entry.objects}
     if not names:

@@ -17,7 +17,7 @@ from typing import Any
 
 from verbatim.errors import VerbatimError
 from verbatim.placement.cluster.layers import Layers
-from verbatim.placement.cluster.link import Address, Door, Link, LinkLost
+from verbatim.placement.cluster.link import Address, Link, LinkLost, Listener
 from verbatim.placement.cluster.neighbours import Neighbours
 from verbatim.placement.cluster.wire import Garbage
 from verbatim.placement.cluster.work import Work, answer, described
@@ -59,29 +59,29 @@ class Stage:
         self._steps = Work(self._layers, self._neighbours)
         self._computing = threading.Lock()
         self._busy_since: float | None = None
-        self._door = Door(key, host, self.let_in)
-        self.address: Address = (host, self._door.port)
+        self._listener = Listener(key, host, self.accept)
+        self.address: Address = (host, self._listener.port)
         self._worker = threading.Thread(target=self._work, name="verbatim-stage", daemon=True)
         self._worker.start()
 
     def close(self) -> None:
-        """Hang up and free everything."""
+        """Close all connections, and free everything."""
         if self._neighbours.close():
-            self._door.close()
+            self._listener.close()
             self._inbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of what is being computed."""
+        """Wait for the end of the computation in progress."""
         self._worker.join(timeout_s)
         if self._computing.acquire(timeout=timeout_s):
             self._computing.release()
 
     def warm(self, model: Message) -> None:
-        """Make ready to hold layers of a model soon."""
+        """Inspect a model in advance."""
         self._layers.warm(model)
 
     def status(self) -> Message:
-        """What this stage holds and has done, as plain values."""
+        """Return the state of this stage, as plain values."""
         neighbours = self._neighbours
         return {
             **self._layers.status(),
@@ -97,8 +97,8 @@ class Stage:
 
     # What is heard: a thread for each connection.
 
-    def let_in(self, who: Message, link: Link) -> None:
-        """Serve whoever proved to know the key, until the link is lost."""
+    def accept(self, who: Message, link: Link) -> None:
+        """Serve an authenticated peer until the link is lost."""
         role = who.get("role")
         if role == "head":
             self._neighbours.take_head(link)
@@ -122,14 +122,14 @@ class Stage:
             link.close()
 
     def _hear(self, link: Link, message: Message) -> None:
-        """One message of the stage before."""
+        """Handle a message of the previous stage."""
         if message.get("do") == "echo":
             link.send({})
         else:
             self._compute(link, message)
 
     def _order(self, link: Link, message: Message) -> None:
-        """One message of the head: what can wait goes to the thread that computes."""
+        """Handle a message of the head; most are queued for the computing thread."""
         do = str(message.get("do"))
         if do == "ping":
             answer(link, message, self._ping)
@@ -149,7 +149,7 @@ class Stage:
     # What is done: one thing at a time.
 
     def _work(self) -> None:
-        """Do what the head asks for, one thing after another."""
+        """Handle queued messages, one after another."""
         while (entry := self._inbox.get()) is not None:
             self._compute(*entry)
         with self._computing:

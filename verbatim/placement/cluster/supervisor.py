@@ -1,9 +1,9 @@
-"""Who takes a lost stage's place, and how it comes to hold what was lost.
+"""Replacement of lost stages, and recomputation of their KV cache.
 
 A stage is its layers' weights, which lie in the checkpoint, and K and V, which follow from the hidden
 states that went in. Those are computed again for the sequences that hold blocks: from what the stage
 before has kept of its output, where it has all of it, else from further up, in the end from the ids. No
-row's bits depend on when it is computed, so nobody can tell afterwards.
+row's bits depend on when it is computed, so the outputs stay the same.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from verbatim.batch import Batch
 from verbatim.errors import OutOfBlocks, StageFailed, VerbatimError
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.crew import Member, Message, StageGone, error_of
+from verbatim.placement.cluster.group import Message, StageGone, StageHandle, error_of
 from verbatim.placement.cluster.messages import Mark, pack_batch
 from verbatim.placement.cluster.plan import Range
-from verbatim.placement.cluster.staffing import Staffing
+from verbatim.placement.cluster.stage_launcher import StageLauncher
 
 _LOOK_S = 5.0  # between two looks for machines that have joined
 _log = logging.getLogger("verbatim.cluster")
 
 
 class Supervisor:
-    """Sees to it that every place in the line is filled, by somebody who holds what it must.
+    """Keeps every stage alive, with the KV cache that it must have.
 
     Attributes:
         held: gives batches that compute whatever K and V are held now, without logits.
-        at_rest: does nobody hold K and V?
+        at_rest: returns whether no sequence holds K and V.
         recovery_s: how long each recovery so far has taken.
         step: the last piece of work that was sent out.
         weights: "files", as they are in the checkpoint, "updated" in memory, or "mixed", while that is done
             or where it went wrong.
     """
 
-    def __init__(self, staffing: Staffing, cluster: Cluster) -> None:
-        self.staffing = staffing
-        self.crew = staffing.crew
+    def __init__(self, launcher: StageLauncher, cluster: Cluster) -> None:
+        self.launcher = launcher
+        self.group = launcher.group
         self.cluster = cluster
         self.held: Callable[[], list[Batch]] = list
         self.at_rest: Callable[[], bool] = lambda: False
@@ -57,13 +57,13 @@ class Supervisor:
 
     @property
     def in_order(self) -> bool:
-        """Is everybody there, as far as is known, connected, and with the K and V that are in use?"""
-        return self.staffing.connected and not any(
-            member.lost is not None or member.behind for member in self.crew.members
+        """Whether all stages are alive, as far as is known, connected, and have the KV in use."""
+        return self.launcher.connected and not any(
+            member.lost is not None or member.behind for member in self.group.members
         )
 
     def recover(self, *, last: bool = False) -> set[int]:
-        """Fill the places of all that are lost, connect anew, and compute again what they held.
+        """Replace all lost stages, connect again, and recompute their KV.
 
         What Ctrl-C breaks off here is taken up again by the next call.
 
@@ -76,8 +76,8 @@ class Supervisor:
         Raises:
             StageFailed: it can't be done; names the stage and the reason.
         """
-        if self.weights == "updated" and self.crew.lost:
-            lost = "; ".join(map(str, self.crew.lost))
+        if self.weights == "updated" and self.group.lost:
+            lost = "; ".join(map(str, self.group.lost))
             raise StageFailed(
                 f"{lost}: its weights were updated in memory, and are lost; call update_weights again"
             )
@@ -85,11 +85,11 @@ class Supervisor:
         reason: object = f"max_restarts={self.cluster.max_restarts}"
         gone: list[str] = []
         for _ in range(0 if last else self.cluster.max_restarts):
-            gone = [str(member) for member in self.crew.lost] or gone
+            gone = [str(member) for member in self.group.lost] or gone
             try:
                 self._replace_lost()
-                self.staffing.connect()
-                fresh = {m.index for m in self.crew.members if m.behind}
+                self.launcher.connect()
+                fresh = {m.index for m in self.group.members if m.behind}
                 self._replay(fresh)
             except StageGone as error:
                 reason = error
@@ -97,22 +97,22 @@ class Supervisor:
             except (VerbatimError, OSError) as error:
                 reason = error
                 break
-            for member in self.crew.members:
+            for member in self.group.members:
                 member.behind = False
             took = time.monotonic() - begin
             self.recovery_s.append(took)
             _log.warning("%s; replaced in %.2f s", "; ".join(gone) or "connections lost", took)
             self.prepare_spares()
             return fresh
-        gone = gone or [str(member) for member in self.crew.lost] or ["a stage"]
+        gone = gone or [str(member) for member in self.group.lost] or ["a stage"]
         raise StageFailed(f"{'; '.join(gone)}: it could not be replaced: {reason}")
 
     def prepare_spares(self) -> None:
-        """Have processes ready for the next loss, made in the background."""
-        self.staffing.hosts.prepare(self.cluster.spares, self.staffing.model)
+        """Start spare processes in the background."""
+        self.launcher.hosts.prepare(self.cluster.spares, self.launcher.model)
 
     def _replace_lost(self) -> None:
-        lost, hosts = self.crew.lost, self.staffing.hosts
+        lost, hosts = self.group.lost, self.launcher.hosts
         for member in lost:
             member.give_up()
         silent = {m.host.machine for m in lost if not hosts.reachable(m.host)}
@@ -120,12 +120,12 @@ class Supervisor:
             self._fill(old, silent)
             self.num_restarts += 1
 
-    def _fill(self, old: Member, silent: set[str]) -> None:
-        """Put somebody in the place of `old`, on whatever machine can hold its layers."""
+    def _fill(self, old: StageHandle, silent: set[str]) -> None:
+        """Replace the stage `old`, on any machine that can hold its layers."""
         why: Exception | None = None
         while True:
             try:
-                (new,) = self.staffing.hire(1, silent | self._shunned)
+                (new,) = self.launcher.launch(1, silent | self._shunned)
             except NoHost as error:
                 raise why or error from None
             try:
@@ -138,25 +138,25 @@ class Supervisor:
             else:
                 return
 
-    def _take_the_place(self, old: Member, new: Member, silent: set[str]) -> None:
-        """Let `new` hold the layers of `old`; with somebody else, where it hasn't the memory for all."""
-        staffing, filled, ranges = self.staffing, [new], [(old.first, old.end)]
+    def _take_the_place(self, old: StageHandle, new: StageHandle, silent: set[str]) -> None:
+        """Open the layers of `old` on `new`, and on a second process if it lacks the memory for all."""
+        launcher, filled, ranges = self.launcher, [new], [(old.first, old.end)]
         try:
-            if staffing.layout.bytes_of(*ranges[0]) > new.facts["memory"]:
-                filled += staffing.hire(1, silent | self._shunned)
+            if launcher.layout.bytes_of(*ranges[0]) > new.facts["memory"]:
+                filled += launcher.launch(1, silent | self._shunned)
                 room = [member.facts["memory"] for member in filled]
-                ranges = staffing.layout.divide(room, [1.0, 1.0], ranges[0])
-            staffing.open(filled, ranges)
-            place = self.crew.members.index(old)
-            line = [*self.crew.members[:place], *filled, *self.crew.members[place + 1 :]]
+                ranges = launcher.layout.divide(room, [1.0, 1.0], ranges[0])
+            launcher.open(filled, ranges)
+            place = self.group.members.index(old)
+            line = [*self.group.members[:place], *filled, *self.group.members[place + 1 :]]
             for member in filled:
                 member.restarts, member.behind = old.restarts + 1, True
-            staffing.allocate_some(filled, line)
+            launcher.allocate_some(filled, line)
         except BaseException:
             for member in filled:
                 member.give_up()
             raise
-        self.crew.members = line
+        self.group.members = line
         for index, member in enumerate(line):
             member.index = index
 
@@ -165,7 +165,7 @@ class Supervisor:
         self._shunned.add(machine)
 
     def note_copies(self, copies: list[tuple[int, int]]) -> None:
-        """Blocks are about to be copied, (from, to): what a stage keeps of one it keeps of the other.
+        """Record that blocks are about to be copied, (from, to), with the hidden states kept of them.
 
         So of a block that began as a copy of one beyond what is kept, the beginning is not there either.
         """
@@ -177,24 +177,24 @@ class Supervisor:
                 self._copied.pop(target, None)
 
     def catch_up(self, first: int) -> None:
-        """Let all stages from this one on compute once more what is held, behind all that was sent out.
+        """Let all stages from this one on recompute the KV in use, after all work sent so far.
 
         It goes through those before, too: what was sent out must not be overtaken.
 
         Raises:
-            StageGone: somebody is lost meanwhile; these stages must catch up with the others, too.
+            StageGone: a stage is lost meanwhile; these stages must catch up with the others, too.
         """
-        members = self.crew.members[first:]
+        members = self.group.members[first:]
         for member in members:
             member.behind = True
         for batch in self.held():
             self.replayed_tokens += batch.num_tokens
-            self._walk(batch, self.crew.members[0], len(self.crew.members) - 1, kept=False)
+            self._walk(batch, self.group.members[0], len(self.group.members) - 1, kept=False)
         for member in members:
             member.behind = False
 
     def _replay(self, places: set[int]) -> None:
-        """Let these places compute what is held, and nobody else but who lies between."""
+        """Let these stages recompute the KV in use, and those between them pass it on."""
         if not places:
             return
         first, last = min(places), max(places)
@@ -205,15 +205,15 @@ class Supervisor:
             start, kept = first, False
             while start > 0 and not kept:
                 start -= 1
-                kept = start not in places and highest < self.crew.members[start].kept_blocks
-            self._walk(batch, self.crew.members[start], last, kept=kept)
+                kept = start not in places and highest < self.group.members[start].kept_blocks
+            self._walk(batch, self.group.members[start], last, kept=kept)
 
-    def _walk(self, batch: Batch, start: Member, last: int, *, kept: bool) -> None:
+    def _walk(self, batch: Batch, start: StageHandle, last: int, *, kept: bool) -> None:
         self.step += 1
         step = self.step
         self.send(batch, step, start.index, last, kept=kept, replays=True)
         while True:
-            for member, report in self.crew.wait_for_report():
+            for member, report in self.group.wait_for_report():
                 if report.get("ended", [0, 0, 0])[1] == step:
                     return
                 self.raise_if_failed(member, report, step)
@@ -231,17 +231,17 @@ class Supervisor:
         kept: bool = False,
         replays: bool = False,
     ) -> None:
-        """Tell the stages from `first` to `stop` of a micro-batch; the hidden states go from one to the next.
+        """Send a micro-batch to the stages from `first` to `stop`; hidden states go from one to the next.
 
         Args:
             part, parts: which micro-batch of the step it is, and of how many.
             fresh: places that make no copies of blocks.
             kept: the first one doesn't compute, but hands on what it has kept.
-            replays: nobody draws from it.
+            replays: it is a recomputation, and not sampled from.
         """
         work = {
             "do": "work",
-            **Mark(self.crew.epoch, step, part)._asdict(),
+            **Mark(self.group.epoch, step, part)._asdict(),
             "parts": parts,
             "first": first,
             "stop": stop,
@@ -250,25 +250,25 @@ class Supervisor:
             "replays": replays,
             "batch": pack_batch(batch),
         }
-        for member in self.crew.members[first : stop + 1]:
+        for member in self.group.members[first : stop + 1]:
             member.send(work)
 
-    def raise_if_failed(self, member: Member, report: Message, step: int) -> None:
-        """Raise what a stage reports of this step, if it is an error, or of the connection behind it."""
-        if report.get("epoch") != self.crew.epoch:
+    def raise_if_failed(self, member: StageHandle, report: Message, step: int) -> None:
+        """Raise the error that a stage reports of this step, or of its connection to the next stage."""
+        if report.get("epoch") != self.group.epoch:
             return
         if "unreachable" in report:
-            raise StageGone([self.crew.cut_off(member, report["unreachable"])])
+            raise StageGone([self.group.cut_off(member, report["unreachable"])])
         if report.get("failed") == step:
             raise error_of(report["error"], str(member))
 
     def move(self, ranges: list[Range]) -> None:
-        """Let the stages hold these ranges of layers from now on; who held others computes anew.
+        """Move layers: stages with other ranges than these open them, and recompute their KV.
 
         Raises:
             StageFailed: a stage was lost meanwhile, and can't be replaced.
         """
-        members = self.crew.members
+        members = self.group.members
         changed = {
             member: wanted
             for member, wanted in zip(members, ranges, strict=True)
@@ -277,8 +277,8 @@ class Supervisor:
         try:
             for member in changed:
                 member.behind, member.shape = True, {}
-            self.staffing.open(list(changed), list(changed.values()))
-            self.staffing.allocate_some(list(changed), members)
+            self.launcher.open(list(changed), list(changed.values()))
+            self.launcher.allocate_some(list(changed), members)
         except BaseException as error:
             for member in changed:
                 member.lost = member.lost or "it was to hold other layers, which went wrong"
@@ -289,25 +289,25 @@ class Supervisor:
     def take_in_joined(self) -> None:
         """Move a stage to a machine that has none, from one that has several.
 
-        It is looked at now and then, and only while nobody holds K and V.
+        It checks now and then, and only while no sequence holds K and V.
         """
         now = time.monotonic()
         if now < self._next_look or self.weights != "files" or not self.at_rest():
             return
         self._next_look = now + _LOOK_S
-        on = Counter(member.host.machine for member in self.crew.members)
+        on = Counter(member.host.machine for member in self.group.members)
         known = set(on) | self._shunned
         try:
-            free = [m for m in self.staffing.hosts.machines() if m not in known]
+            free = [m for m in self.launcher.hosts.machines() if m not in known]
         except NoHost as error:
-            _log.warning("nobody can tell which machines have joined: %s", error)
+            _log.warning("the machines that have joined can't be listed: %s", error)
             return
-        crowded = [member for member in self.crew.members if on[member.host.machine] > 1]
+        crowded = [member for member in self.group.members if on[member.host.machine] > 1]
         if not free or not crowded:
             return
         old = crowded[-1]
         try:
-            (new,) = self.staffing.hire(1, known | set(free[1:]))
+            (new,) = self.launcher.launch(1, known | set(free[1:]))
             self._take_the_place(old, new, known | set(free[1:]))
         except (VerbatimError, OSError) as error:
             self._shun(free[0], error)
@@ -318,5 +318,5 @@ class Supervisor:
         self.recover()
 
     def close(self) -> None:
-        """Let everybody go."""
-        self.staffing.close()
+        """End all stages."""
+        self.launcher.close()

@@ -1,4 +1,4 @@
-"""Messages as bytes: plain data in JSON, and behind it the arrays as they lie in memory.
+"""Encoding of messages: plain data as JSON, followed by the arrays as they are in memory.
 
 Nothing that is read can run: there are numbers, text, lists, mappings with text for keys, and tensors.
 """
@@ -47,7 +47,7 @@ class Garbage(VerbatimError):
 
 
 def encode(message: Mapping[str, Any]) -> list[Buffer]:
-    """`message` as buffers that are sent one after another.
+    """Encode a message as buffers that are sent one after another.
 
     Raises:
         TypeError: it holds something else than plain data and tensors on the CPU.
@@ -70,7 +70,7 @@ def encode(message: Mapping[str, Any]) -> list[Buffer]:
 
 
 def sizes(prefix: bytes) -> tuple[int, int]:
-    """The bytes of JSON and of arrays that follow these `PREFIX.size` bytes.
+    """Return the bytes of JSON and of arrays that follow these `PREFIX.size` bytes.
 
     Raises:
         Garbage: nothing of ours begins like that.
@@ -82,7 +82,7 @@ def sizes(prefix: bytes) -> tuple[int, int]:
 
 
 def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
-    """The message again; its tensors lie in `arrays`.
+    """Decode a message, whose tensors are views of `arrays`.
 
     Raises:
         Garbage: this is no message.
@@ -100,7 +100,7 @@ def decode(header: bytes, arrays: bytearray) -> dict[str, Any]:
 
 
 class _Arrays:
-    """Hands out the arrays in the order in which JSON names them."""
+    """The arrays of a message, in the order of the JSON."""
 
     def __init__(self, raw: bytearray) -> None:
         self._raw = raw

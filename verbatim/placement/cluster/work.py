@@ -1,4 +1,4 @@
-"""What a stage has to do with each step: run its layers, hand on, or draw at the end of the line."""
+"""The steps of a stage: run its layers, and send hidden states on, or sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verbatim.placement.cluster.link import Link, LinkLost
 from verbatim.placement.cluster.messages import Mark, pack_draws, unpack_batch, unpack_plan
 from verbatim.placement.cluster.neighbours import Neighbours
 
-_SPANS = 4096  # of the past, kept for whoever draws a picture
+_SPANS = 4096  # of the past, for benchmarks
 _RECENT_S = 10.0  # over which the speed is told
 
 Message = dict[str, Any]
@@ -27,7 +27,7 @@ _NO_ROWS: Message = {"hidden": None, "busy": [], "hops": [], "sent": ["", 0.0]}
 
 
 class Work:
-    """The steps of one stage. Its owner lets one thread at a time in.
+    """The steps of one stage. One thread at a time may call it.
 
     Attributes:
         done: the last piece of work that was begun; what is not behind it is refused.
@@ -47,7 +47,7 @@ class Work:
         self._waiting: dict[int, list[tuple[Link, Message]]] = {}  # until that is there
 
     def status(self) -> Message:
-        """What was done so far, as plain values."""
+        """Return counts and timings, as plain values."""
         since = time.time() - _RECENT_S
         recent = sum(tokens for *_, end, tokens in self.spans.copy() if end > since)
         return {
@@ -60,7 +60,7 @@ class Work:
     def take(self, do: str, message: Message) -> None:
         """A micro-batch comes in two halves: the work from the head, and hidden states from the stage before.
 
-        The head tells all stages at once, so that nobody unpacks a batch while rows wait for it.
+        The head tells all stages at once, so that batches are unpacked before their hidden states arrive.
         """
         try:
             mark = Mark(message["epoch"], message["step"], message["part"])
@@ -85,7 +85,7 @@ class Work:
             self._neighbours.tell({**_failed(message), "error": described(error)})
 
     def _expect(self, mark: Mark, work: Message) -> None:
-        """Use the time until the hidden states come to have memory ready for them."""
+        """Prepare a buffer for hidden states that have not arrived yet."""
         part = self._layers.part
         if part is not None:
             shape = work["batch"].num_tokens, part.shape.hidden_size
@@ -94,7 +94,7 @@ class Work:
             self._neighbours.expect(rows)
 
     def _run(self, mark: Mark, work: Message, rows: Message) -> None:
-        """One micro-batch: through these layers, and on to the next stage."""
+        """Run one micro-batch, and send it to the next stage."""
         self.done = mark
         batch, hidden, (clock, sent) = work["batch"], rows["hidden"], rows["sent"]
         kept = work["kept"] and work["first"] == self._neighbours.index
@@ -115,7 +115,7 @@ class Work:
             self._note(mark, batch.num_tokens, begin, ended)
 
     def _note(self, mark: Mark, num_tokens: int, begin: float, ended: float) -> None:
-        """Keep the books of what was done between these two, by the monotonic clock."""
+        """Record the time of a piece of work, by the monotonic clock."""
         for old in [other for other in self._halves if other <= mark]:
             del self._halves[old]
         self.num_frames += 1
@@ -125,7 +125,7 @@ class Work:
         self.spans.append((mark.step, mark.part, begin + ahead, ended + ahead, num_tokens))
 
     def _keep(self, step: int, parts: int, made: Made) -> None:
-        """The end of the line: logits stay here for whoever draws from them."""
+        """Keep the logits of the last stage until they are sampled."""
         for past in (self._made, self._waiting):
             for old in [other for other in past if other < step]:
                 del past[old]
@@ -165,7 +165,7 @@ class Work:
 
 
 def answer(link: Link, message: Message, do: Callable[[Message], Any]) -> None:
-    """Do what a message says and send back what comes of it."""
+    """Call a function with a message, and send its result or error back."""
     told: Message = {"call": message.get("call")}
     try:
         told["result"] = do(message)
@@ -174,16 +174,16 @@ def answer(link: Link, message: Message, do: Callable[[Message], Any]) -> None:
     try:
         link.send(told)
     except LinkLost:
-        pass  # the head is gone, and whoever reads from it knows
+        pass  # the head is gone, which the thread that reads from it notices
 
 
 def described(error: Exception) -> list[str]:
-    """An error as plain data: the name of its class, and what it says."""
+    """Describe an error as plain data: class name and message."""
     return [type(error).__name__, str(error) or type(error).__name__]
 
 
 def _rows(mark: Mark, made: Made, ended: float) -> Message:
-    """What the next stage is told."""
+    """Return the message for the next stage."""
     return {
         "do": "rows",
         "epoch": mark.epoch,
@@ -201,11 +201,11 @@ def _failed(message: Message) -> Message:
 
 
 def _clock() -> str:
-    """What processes have in common that read the same monotonic clock."""
+    """Return an id of the monotonic clock, equal for processes of the same boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return secrets.token_hex(8)  # nobody's
+        return secrets.token_hex(8)  # equal to no other
 
 
 _CLOCK = _clock()

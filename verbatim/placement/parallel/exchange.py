@@ -1,4 +1,4 @@
-"""Experts on several ranks that have tokens of their own: rows go to where their experts are, and back."""
+"""Expert parallelism: rows are sent to the ranks of their experts, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY_BYTES = 256
 
 
 class Group:
-    """A process group of the user's. Nothing here gathers columns: only experts are shared."""
+    """The user's process group, which only exchanges rows of experts."""
 
     def __init__(self, group: Any) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -47,13 +47,13 @@ class Group:
         self.group = None
 
     def gather(self, own: Tensor) -> Tensor:
-        """What each rank has, of one shape, behind one another."""
+        """Return the tensors of all ranks, of one shape, stacked."""
         found = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(found, own, group=self.group)
         return torch.stack(found)
 
     def send_rows(self, rows: Tensor, counts: list[int], coming: list[int]) -> Tensor:
-        """`counts[r]` of `rows` `[n, H]`, as they stand, to rank r; `coming[r]` from it, `[sum, H]`."""
+        """Send `counts[r]` of the rows `[n, H]` to rank r; return `coming[r]` rows from each, `[sum, H]`."""
         rows = rows.contiguous()
         found = rows.new_empty(sum(coming), rows.shape[1])
         width = rows.shape[1] * rows.itemsize
@@ -62,7 +62,7 @@ class Group:
         return found
 
     def check_equal(self, key: str) -> None:
-        """All ranks must say the same.
+        """Check that all ranks have the same key.
 
         Raises:
             NotSupported: they don't, so they would not give the same bits.
@@ -77,7 +77,7 @@ class Group:
 
 
 def differing(rank: int, key: str, first: str) -> str:
-    """Why ranks with these numerics keys can't work together."""
+    """Return why ranks with these numerics keys can't work together."""
     return (
         f"rank {rank} has the numerics key {key!r} and rank 0 {first!r}: together they would not give the "
         "bits of either; all ranks need the same processor features, kernels and dtypes"
@@ -96,7 +96,7 @@ class ExchangedExperts(ExpertShare):
         self._group = group
 
     def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """What `run_experts` gives with all experts in one place; all ranks come here at once."""
+        """Return the result of `run_experts` with all experts in one place; all ranks call it together."""
         group, bounds = self._group, self.bounds
         sent = [sum(counts[a:b]) for a, b in pairwise(bounds)]
         everybodys = group.gather(torch.tensor(counts, dtype=torch.int64))  # [ranks, experts]

@@ -1,4 +1,4 @@
-"""What a rank that only follows knows of the model: as much as rank 0 has told it."""
+"""The runner of a rank other than 0 of ranks that the user started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import NotSupported
-from verbatim.placement.parallel.member import Member
+from verbatim.placement.parallel.rank_worker import RankWorker
 from verbatim.protocols import Forward, Runner
 
 _ATTRIBUTES = (
@@ -41,7 +41,7 @@ def described(runner: Runner) -> dict[str, Any]:
 
 
 class Following:
-    """A Runner for the door alone: requests are checked here as on rank 0, and run there.
+    """A Runner for admission only: requests are checked here as on rank 0, and run there.
 
     Args:
         member: what does rank 0's work here.
@@ -50,7 +50,7 @@ class Following:
 
     num_forwards = 0
 
-    def __init__(self, member: Member, told: Mapping[str, Any]) -> None:
+    def __init__(self, member: RankWorker, told: Mapping[str, Any]) -> None:
         self.vocab_size: int = told["vocab_size"]
         self.block_size: int = told["block_size"]
         self.num_blocks: int = told["num_blocks"]
@@ -81,7 +81,7 @@ class Following:
             raise NotSupported(self._replay_reason)
 
     def look_again(self) -> None:
-        """Nobody else can edit the module."""
+        """Do nothing: the module has no other users."""
 
     def info(self) -> dict[str, Any]:
         return self._info
@@ -101,7 +101,7 @@ class Following:
         raise self._refused("sleep")
 
     def wake(self) -> None:
-        """It never sleeps by itself."""
+        """Do nothing: it never sleeps by itself."""
 
     def close(self) -> None:
         self.member.close()

@@ -1,4 +1,4 @@
-"""K and V of some heads: this rank's share of attention."""
+"""This rank's share of attention: some heads with their K and V."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verbatim.model.shard import Ranks, bounds_of
 
 @functools.cache
 def split_heads(query_heads: int, kv_heads: int, size: int) -> tuple[list[int], list[slice]]:
-    """Share heads out: whole KV heads with their query heads, or where there are too few of those, each KV
+    """Split heads over ranks: whole KV heads with their query heads, or, if there are too few, each KV
     head to several ranks, which share its query heads.
 
     Returns:
@@ -46,7 +46,7 @@ def split_heads(query_heads: int, kv_heads: int, size: int) -> tuple[list[int], 
 
 
 class HeadStore(KVStore):
-    """A `KVStore` that is handed all heads, keeps and attends with this rank's, and gets what others made.
+    """A `KVStore` that keeps and attends with this rank's heads, and gathers the others' results.
 
     Args:
         layers: of the whole model.
@@ -120,7 +120,7 @@ class HeadStore(KVStore):
 def own_layers(
     layers: Sequence[LayerShape], query_heads: Sequence[int], rank: int, size: int
 ) -> list[LayerShape]:
-    """What `rank` keeps of each token.
+    """Return what `rank` keeps of each token.
 
     Raises:
         NotSupported: the heads can't be shared by so many ranks.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.crew import Host
+from verbatim.placement.cluster.group import Host
 from verbatim.placement.cluster.hosts import versions
 from verbatim.placement.cluster.link import Address
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
-from verbatim.placement.parallel.crew import Crew
+from verbatim.placement.parallel.group import RankGroup
 
 
 class RankHost:
@@ -31,16 +31,16 @@ class RankHosts:
     """One stage on each rank, rank 0 last, which has the head then; none of them can be replaced.
 
     Args:
-        crew: the other ranks, all connected.
+        group: the other ranks, all connected.
         timeout_s: within which they answer.
     """
 
-    def __init__(self, crew: Crew, timeout_s: float) -> None:
-        self.key = crew.key
-        self._crew = crew
-        crew.tell({"do": "stage"})
-        answers = sorted(crew.answers(timeout_s).items())
-        own = Stage(crew.key, HOST)
+    def __init__(self, group: RankGroup, timeout_s: float) -> None:
+        self.key = group.key
+        self._group = group
+        group.tell({"do": "stage"})
+        answers = sorted(group.answers(timeout_s).items())
+        own = Stage(group.key, HOST)
         self._hosts = [RankHost(rank, (HOST, answer["port"])) for rank, answer in answers]
         self._hosts.append(RankHost(0, own.address, own))
         self._left = list(self._hosts)
@@ -66,4 +66,4 @@ class RankHosts:
     def close(self) -> None:
         for host in self._hosts:
             host.kill()
-        self._crew.close()
+        self._group.close()

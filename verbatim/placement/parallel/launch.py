@@ -1,4 +1,4 @@
-"""Is this process one of several that the user started, and how do they find each other?"""
+"""Ranks that the user started: detection, and the exchange of an address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _stores: list[Any] = []  # that of torchrun; made once, and kept for as long as 
 
 
 def launched() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the user started them; (0, 1) if nobody did."""
+    """Return this process's rank and the number of ranks that the user started; (0, 1) without ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if all(name in os.environ for name in _TORCHRUN):
@@ -38,7 +38,7 @@ def check_size(size: int, world: int) -> None:
 
 
 def share_place(rank: int, place: tuple[int, bytes] | None) -> tuple[int, bytes]:
-    """Rank 0's `place`, a port and a key, on all ranks.
+    """Broadcast rank 0's `place`, a port and a key.
 
     Raises:
         InvalidRequest: the ranks are on several machines.

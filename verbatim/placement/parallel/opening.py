@@ -1,4 +1,4 @@
-"""From a folder and a placement on several ranks to a runner."""
+"""Opening of a model on several ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.launcher import HOST
 from verbatim.placement.options import EngineOptions, Placed
 from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel, TensorParallel
-from verbatim.placement.parallel.crew import Crew
 from verbatim.placement.parallel.exchange import ExchangedExperts, Group, differing
 from verbatim.placement.parallel.following import Following, described
+from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore, own_layers
 from verbatim.placement.parallel.hosts import RankHosts
 from verbatim.placement.parallel.launch import check_size, launched, share_place
-from verbatim.placement.parallel.member import Member
+from verbatim.placement.parallel.rank_worker import RankWorker
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.placement.parallel.runner import Leading
 from verbatim.placement.parallel.share import Shared, open_share, take_share
@@ -71,12 +71,12 @@ def open_tensor_parallel(
     if rank:
         return _follow(rank, loaded, options, choice.timeout_s)
     with ExitStack() as undo:
-        crew = _gather(choice.size, world, choice.timeout_s)
-        undo.callback(crew.close)
-        leading = _lead(crew, loaded, source, choice, options, limit, draft)
-        crew.tell({"do": "ready", **described(leading)})
+        group = _gather(choice.size, world, choice.timeout_s)
+        undo.callback(group.close)
+        leading = _lead(group, loaded, source, choice, options, limit, draft)
+        group.tell({"do": "ready", **described(leading)})
         undo.pop_all()
-    return Placed(leading, options, crew if world > 1 else None)
+    return Placed(leading, options, group if world > 1 else None)
 
 
 def open_pipeline_parallel(
@@ -99,30 +99,30 @@ def open_pipeline_parallel(
         return open_cluster(loaded, source, local, options, limit, draft)
     if rank:
         return _follow(rank, loaded, options, choice.timeout_s)
-    crew = _gather(choice.size, world, choice.timeout_s)
-    ranks = replace(cluster, hosts=RankHosts(crew, choice.timeout_s), spares=0)
+    group = _gather(choice.size, world, choice.timeout_s)
+    ranks = replace(cluster, hosts=RankHosts(group, choice.timeout_s), spares=0)
     placed = open_cluster(loaded, source, ranks, options, limit, draft)
     try:
-        crew.tell({"do": "ready", **described(placed.runner)})
+        group.tell({"do": "ready", **described(placed.runner)})
     except BaseException:
         placed.runner.close()
         raise
-    return replace(placed, together=crew)
+    return replace(placed, together=group)
 
 
-def _gather(size: int, world: int, timeout_s: float) -> Crew:
+def _gather(size: int, world: int, timeout_s: float) -> RankGroup:
     """Connect to the other ranks, after starting them if the user has not."""
-    crew = Crew(size)
+    group = RankGroup(size)
     try:
         if world > 1:
-            share_place(0, (crew.port, crew.key))
+            share_place(0, (group.port, group.key))
         else:
-            crew.start()
-        crew.wait_for_all(timeout_s)
+            group.start()
+        group.wait_for_all(timeout_s)
     except BaseException:
-        crew.close()
+        group.close()
         raise
-    return crew
+    return group
 
 
 def _follow(rank: int, loaded: LoadedModel, options: EngineOptions, timeout_s: float) -> Placed:
@@ -130,7 +130,7 @@ def _follow(rank: int, loaded: LoadedModel, options: EngineOptions, timeout_s: f
     port, key = share_place(rank, None)
     link = connect((HOST, port), key, {"rank": rank}, timeout_s)
     link.receive()  # welcome
-    member = Member(link, rank, key, loaded)
+    member = RankWorker(link, rank, key, loaded)
     try:
         return Placed(Following(member, member.serve("ready")), options, member)
     except BaseException:
@@ -139,7 +139,7 @@ def _follow(rank: int, loaded: LoadedModel, options: EngineOptions, timeout_s: f
 
 
 def _lead(
-    crew: Crew,
+    group: RankGroup,
     loaded: LoadedModel,
     source: ModelSource,
     choice: TensorParallel,
@@ -147,13 +147,13 @@ def _lead(
     limit: int | None,
     draft: Mtp | EarlyExit | None,
 ) -> Leading:
-    """Open every rank's share."""
+    """Open the share of every rank."""
     timeout_s, size = choice.timeout_s, choice.size
     dtype = str(inner_model(loaded.module).config.dtype).removeprefix("torch.")
     kv_dtype = "auto" if options.kv_dtype is None else _name(options.kv_dtype)
     num_threads = options.num_threads or max(1, torch.get_num_threads() // size)
-    meeting = crew.folder / "meeting"
-    crew.tell(
+    meeting = group.folder / "meeting"
+    group.tell(
         {
             "do": "open",
             "source": asdict(source),
@@ -166,32 +166,32 @@ def _lead(
             "draft": describe(draft),
         }
     )
-    _check_keys(crew, numerics_key(dtype, kv_dtype), timeout_s)
-    crew.tell({"do": "share"})
+    _check_keys(group, numerics_key(dtype, kv_dtype), timeout_s)
+    group.tell({"do": "share"})
     with ExitStack() as undo:
         try:
             ranks = Gloo(meeting, 0, size, timeout_s)
             undo.callback(ranks.close)
             shared = open_share(loaded, ranks, num_threads, draft)
         except TierFailed as error:
-            raise crew.failure(error) from error
-        answers = crew.answers(timeout_s)
+            raise group.failure(error) from error
+        answers = group.answers(timeout_s)
         anatomy = shared.decoder.anatomy
         settled = options.kv_dtype or anatomy.dtype
         blocks = _num_blocks(shared, size, options, settled, limit)
         told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(settled)}
-        crew.tell({"do": "store", **told})
+        group.tell({"do": "store", **told})
         store = HeadStore(
             anatomy.layers, anatomy.query_heads, ranks, blocks, options.block_size, settled
         )
         undo.callback(store.release)
         shared.draft_layers.open_stores(blocks, options.block_size, settled)
-        kv = crew.answers(timeout_s)
+        kv = group.answers(timeout_s)
         runner = Leading(
             shared,
             store,
             num_threads,
-            crew=crew,
+            group=group,
             weight_bytes=[shared.weight_bytes, *_in_order(answers, "weight_bytes")],
             kv_bytes=[store.nbytes + shared.draft_layers.nbytes, *_in_order(kv, "kv_bytes")],
         )
@@ -201,10 +201,10 @@ def _lead(
     return runner
 
 
-def _check_keys(crew: Crew, own: str, timeout_s: float) -> None:
-    for rank, answer in sorted(crew.answers(timeout_s).items()):
+def _check_keys(group: RankGroup, own: str, timeout_s: float) -> None:
+    for rank, answer in sorted(group.answers(timeout_s).items()):
         if "gone" in answer:
-            raise ModelError(f"rank {rank} of {crew.size}: {answer['gone']}")
+            raise ModelError(f"rank {rank} of {group.size}: {answer['gone']}")
         if answer["key"] != own:
             raise NotSupported(differing(rank, answer["key"], own))
 
@@ -212,7 +212,7 @@ def _check_keys(crew: Crew, own: str, timeout_s: float) -> None:
 def _num_blocks(
     shared: Shared, size: int, options: EngineOptions, dtype: KVDtype, limit: int | None
 ) -> int:
-    """Blocks of K and V, of which all ranks have as many; the budget is that of all together."""
+    """Return the number of blocks, the same on all ranks; the budget is that of all together."""
     anatomy = shared.decoder.anatomy
     layers = [
         layer

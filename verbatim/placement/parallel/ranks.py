@@ -1,4 +1,4 @@
-"""Tensors between the ranks: a process group of gloo's, of our own, on this machine alone."""
+"""Tensors between ranks: a gloo process group on this machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HOST = "127.0.0.1"
 
 
 class Gloo:
-    """`Ranks` over gloo; not the default group of torch.distributed, which may be somebody else's.
+    """`Ranks` over gloo; not torch.distributed's default group, which may be the user's.
 
     Args:
-        meeting: a file that does not exist yet, in a folder that is nobody else's; the same for all.
+        meeting: a file that does not exist yet, in a private folder; the same for all.
         timeout_s: of one exchange, and of meeting.
 
     Raises:
@@ -46,7 +46,7 @@ class Gloo:
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """In this block, all ranks need what usually one of them does."""
+        """A block in which all ranks get the results that usually only one needs."""
         before, self._everywhere = self._everywhere, True
         try:
             yield
@@ -77,16 +77,8 @@ class Gloo:
         assert found is not None
         return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
 
-    def send(self, rows: Tensor, to: int) -> None:
-        """Send `rows` to a rank that receives as many."""
-        self._wait("send", [rows.contiguous().view(torch.uint8).view(-1)], to, 0)
-
-    def receive(self, into: Tensor, source: int) -> None:
-        """Fill `into` with what a rank sends."""
-        self._wait("recv", [into.view(torch.uint8).view(-1)], source, 0)
-
     def _exchange(self, own: Tensor, to: int | None) -> Tensor | None:
-        """What each rank has, of one shape, behind one another; None on a rank that doesn't need it."""
+        """Return the tensors of all ranks, of one shape, stacked; None on a rank that doesn't need them."""
         own = own.contiguous()
         sent = own.view(torch.uint8).view(-1)
         if to is not None and to != self.rank:
@@ -107,7 +99,7 @@ class Gloo:
             getattr(self._group, name)(*args).wait()
 
     def close(self) -> None:
-        """Hang up: whoever waits for this rank gets an error."""
+        """Close the group: ranks that wait for this one get an error."""
         self._group = None
 
 
@@ -127,7 +119,7 @@ def _widened(rows: Tensor, width: int) -> Tensor:
 
 @contextmanager
 def _told(rank: int) -> Iterator[None]:
-    """gloo's errors as ours."""
+    """Convert gloo's errors to TierFailed."""
     try:
         yield
     except RuntimeError as error:  # dist.DistError and its kin are RuntimeErrors

@@ -1,4 +1,4 @@
-"""Results as plain data and back, for ranks that get what rank 0 made."""
+"""Results as plain data and back, for ranks that return those of rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 
 def pack_results(results: list[Result]) -> list[Message]:
-    """What `unpack_results` takes."""
+    """Convert results to plain data."""
     packed = []
     for result in results:
         plain = _fields(result)
@@ -24,7 +24,7 @@ def pack_results(results: list[Result]) -> list[Message]:
 
 
 def unpack_results(packed: list[Message]) -> list[Result]:
-    """The same results, in this process."""
+    """Convert plain data to results."""
     return [_result(plain) for plain in packed]
 
 
@@ -53,7 +53,7 @@ def _completion(plain: Message) -> Completion:
 
 
 def _tops(entries: list[Any] | None) -> list[Any] | None:
-    """Lists of pairs, or None, for each token."""
+    """Convert to lists of pairs, or None, for each token."""
     if entries is None:
         return None
     return [None if pairs is None else [(i, value) for i, value in pairs] for pairs in entries]

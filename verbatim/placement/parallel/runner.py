@@ -1,4 +1,4 @@
-"""One rank's share of a model as a Runner, and rank 0's, which takes the others along."""
+"""The runners of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
 from verbatim.placement.cluster.messages import pack_batch
-from verbatim.placement.parallel.crew import Crew
+from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.share import Shared
 from verbatim.placement.resident import Resident
@@ -22,7 +22,7 @@ from verbatim.weights.update import NewWeights, WeightWriter
 
 
 class Rank(Resident):
-    """As `Resident`, with a share of the weights and of K and V; its forward needs all other ranks."""
+    """A `Resident` with a share of the weights and of K and V; all ranks run its forwards together."""
 
     def __init__(self, shared: Shared, store: HeadStore, num_threads: int) -> None:
         super().__init__(shared.decoder, store, num_threads, shared.draft_layers)
@@ -36,7 +36,7 @@ class Rank(Resident):
             super().check_replay()
 
     def stamp(self) -> object:
-        return None  # nobody else can write to the parameters
+        return None  # the parameters have no other users
 
     def sleep(self, weights: bool) -> None:
         if weights:
@@ -51,10 +51,10 @@ class Rank(Resident):
 
 
 class Leading(Rank):
-    """Rank 0: whatever it does, it tells the others to do.
+    """Rank 0, which makes the other ranks do what it does.
 
     Args:
-        crew: the others.
+        group: the others.
         weight_bytes: of each rank.
     """
 
@@ -64,12 +64,12 @@ class Leading(Rank):
         store: HeadStore,
         num_threads: int,
         *,
-        crew: Crew,
+        group: RankGroup,
         weight_bytes: list[int],
         kv_bytes: list[int],
     ) -> None:
         super().__init__(shared, store, num_threads)
-        self.crew = crew
+        self.group = group
         self._weight_bytes = weight_bytes
         self._kv_bytes = kv_bytes
 
@@ -93,7 +93,7 @@ class Leading(Rank):
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
-        if not self.crew.processes:
+        if not self.group.processes:
             raise NotSupported(
                 "update_weights: not supported where the ranks are processes of the user's; let the "
                 "TensorParallel start them"
@@ -102,15 +102,15 @@ class Leading(Rank):
         new = NewWeights(self.cut.original, tensors, check_finite=False)
         writer = WeightWriter(self.decoder.held)
         for piece in new.messages(writer.packed):
-            self.crew.tell({"do": "prepare_weights", "tensors": piece})
-            for answer in self.crew.answers(self.ranks.timeout_s).values():
+            self.group.tell({"do": "prepare_weights", "tensors": piece})
+            for answer in self.group.answers(self.ranks.timeout_s).values():
                 if answer["error"] is not None:
                     raise ModelError(answer["error"])
 
         def write_all() -> None:
             with Shield().up():
                 for piece in new.messages(writer.exact):
-                    self.crew.tell({"do": "write_weights", "tensors": piece})
+                    self.group.tell({"do": "write_weights", "tensors": piece})
                 write()
 
         return write_all
@@ -120,16 +120,16 @@ class Leading(Rank):
             self._together({"do": "check_replay"}, super().check_replay)
 
     def _together(self, message: dict[str, Any], do: Callable[[], Any]) -> Any:
-        self.crew.tell(message)
+        self.group.tell(message)
         try:
             return do()
         except TierFailed as error:
-            raise self.crew.failure(error) from error
+            raise self.group.failure(error) from error
         except VerbatimError:  # of the batch and the model, so it is the same on all ranks
             raise
         except Exception as error:  # the others are in the middle of what this one gave up
             what = f"{type(error).__name__}: {first_line(error)}"
-            raise TierFailed(f"rank 0 of {self.crew.size}: {what}") from error
+            raise TierFailed(f"rank 0 of {self.group.size}: {what}") from error
 
     def info(self) -> dict[str, Any]:
         return {
@@ -149,14 +149,14 @@ class Leading(Rank):
 
     def sleep(self, weights: bool) -> None:
         super().sleep(weights)
-        self.crew.tell({"do": "sleep"})
+        self.group.tell({"do": "sleep"})
 
     def wake(self) -> None:
-        self.crew.tell({"do": "wake"})
+        self.group.tell({"do": "wake"})
         super().wake()
 
     def close(self) -> None:
         with ExitStack() as last_first:
             last_first.callback(give_back_freed)
             last_first.callback(super().close)
-            last_first.callback(self.crew.close)
+            last_first.callback(self.group.close)

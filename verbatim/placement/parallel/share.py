@@ -1,4 +1,4 @@
-"""This rank's share of a model's weights, read from its files."""
+"""Reading of a rank's share of a model's weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from verbatim.weights.update import Cut as Range
 
 @dataclass(slots=True)
 class Cut:
-    """What was cut, and what every rank holds for itself."""
+    """The split of a model over ranks."""
 
     columns: list[str] = field(default_factory=list)  # names of the linears
     experts: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ def take_share(
 
 
 def _output_dimension(layer: nn.Module) -> int | None:
-    """Along which dimension of its weight its columns lie; None: it is no linear that we know."""
+    """Return the dimension of a linear layer's output in its weight; None if it is no known linear layer."""
     from transformers.pytorch_utils import Conv1D
 
     if "forward" in layer.__dict__:
@@ -137,7 +137,7 @@ def _share_experts(layer: Any, ranks: Ranks, share: type[Any], cuts: dict[Place,
 
 @dataclass(slots=True)
 class Shared:
-    """A rank's share, ready to run but for K and V."""
+    """A rank's share, without KV store."""
 
     ranks: Gloo
     decoder: Decoder

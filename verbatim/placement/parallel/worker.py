@@ -7,7 +7,7 @@ from typing import Any
 
 from verbatim.placement.cluster.link import LinkLost, connect
 from verbatim.placement.launcher import HOST
-from verbatim.placement.parallel.member import Member
+from verbatim.placement.parallel.rank_worker import RankWorker
 
 
 def serve(rank: int, port: int, key: str, report: Callable[[Any], None]) -> None:
@@ -16,7 +16,7 @@ def serve(rank: int, port: int, key: str, report: Callable[[Any], None]) -> None
     try:
         link = connect((HOST, port), secret, {"rank": rank})
         link.receive()  # welcome
-        Member(link, rank, secret).serve("close")
+        RankWorker(link, rank, secret).serve("close")
     except LinkLost:
         pass  # rank 0 is gone
     except Exception:

@@ -1,4 +1,4 @@
-"""Rank 0's view of the other ranks: who they are, what they are told, and who is gone."""
+"""The other ranks as rank 0 sees them: messages, answers, and which ranks are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
-from verbatim.placement.cluster.link import Door, Link, LinkLost
+from verbatim.placement.cluster.link import Link, LinkLost, Listener
 from verbatim.placement.launcher import HOST, Launcher, WorkerProcess
 
 _COME_S = 120.0  # in which a process that was started has to report: it imports torch
@@ -25,8 +25,8 @@ _END_S = 5.0
 Message = dict[str, Any]
 
 
-class _Post:
-    """The connections. Threads hold this one, and none of them the crew, which may be forgotten."""
+class _Connections:
+    """The connections. Threads hold these, and not the group, so that it can be garbage-collected."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,8 +35,8 @@ class _Post:
         self.lost: dict[int, str] = {}  # rank to its last words, in the order in which they went
         self.changed = threading.Condition()
 
-    def let_in(self, who: Message, link: Link) -> None:
-        """In a thread of its own: take a rank in, and listen to it until it is gone."""
+    def accept(self, who: Message, link: Link) -> None:
+        """Accept a rank, and receive its messages until it is gone, in a thread of its own."""
         rank = who.get("rank")
         with self.changed:
             if not isinstance(rank, int) or not 0 < rank < self.size or rank in self.links:
@@ -56,11 +56,11 @@ class _Post:
                 self.changed.notify_all()
 
 
-class Crew:
+class RankGroup:
     """The ranks 1 to `size` - 1, over a connection to each.
 
     Attributes:
-        folder: nobody else's, for as long as the crew is there.
+        folder: a private folder, deleted by `close`.
         key, port: what a rank needs to come in.
         processes: those that were started here, by rank; empty where the user started them.
     """
@@ -71,17 +71,17 @@ class Crew:
         self.key = secrets.token_bytes(32)
         self.processes: dict[int, WorkerProcess] = {}
         self._launchers: list[Launcher] = []
-        self._post = _Post(size)
-        self._door = Door(self.key, HOST, self._post.let_in)
-        self.port = self._door.port
-        # For whoever forgets to close it; what it holds on to must not lead back here.
+        self._connections = _Connections(size)
+        self._listener = Listener(self.key, HOST, self._connections.accept)
+        self.port = self._listener.port
+        # Runs if it is never closed; its arguments must not refer to this object.
         self._end = weakref.finalize(
             self,
             _end,
             os.getpid(),
             self.folder,
-            self._door,
-            self._post.links,
+            self._listener,
+            self._connections.links,
             self.processes,
             self._launchers,
         )
@@ -94,18 +94,20 @@ class Crew:
             self.processes[rank] = launcher.start(rank=rank, port=self.port, key=self.key.hex())
 
     def wait_for_all(self, timeout_s: float = _COME_S) -> None:
-        """Until each rank is connected.
+        """Wait until each rank is connected.
 
         Raises:
             TierFailed: one has died, or does not come.
         """
         end = time.monotonic() + timeout_s
         while True:
-            with self._post.changed:
-                missing = [rank for rank in range(1, self.size) if rank not in self._post.links]
+            with self._connections.changed:
+                missing = [
+                    rank for rank in range(1, self.size) if rank not in self._connections.links
+                ]
                 if not missing:
                     return
-                self._post.changed.wait(0.1)
+                self._connections.changed.wait(0.1)
             for rank in missing:
                 process = self.processes.get(rank)
                 if process is not None and process.returncode is not None:
@@ -114,13 +116,13 @@ class Crew:
                 raise TierFailed(self._said(missing[0], f"it did not come within {timeout_s:g} s"))
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send the same to all.
+        """Send a message to all ranks.
 
         Raises:
             TierFailed: one is gone; the message names it. The others have got it.
         """
         lost = None
-        for link in self._post.links.values():
+        for link in self._connections.links.values():
             try:
                 link.send(message)
             except LinkLost as error:
@@ -129,7 +131,7 @@ class Crew:
             raise self.failure(lost)
 
     def answers(self, timeout_s: float) -> dict[int, Message]:
-        """One message from each, by rank.
+        """Return one message of each rank.
 
         Raises:
             TierFailed: one is gone, or does not answer.
@@ -138,9 +140,9 @@ class Crew:
         end = time.monotonic() + timeout_s
         while len(found) < self.size - 1:
             try:
-                rank, message = self._post.answers.get(timeout=0.1)
+                rank, message = self._connections.answers.get(timeout=0.1)
             except queue.Empty:
-                if self._post.lost:
+                if self._connections.lost:
                     raise self.failure(None) from None
                 if time.monotonic() > end:
                     rank = next(r for r in range(1, self.size) if r not in found)
@@ -151,12 +153,12 @@ class Crew:
         return found
 
     def failure(self, error: Exception | None) -> TierFailed:
-        """The error that names who is gone, once that is known."""
-        with self._post.changed:
-            self._post.changed.wait_for(lambda: bool(self._post.lost), _TELL_S)
+        """Return the error that names the lost rank, once it is known."""
+        with self._connections.changed:
+            self._connections.changed.wait_for(lambda: bool(self._connections.lost), _TELL_S)
         time.sleep(0.05)  # for the last words of others, which may have caused it
-        with self._post.changed:
-            lost = dict(self._post.lost)
+        with self._connections.changed:
+            lost = dict(self._connections.lost)
         # Who went without a word took the others along.
         for rank, words in sorted(lost.items(), key=lambda entry: bool(entry[1])):
             return TierFailed(self._said(rank, words or "its connection is lost"))
@@ -171,14 +173,14 @@ class Crew:
         return f"rank {rank} of {self.size}: {what}"
 
     def close(self) -> None:
-        """End the processes, and give everything back. Again does nothing."""
+        """End the processes, and free everything; a second call does nothing."""
         self._end()
 
 
 def _end(
     pid: int,
     folder: Path,
-    door: Door,
+    door: Listener,
     links: dict[int, Link],
     processes: dict[int, WorkerProcess],
     launchers: list[Launcher],

@@ -1,4 +1,4 @@
-"""A rank other than 0: does what rank 0 tells, with its own share of the model."""
+"""A rank other than 0: handles rank 0's messages with its share of the model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from verbatim.weights.update import WeightWriter
 Message = dict[str, Any]
 
 
-class Member:
-    """Serves rank 0.
+class RankWorker:
+    """Handles rank 0's messages.
 
     Args:
         link: to rank 0.
@@ -51,7 +51,7 @@ class Member:
         self._told: Message = {}
 
     def serve(self, *until: str) -> Message:
-        """Do what comes, through the first message that tells to do one of `until`, which is returned.
+        """Handle messages up to the first one of a kind in `until`, and return that one.
 
         Raises:
             LinkLost: rank 0 is gone. TierFailed: another rank is. Whatever else goes wrong here.
@@ -102,7 +102,7 @@ class Member:
         self._link.send({"kv_bytes": store.nbytes + shared.draft_layers.nbytes})
 
     def _do_ready(self, message: Message) -> None:
-        """Everything is open on all ranks."""
+        """Do nothing: all ranks are open."""
 
     def _do_forward(self, message: Message) -> None:
         assert self.runner is not None
@@ -152,7 +152,7 @@ class Member:
         self.runner.wake()
 
     def close(self) -> None:
-        """Hang up and free everything."""
+        """Close the connection, and free everything."""
         self._link.close()
         if self._stage is not None:
             self._stage.close()

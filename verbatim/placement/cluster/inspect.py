@@ -1,4 +1,4 @@
-"""What `verbatim cluster status` sees of a cluster of Ray: its machines, and the stages that run on it."""
+"""The status of a Ray cluster: its machines, and the stages that run on it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ANSWER_S = 3.0  # in which a stage tells how it is
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A moment of a cluster, as plain values.
+class ClusterStatus:
+    """The status of a cluster, as plain values.
 
     Attributes:
         address: of the Ray cluster.
@@ -27,12 +27,12 @@ class Look:
     clusters: dict[str, list[dict[str, Any]]]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
-def look(address: str | None) -> Look:
-    """Ask all machines and stages of the Ray cluster at `address`; None: the one this machine is in.
+def cluster_status(address: str | None) -> ClusterStatus:
+    """Return the status of the Ray cluster at `address`; None: the one of this machine.
 
     Raises:
         NotSupported: Ray is not installed.
@@ -42,7 +42,9 @@ def look(address: str | None) -> Look:
     begin_ray(address or os.environ.get("RAY_ADDRESS") or "auto")
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        return Look(ray.get_runtime_context().gcs_address, [*map(_machine, nodes)], _clusters(ray))
+        return ClusterStatus(
+            ray.get_runtime_context().gcs_address, [*map(_machine, nodes)], _clusters(ray)
+        )
     finally:
         ray.shutdown()
 
@@ -83,7 +85,7 @@ def _clusters(ray: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def _place(stage: dict[str, Any]) -> tuple[int, int]:
-    """Stages by their layers, then those that have none."""
+    """Return a sort key: stages by their layers, then those without."""
     if stage["silent"]:
         return 1, 0
     return (2, stage["pid"]) if stage["layers"] is None else (0, stage["index"])

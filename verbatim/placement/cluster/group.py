@@ -1,4 +1,4 @@
-"""The stages as the head sees them: calls and their answers, and who is still there."""
+"""The stages as the head sees them: calls, answers, and which stages are alive."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Host(Protocol):
     machine: str  # which of the machines it is on
 
     def kill(self) -> None:
-        """End it at once; harmless where it is gone already."""
+        """End it at once; does nothing if it has ended."""
         ...
 
 
 class StageGone(VerbatimError):
-    """Some stages do not answer any more."""
+    """Some stages no longer answer."""
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    def __init__(self, members: Iterable[StageHandle]) -> None:
         self.members = list(members)
         super().__init__("; ".join(str(member) for member in self.members))
 
 
-class Member:
+class StageHandle:
     """A stage, and the connection to it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Member:
             inbox.put((self, str(error)))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send, or take note that the stage is gone."""
+        """Send, or mark the stage as lost."""
         try:
             with Shield().up():  # half a message would be the end of the connection
                 self.link.send(message)
@@ -98,17 +98,17 @@ class Member:
             self.lost = self.lost or str(error)
 
     def give_up(self) -> None:
-        """Hang up, and end its process."""
+        """Close the connection, and end its process."""
         self.lost = self.lost or "it was given up"
         self.link.close()
         self.host.kill()
         self._listener.join(1.0)
 
 
-Inbox = queue.SimpleQueue[tuple[Member, "Message | str"]]
+Inbox = queue.SimpleQueue[tuple[StageHandle, "Message | str"]]
 
 
-class Crew:
+class StageGroup:
     """All stages, in the order of their layers.
 
     Args:
@@ -118,21 +118,21 @@ class Crew:
     """
 
     def __init__(self, key: bytes, *, patience_s: float, step_timeout_s: float) -> None:
-        self.members: list[Member] = []
+        self.members: list[StageHandle] = []
         self.patience_s = patience_s
         self.step_timeout_s = step_timeout_s
         self.epoch = 0
         self._key = key
         self._inbox: Inbox = queue.SimpleQueue()
         self._calls = 0
-        self._expected: dict[int, Member] = {}
+        self._expected: dict[int, StageHandle] = {}
         self._answers: dict[int, Message] = {}
-        self._reports: list[tuple[Member, Message]] = []  # of work that ended or failed
+        self._reports: list[tuple[StageHandle, Message]] = []  # of work that ended or failed
         self._next_ping = 0.0
         self._last_pump = 0.0
 
-    def meet(self, host: Host) -> Member:
-        """Connect to a stage; it is not one of the members yet.
+    def meet(self, host: Host) -> StageHandle:
+        """Connect to a stage that is not a member yet.
 
         Raises:
             LinkLost, Refused: it can't be had.
@@ -150,20 +150,20 @@ class Crew:
             raise
         finally:
             patience.cancel()
-        return Member(host, link, self._inbox)
+        return StageHandle(host, link, self._inbox)
 
     @property
-    def lost(self) -> list[Member]:
+    def lost(self) -> list[StageHandle]:
         return [member for member in self.members if member.lost is not None]
 
     def call_each(
         self,
-        orders: list[tuple[Member, Message]],
+        orders: list[tuple[StageHandle, Message]],
         *,
         patient: bool = False,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Any]:
-        """What these stages answer, all asked at once.
+        """Call these stages at the same time, and return their answers.
 
         Args:
             patient: what they do may take any time, as reading weights does.
@@ -194,28 +194,28 @@ class Crew:
                 raise error_of(answer["error"], f"{member}, {message['do']}")
         return [answer["result"] for answer in answers]
 
-    def check(self, also: Iterable[Member] = ()) -> None:
+    def check(self, also: Iterable[StageHandle] = ()) -> None:
         """Raise StageGone if a member, or one of these, is lost."""
         gone = [m for m in dict.fromkeys([*self.members, *also]) if m.lost is not None]
         if gone:
             raise StageGone(gone)
 
-    def cut_off(self, member: Member, why: object) -> Member:
-        """The stage behind this one, given up because it can't be reached from there."""
+    def cut_off(self, member: StageHandle, why: object) -> StageHandle:
+        """Mark the stage after this one as lost, because it can't be reached from there."""
         behind = self.members[member.index + 1]
         behind.lost = behind.lost or f"{member} can't reach it: {why}"
         return behind
 
-    def reports(self) -> list[tuple[Member, Message]]:
-        """What stages told unasked since the last time: work that has ended or failed."""
+    def reports(self) -> list[tuple[StageHandle, Message]]:
+        """Return reports since the last call: work that has ended or failed."""
         found, self._reports = self._reports, []
         return found
 
-    def wait_for_report(self) -> list[tuple[Member, Message]]:
-        """The next reports; waits for one.
+    def wait_for_report(self) -> list[tuple[StageHandle, Message]]:
+        """Wait for a report; return all that have arrived.
 
         Raises:
-            StageGone: somebody is lost.
+            StageGone: a stage is lost.
         """
         while not (found := self.reports()):
             self.check()
@@ -223,7 +223,7 @@ class Crew:
         return found
 
     def _pump(self, *, patient: bool = False) -> None:
-        """Take in what comes next, and ask now and then who is still there."""
+        """Receive the next message, and ping the stages now and then."""
         try:
             member, message = self._inbox.get(timeout=_PING_S)
         except queue.Empty:
@@ -235,7 +235,7 @@ class Crew:
             self._look_around(now, max(self.patience_s, _LOADING_S if patient else 0.0))
 
     def _look_around(self, now: float, patience_s: float) -> None:
-        # Nobody has listened for a while: answers may lie here unread, and say nothing of who is late.
+        # No message was read for a while: unread answers may be here, so no stage counts as late.
         idle = now - self._last_pump > 2 * _PING_S + 0.5
         self._next_ping, self._last_pump = now + _PING_S, now
         for call in [c for c, member in self._expected.items() if member.lost is not None]:
@@ -250,7 +250,7 @@ class Crew:
             elif now - member.asked > patience_s:
                 member.lost = f"silent for {now - member.asked:.1f} s"
 
-    def _take(self, member: Member, message: Message | str, *, patient: bool) -> None:
+    def _take(self, member: StageHandle, message: Message | str, *, patient: bool) -> None:
         if isinstance(message, str):
             member.lost = member.lost or message
             return
@@ -271,7 +271,7 @@ class Crew:
 
 
 def error_of(described: list[str], where: str) -> Exception:
-    """The error that a stage described, to be raised here."""
+    """Return the error that a stage described."""
     kind, text = described
     known = _ERRORS.get(kind)
     if known is not None:

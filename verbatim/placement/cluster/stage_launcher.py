@@ -1,4 +1,4 @@
-"""Processes for stages: where they come from, what they are given to hold, how they are connected."""
+"""Launching of stages: processes, their layers and memory, their connections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from verbatim.errors import NotSupported
 from verbatim.placement.cluster.contact import NoHost
-from verbatim.placement.cluster.crew import Crew, Member, Message, StageGone
+from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
 from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import LinkLost, Refused
 from verbatim.placement.cluster.plan import Layout, Range
@@ -15,8 +15,8 @@ from verbatim.placement.cluster.plan import Layout, Range
 _AGREED = ("verbatim", "torch", "transformers")  # versions that all stages must have in common
 
 
-class Staffing:
-    """Hires processes, gives them layers and memory, and connects them.
+class StageLauncher:
+    """Launches processes, gives them layers and memory, and connects them.
 
     Args:
         layout: of the model's layers.
@@ -24,13 +24,13 @@ class Staffing:
         fingerprint: of the model's files here.
 
     Attributes:
-        connected: every stage of the crew has its connections in the crew's epoch.
+        connected: every stage of the group has its connections in the group's epoch.
     """
 
     def __init__(
-        self, crew: Crew, hosts: Hosts, layout: Layout, model: Message, fingerprint: str
+        self, group: StageGroup, hosts: Hosts, layout: Layout, model: Message, fingerprint: str
     ) -> None:
-        self.crew = crew
+        self.group = group
         self.hosts = hosts
         self.layout = layout
         self.model = model
@@ -38,8 +38,8 @@ class Staffing:
         self._fingerprint = fingerprint
         self._blocks: Message | None = None  # what K and V were allocated with
 
-    def hire(self, count: int, avoid: Iterable[str] = ()) -> list[Member]:
-        """Processes that hold nothing yet, of the same versions as this one.
+    def launch(self, count: int, avoid: Iterable[str] = ()) -> list[StageHandle]:
+        """Launch processes without layers, of the same versions as this one.
 
         Args:
             avoid: machines that are of no use.
@@ -48,12 +48,12 @@ class Staffing:
             NoHost: there is no machine for them.
             NotSupported: one of them runs other versions.
         """
-        found: list[Member] = []
+        found: list[StageHandle] = []
         hosts = self.hosts.start(count, set(avoid))
         try:
             for host in hosts:
-                found.append(self.crew.meet(host))  # noqa: PERF401, who was met is let go below
-            orders: list[tuple[Member, Message]] = [(m, {"do": "facts"}) for m in found]
+                found.append(self.group.meet(host))  # noqa: PERF401, who was met is let go below
+            orders: list[tuple[StageHandle, Message]] = [(m, {"do": "facts"}) for m in found]
             for member, facts in zip(found, self._ask_strangers(orders), strict=True):
                 member.facts = facts
                 self._check_versions(member)
@@ -67,15 +67,15 @@ class Staffing:
             raise
         return found
 
-    def _ask_strangers(self, orders: list[tuple[Member, Message]]) -> list[Any]:
-        """`call_each` of those who aren't members yet: who is lost among the members doesn't matter."""
-        members, self.crew.members = self.crew.members, []
+    def _ask_strangers(self, orders: list[tuple[StageHandle, Message]]) -> list[Any]:
+        """Run `call_each` for stages that are not members yet; lost members don't matter."""
+        members, self.group.members = self.group.members, []
         try:
-            return self.crew.call_each(orders, patient=True)
+            return self.group.call_each(orders, patient=True)
         finally:
-            self.crew.members = members
+            self.group.members = members
 
-    def _check_versions(self, member: Member) -> None:
+    def _check_versions(self, member: StageHandle) -> None:
         ours = self.hosts.versions()
         for name in _AGREED:
             theirs = member.facts.get(name)
@@ -85,14 +85,14 @@ class Staffing:
                     "machines of a cluster need the same"
                 )
 
-    def open(self, members: list[Member], ranges: list[Range]) -> None:
-        """Give each of these its layers.
+    def open(self, members: list[StageHandle], ranges: list[Range]) -> None:
+        """Open the layers of each of these.
 
         Raises:
             StageGone: one is lost meanwhile.
             VerbatimError: the layers can't be had there, or the bits would differ.
         """
-        orders: list[tuple[Member, Message]] = []
+        orders: list[tuple[StageHandle, Message]] = []
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
             orders.append((member, {"do": "open", **self.model, "first": first, "end": end}))
@@ -103,7 +103,7 @@ class Staffing:
                     f"{member.host.machine} has another model at {self.model['model']!r} than this "
                     "machine: all machines of a cluster need the same files"
                 )
-        keys = {m.shape["numerics_key"]: m for m in [*self.crew.members, *members] if m.shape}
+        keys = {m.shape["numerics_key"]: m for m in [*self.group.members, *members] if m.shape}
         if len(keys) > 1:
             (one, first_member), (other, second) = list(keys.items())[:2]
             raise NotSupported(
@@ -112,18 +112,18 @@ class Staffing:
             )
 
     def allocate(self, blocks: Message) -> None:
-        """Give every stage its memory for K and V.
+        """Allocate the KV memory of every stage.
 
         Args:
             blocks: `num_blocks`, `block_size`, `kv_dtype` and `keep_bytes`.
         """
         self._blocks = blocks
-        self.allocate_some(self.crew.members, self.crew.members)
+        self.allocate_some(self.group.members, self.group.members)
 
-    def allocate_some(self, members: list[Member], line: list[Member]) -> None:
-        """The same for some of them, with `line` all that there will be, in order."""
+    def allocate_some(self, members: list[StageHandle], line: list[StageHandle]) -> None:
+        """Run `allocate` for some stages; `line` is all of them, in order."""
         assert self._blocks is not None
-        orders: list[tuple[Member, Message]] = []
+        orders: list[tuple[StageHandle, Message]] = []
         for member in members:
             before = line[: line.index(member)]
             routed = sum((other.shape["routed"] or [0])[0] for other in before)
@@ -132,36 +132,36 @@ class Staffing:
             member.kept_blocks = answer["kept_blocks"]
 
     def connect(self) -> None:
-        """Begin a new epoch: every stage forgets its connections and gets new ones.
+        """Begin a new epoch: every stage closes its connections and gets new ones.
 
         Raises:
             StageGone: one is lost meanwhile.
         """
-        crew = self.crew
+        group = self.group
         self.connected = False
-        crew.epoch += 1
-        for index, member in enumerate(crew.members):
+        group.epoch += 1
+        for index, member in enumerate(group.members):
             member.index = index
-        crew.call_each(
+        group.call_each(
             [
-                (m, {"do": "epoch", "epoch": crew.epoch, "index": m.index, "restarts": m.restarts})
-                for m in crew.members
+                (m, {"do": "epoch", "epoch": group.epoch, "index": m.index, "restarts": m.restarts})
+                for m in group.members
             ]
         )
-        crew.reports()  # of the epoch before
-        orders: list[tuple[Member, Message]] = []
-        for member, behind in zip(crew.members, crew.members[1:], strict=False):
+        group.reports()  # of the epoch before
+        orders: list[tuple[StageHandle, Message]] = []
+        for member, behind in zip(group.members, group.members[1:], strict=False):
             orders.append(
-                (member, {"do": "link", "epoch": crew.epoch, "next": behind.host.address})
+                (member, {"do": "link", "epoch": group.epoch, "next": behind.host.address})
             )
-        for (member, _), answer in zip(orders, crew.call_each(orders), strict=True):
+        for (member, _), answer in zip(orders, group.call_each(orders), strict=True):
             if "unreachable" in answer:
-                crew.cut_off(member, answer["unreachable"])
-        crew.check()
+                group.cut_off(member, answer["unreachable"])
+        group.check()
         self.connected = True
 
     def close(self) -> None:
-        """Let everybody go."""
-        for member in self.crew.members:
+        """End all stages."""
+        for member in self.group.members:
             member.give_up()
         self.hosts.close()
