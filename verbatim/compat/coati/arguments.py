@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import prompt_mask
 from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
 from verbatim.params import SamplingParams
@@ -89,7 +90,7 @@ class GenerateArguments:
             pad_id = override
         mask = options["attention_mask"]
         check_padded(input_ids, mask)
-        mask = _leading_pads(input_ids, pad_id) if mask is None else _check_side(mask)
+        mask = prompt_mask(input_ids, mask, pad_id)
         interval = options["stream_interval"]
         seed = options["seed"]
         sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
@@ -135,18 +136,6 @@ class GenerateArguments:
             seed=seed,
             **self.sampling,
         )
-
-    def joined(self, rows: list[list[int]], width: int, pad: int) -> Tensor:
-        """Return `[B, P + width]` int64: the input, the first `width` new ids of each row, then pads.
-
-        It is an ordinary tensor on the input's device.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            tail = torch.full((len(rows), width), pad, dtype=torch.int64)
-            for b, row in enumerate(rows):
-                ids = torch.tensor(row[:width], dtype=torch.int64)
-                tail[b, : len(ids)] = ids
-            return torch.cat([self.input_ids, tail.to(self.input_ids.device)], dim=1)
 
 
 def _sampling(
@@ -197,22 +186,6 @@ def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
     if not any(nested):
         many = [many] if many else []
     return SamplingParams(stop_token_ids=many).stop_token_ids  # type: ignore[return-value]
-
-
-def _leading_pads(input_ids: Tensor, pad_id: int | None) -> Tensor:
-    """Return a mask that is 0 on leading pads; later pads are tokens."""
-    if pad_id is None:
-        return torch.ones_like(input_ids, dtype=torch.int64)
-    return (input_ids != pad_id).long().cummax(dim=1).values if input_ids.numel() else input_ids
-
-
-def _check_side(mask: Tensor) -> Tensor:
-    if mask.numel() and not mask[:, -1].bool().all():
-        row = int((mask[:, -1] == 0).nonzero()[0])
-        raise InvalidRequest(
-            f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
-        )
-    return mask
 
 
 def _id(name: str, value: Any) -> int | None:

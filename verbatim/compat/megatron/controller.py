@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.compat.batches import pad_rows
 from verbatim.compat.megatron import streaming
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
@@ -164,10 +165,9 @@ class TextGenerationController(Speculation):
         eod = eod_of(self._translation.need_tokenizer("padding"))
         if eod is None:
             raise InvalidRequest("prompts are padded with the tokenizer's eod, and it has none")
-        padded = torch.full((padded_batch_size, padded_sequence_length), eod)
-        for row, tokens in zip(padded, batch_prompt_tokens_list, strict=False):
-            row[: len(tokens)] = torch.tensor(tokens)
-        return padded
+        return pad_rows(
+            batch_prompt_tokens_list, eod, num_rows=padded_batch_size, width=padded_sequence_length
+        )
 
     def unpad_input_prompt_tokens(
         self, padded_batch_prompt_tokens: Tensor, original_batch_size: int
