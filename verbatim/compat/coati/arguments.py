@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from verbatim.params import SamplingParams
 from verbatim.tensors import check_padded, rows_of
 
 _OPTIONS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
+_OF_A_CACHE = ("use_cache", "cache_position")
 _LARGEST_ID = 2**63 - 1  # of int64
 
 
@@ -76,7 +78,7 @@ class GenerateArguments:
                 "generation begins"
             )
         for name, value in (("do_sample", do_sample), ("early_stopping", early_stopping)):
-            if not isinstance(value, bool):
+            if not isinstance(value, int) or value not in (0, 1):
                 raise InvalidRequest(f"{name}={value!r}: must be True or False")
         kwargs = dict(model_kwargs)
         for name in ("use_cache", "apply_loss_mask"):
@@ -93,7 +95,7 @@ class GenerateArguments:
         mask = prompt_mask(input_ids, mask, pad_id)
         interval = options["stream_interval"]
         seed = options["seed"]
-        sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
+        sampling = _sampling(num_beams, bool(do_sample), top_k, top_p, temperature)
         SamplingParams(seed=seed, **sampling)  # validates them
         return cls(
             input_ids=input_ids.long(),
@@ -116,8 +118,26 @@ class GenerateArguments:
 
     @property
     def model_constants(self) -> dict[str, Any]:
-        """`model_kwargs` without `use_cache`, for a model without hooks."""
-        return {name: value for name, value in self.model_kwargs.items() if name != "use_cache"}
+        """`model_kwargs` for a model without hooks, whose cache is not the caller's."""
+        return {name: value for name, value in self.model_kwargs.items() if name not in _OF_A_CACHE}
+
+    def clamp(self, limit: int, source: str, prompt_length: int) -> GenerateArguments:
+        """Return arguments whose rows stay within the model's limit; warn if they are shorter.
+
+        Args:
+            source: where the limit comes from.
+            prompt_length: of the longest row; one over the limit is refused later.
+        """
+        room = limit - prompt_length
+        if self.new_tokens <= room or room < 0:
+            return self
+        warnings.warn(
+            f"max_length leaves {self.new_tokens} new tokens after a prompt of {prompt_length}, "
+            f"{self.new_tokens + prompt_length} together; the model's limit is {limit} ({source}), so "
+            f"at most {room} are generated",
+            stacklevel=2,
+        )
+        return replace(self, new_tokens=room)
 
     def params(self, vocab_size: int) -> SamplingParams:
         """Return the engine's parameters; without a seed, draw one from torch's default generator.
@@ -149,7 +169,7 @@ def _sampling(
         )
     fields: dict[str, Any] = {
         "num_beams": beams,
-        "top_k": 0 if top_k is None else top_k,
+        "top_k": 0 if top_k is None or (isinstance(top_k, int) and top_k == -1) else top_k,
         "top_p": 1.0 if top_p is None else top_p,
         "temperature": 1.0 if temperature is None else temperature,
     }

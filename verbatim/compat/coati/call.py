@@ -26,8 +26,8 @@ class GenerateCall:
     """
 
     def __init__(self, model: Any, args: GenerateArguments, hooks: Hooks | None) -> None:
+        self._llm, self._owns_engine, args = engine_for(model, args, hooks)
         self._ask = args
-        self._llm, self._owns_engine = engine_for(model, args, hooks)
         self._pad = pad_of(unwrap(model) if self._owns_engine else self._llm, args)
         self._requests: list[Request] = []
         try:
