@@ -120,6 +120,9 @@ class LeastLikely(DictActor):
         return SimpleNamespace(logits=-self.model(input_ids).logits)
 
 
+LONG = torch.arange(250)[None] % 100 + 5
+
+
 def greedy(model, ids=IDS, tok=ENDLESS, length=P + 10, **kwargs):
     return generate(model, ids, tok, length, do_sample=False, **kwargs)
 
@@ -444,10 +447,17 @@ def test_the_smaller_of_both_lengths_holds(model):
     assert greedy(model, length=P + 3, max_new_tokens=50).shape[1] == P + 3
 
 
-def test_the_models_own_limit_is_named(model):
-    for runs in (model, DictActor(model)):
+def test_a_length_above_the_models_limit_is_clamped_with_a_warning(model, llm):
+    for runs in (model, llm, DictActor(model)):
+        for pick in (
+            generate,
+            lambda *args, **kwargs: list(generate_streaming(*args, **kwargs))[-1],
+        ):
+            with pytest.warns(UserWarning, match=r"the model's limit is 256 .*most 6 are"):
+                out = pick(runs, LONG, ENDLESS, 2048, do_sample=False, stream_interval=6)
+            assert torch.equal(out, greedy(runs, LONG, length=256))
         with pytest.raises(PromptTooLong, match="256"):
-            generate(runs, IDS, TOK, 2048)
+            generate(runs, torch.full((1, 257), 5), TOK, 2048)
     with pytest.raises(PromptTooLong, match="1048576"):
         generate(lambda input_ids: None, IDS, TOK, 2**21)
 
@@ -784,8 +794,8 @@ def test_a_module_with_kv_caches_runs_on_the_engine_kept_for_it():
             pad_token_id=0,
         )
     )
-    with pytest.raises(PromptTooLong, match="64"):
-        greedy(module, length=65)
+    with pytest.warns(UserWarning, match="limit is 64"):
+        assert greedy(module, length=65).equal(greedy(module, length=64))
     with pytest.raises(InvalidRequest, match="note is not known: Toy is run on the engine's own"):
         greedy(module, note=1)
 
@@ -1079,6 +1089,19 @@ def test_use_cache_and_apply_loss_mask_change_no_token(llm, model, use_cache):
     assert new(greedy(kempner_toy(), **trainers)) == new(greedy(kempner_toy()))
 
 
+def test_what_transformers_models_ignore_is_ignored(llm, model):
+    position = torch.arange(P)
+    for runs in (llm, model, DictActor(model), SimpleActor(model)):
+        assert torch.equal(greedy(runs, cache_position=position, use_cache=True), greedy(model))
+
+
+def test_other_spellings_of_on_and_off(llm):
+    expected = generate(llm, IDS, TOK, P + 5, seed=3)
+    assert torch.equal(generate(llm, IDS, TOK, P + 5, seed=3, do_sample=1, top_k=-1), expected)
+    assert torch.equal(generate(llm, IDS, TOK, P + 5, do_sample=0), greedy(llm, IDS, TOK, P + 5))
+    assert not len(_prepare_logits_processor(top_k=-1))
+
+
 def test_rows_that_have_ended_go_on_with_pads_in_what_hooks_see(model):
     tok = end_at(model, 3)
     seen = []
@@ -1293,7 +1316,8 @@ def test_the_documented_use_of_the_helpers():
         (dict(num_beams=2), "num_beams=2 with do_sample=True"),
         (dict(num_beams=1000, do_sample=False), "num_beams=1000: must be 1 to 64"),
         (dict(num_beams=2, do_sample=False, top_k=5), "top_k=5 with num_beams=2"),
-        (dict(do_sample=1), "do_sample=1: must be True or False"),
+        (dict(do_sample=2), "do_sample=2: must be True or False"),
+        (dict(do_sample="yes"), "do_sample='yes': must be True or False"),
         (dict(early_stopping=None), "early_stopping=None: must be True or False"),
         (dict(temperature=0.0), "do_sample=False"),
         (dict(temperature=-1.0), "temperature=-1.0"),
@@ -1301,7 +1325,7 @@ def test_the_documented_use_of_the_helpers():
         (dict(temperature=-1.0, do_sample=False), "temperature=-1.0"),
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(top_p=1.5), "top_p=1.5"),
-        (dict(top_k=-1), "top_k=-1"),
+        (dict(top_k=-2), "top_k=-2"),
         (dict(top_k=2.5), "top_k=2.5"),
         (dict(seed=-1), "seed=-1"),
         (dict(stream_interval=0), "stream_interval=0: must be an integer, 1 or more"),

@@ -613,8 +613,46 @@ def test_segments_join_to_the_text(controller):
     assert "".join(parts) == text
     text, parts = controller.detokenize_generations(ids, torch.tensor([3]), False)
     assert parts is None and text == controller.detokenize(controller.tokenizer, ids[:3].tolist())
-    with pytest.raises(InvalidRequest, match="one sequence"):
-        controller.detokenize_generations(ids[None], torch.tensor([3]), False)
+
+
+def test_a_batch_is_detokenized_by_its_lengths(controller):
+    ids = torch.tensor([random_ids(6, 1, high=VOCAB), random_ids(6, 2, high=VOCAB)])
+    lengths = torch.tensor([3, 6])
+    rows = [controller.detokenize_generations(ids[b], lengths[b], True) for b in range(2)]
+    texts, parts = controller.detokenize_generations(ids, lengths, True)
+    assert (texts, parts) == ([text for text, _ in rows], [part for _, part in rows])
+    assert controller.detokenize_generations(ids, lengths, False) == (texts, None)
+    assert controller.detokenize_generations(ids[:1], lengths[:1], False) == (texts[:1], None)
+    for wrong in (torch.tensor([3]), torch.tensor([3, 7]), torch.tensor([-1, 3])):
+        with pytest.raises(InvalidRequest, match="each 0 to L"):
+            controller.detokenize_generations(ids, wrong, False)
+
+
+def test_another_tokenizer_takes_effect_everywhere(controller, llm):
+    class Shouting(MegatronTokenizer):
+        def tokenize(self, text):
+            return super().tokenize(text.upper())
+
+        def detokenize(self, ids):
+            return super().detokenize(ids).upper()
+
+    other, params = Shouting(), SamplingParams(top_k=1, num_tokens_to_generate=4)
+    request = InferenceRequest(request_id=1, prompt="dog", sampling_params=params)
+    controller.inference_context.add_request(request)
+    with pytest.raises(InvalidRequest, match="holds 1 requests"):
+        controller.tokenizer = other
+    while controller.generate_output_tokens_dynamic_batch() is not None:
+        pass
+    controller.tokenizer = other
+    request = InferenceRequest(request_id=2, prompt="dog", sampling_params=params)
+    controller.generate_all_output_tokens_static_batch({2: request})
+    expected = InferenceRequest(request_id=2, prompt="dog", sampling_params=params)
+    TextGenerationController(llm, other).generate_all_output_tokens_static_batch({2: expected})
+    assert list(request.prompt_tokens) == other.tokenize("dog") == list(expected.prompt_tokens)
+    assert request.text == expected.text and controller.tokenizer is other
+    ids = request.generated_tokens
+    text, _ = controller.detokenize_generations(ids, len(ids), False)
+    assert text == controller.detokenize(other, ids.tolist())
 
 
 def test_a_prompt_may_be_text(controller, hf):
@@ -1229,6 +1267,14 @@ def test_streams_pass_errors_on_and_keep_to_their_loop():
     stream.put("late")
     with pytest.raises(RuntimeError):
         asyncio.run(read(stream))
+    stream = AsyncStream(1, lambda: None)
+    stream.put("a")
+    stream.finish("no exception")
+
+    async def read_stream():
+        return [item async for item in stream]
+
+    assert asyncio.run(read_stream()) == ["a"] and stream.request_id == 1
     stream = AsyncStream(1, lambda: None)
     stream.put("a")
     stream.finish()

@@ -177,6 +177,11 @@ def test_without_a_seed_a_fresh_one_is_reported(run: Any) -> None:
     assert re.fullmatch(r"\(seed \d+\)", seed)
 
 
+def test_a_greedy_run_reports_no_seed(run: Any) -> None:
+    done = run(f"x.toml {ASK} --temperature 0")
+    assert "--- Generated" in done.out and "(seed" not in done.err
+
+
 # Overrides.
 
 

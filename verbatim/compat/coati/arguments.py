@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import prompt_mask
 from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong
 from verbatim.params import SamplingParams
 from verbatim.tensors import check_padded, rows_of
 
 _OPTIONS = ("max_new_tokens", "stop_token_ids", "stream_interval", "attention_mask", "seed")
+_OF_A_CACHE = ("use_cache", "cache_position")
 _LARGEST_ID = 2**63 - 1  # of int64
 
 
@@ -75,7 +78,7 @@ class GenerateArguments:
                 "generation begins"
             )
         for name, value in (("do_sample", do_sample), ("early_stopping", early_stopping)):
-            if not isinstance(value, bool):
+            if not isinstance(value, int) or value not in (0, 1):
                 raise InvalidRequest(f"{name}={value!r}: must be True or False")
         kwargs = dict(model_kwargs)
         for name in ("use_cache", "apply_loss_mask"):
@@ -89,10 +92,10 @@ class GenerateArguments:
             pad_id = override
         mask = options["attention_mask"]
         check_padded(input_ids, mask)
-        mask = _leading_pads(input_ids, pad_id) if mask is None else _check_side(mask)
+        mask = prompt_mask(input_ids, mask, pad_id)
         interval = options["stream_interval"]
         seed = options["seed"]
-        sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
+        sampling = _sampling(num_beams, bool(do_sample), top_k, top_p, temperature)
         SamplingParams(seed=seed, **sampling)  # validates them
         return cls(
             input_ids=input_ids.long(),
@@ -115,8 +118,26 @@ class GenerateArguments:
 
     @property
     def model_constants(self) -> dict[str, Any]:
-        """`model_kwargs` without `use_cache`, for a model without hooks."""
-        return {name: value for name, value in self.model_kwargs.items() if name != "use_cache"}
+        """`model_kwargs` for a model without hooks, whose cache is not the caller's."""
+        return {name: value for name, value in self.model_kwargs.items() if name not in _OF_A_CACHE}
+
+    def clamp(self, limit: int, source: str, prompt_length: int) -> GenerateArguments:
+        """Return arguments whose rows stay within the model's limit; warn if they are shorter.
+
+        Args:
+            source: where the limit comes from.
+            prompt_length: of the longest row; one over the limit is refused later.
+        """
+        room = limit - prompt_length
+        if self.new_tokens <= room or room < 0:
+            return self
+        warnings.warn(
+            f"max_length leaves {self.new_tokens} new tokens after a prompt of {prompt_length}, "
+            f"{self.new_tokens + prompt_length} together; the model's limit is {limit} ({source}), so "
+            f"at most {room} are generated",
+            stacklevel=2,
+        )
+        return replace(self, new_tokens=room)
 
     def params(self, vocab_size: int) -> SamplingParams:
         """Return the engine's parameters; without a seed, draw one from torch's default generator.
@@ -136,18 +157,6 @@ class GenerateArguments:
             **self.sampling,
         )
 
-    def joined(self, rows: list[list[int]], width: int, pad: int) -> Tensor:
-        """Return `[B, P + width]` int64: the input, the first `width` new ids of each row, then pads.
-
-        It is an ordinary tensor on the input's device.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            tail = torch.full((len(rows), width), pad, dtype=torch.int64)
-            for b, row in enumerate(rows):
-                ids = torch.tensor(row[:width], dtype=torch.int64)
-                tail[b, : len(ids)] = ids
-            return torch.cat([self.input_ids, tail.to(self.input_ids.device)], dim=1)
-
 
 def _sampling(
     num_beams: Any, do_sample: bool, top_k: Any, top_p: Any, temperature: Any
@@ -160,7 +169,7 @@ def _sampling(
         )
     fields: dict[str, Any] = {
         "num_beams": beams,
-        "top_k": 0 if top_k is None else top_k,
+        "top_k": 0 if top_k is None or (isinstance(top_k, int) and top_k == -1) else top_k,
         "top_p": 1.0 if top_p is None else top_p,
         "temperature": 1.0 if temperature is None else temperature,
     }
@@ -197,22 +206,6 @@ def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
     if not any(nested):
         many = [many] if many else []
     return SamplingParams(stop_token_ids=many).stop_token_ids  # type: ignore[return-value]
-
-
-def _leading_pads(input_ids: Tensor, pad_id: int | None) -> Tensor:
-    """Return a mask that is 0 on leading pads; later pads are tokens."""
-    if pad_id is None:
-        return torch.ones_like(input_ids, dtype=torch.int64)
-    return (input_ids != pad_id).long().cummax(dim=1).values if input_ids.numel() else input_ids
-
-
-def _check_side(mask: Tensor) -> Tensor:
-    if mask.numel() and not mask[:, -1].bool().all():
-        row = int((mask[:, -1] == 0).nonzero()[0])
-        raise InvalidRequest(
-            f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
-        )
-    return mask
 
 
 def _id(name: str, value: Any) -> int | None:

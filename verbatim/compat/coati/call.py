@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from verbatim.compat.batches import append_rows
 from verbatim.compat.coati.arguments import GenerateArguments
 from verbatim.compat.coati.engines import engine_for, pad_of
 from verbatim.core import FinishReason, Request, Result
@@ -25,8 +26,8 @@ class GenerateCall:
     """
 
     def __init__(self, model: Any, args: GenerateArguments, hooks: Hooks | None) -> None:
+        self._llm, self._owns_engine, args = engine_for(model, args, hooks)
         self._ask = args
-        self._llm, self._owns_engine = engine_for(model, args, hooks)
         self._pad = pad_of(unwrap(model) if self._owns_engine else self._llm, args)
         self._requests: list[Request] = []
         try:
@@ -106,7 +107,7 @@ class GenerateCall:
         return self._ask.new_tokens if self._ask.to_the_end else max(map(len, rows), default=0)
 
     def _joined(self, rows: list[list[int]], width: int) -> Tensor:
-        return self._ask.joined(rows or [[] for _ in self._ask.prompts], width, self._pad)
+        return append_rows(self._ask.input_ids, rows, self._pad, width)
 
 
 def _due(sent: int, ready: int, interval: int) -> range:

@@ -21,14 +21,16 @@ _BLOCK_SIZE = 64  # blocks of a per-call engine hold only ids
 _LONGEST = 2**20  # tokens, if no config states a limit: blocks are allocated for all of them
 
 
-def engine_for(model: Any, args: GenerateArguments, hooks: Hooks | None) -> tuple[LLM, bool]:
-    """Return the engine, and whether the call owns it and must close it.
+def engine_for(
+    model: Any, args: GenerateArguments, hooks: Hooks | None
+) -> tuple[LLM, bool, GenerateArguments]:
+    """Return the engine, whether the call must close it, and the arguments within the model's limit.
 
     Raises:
         NotSupported: a sharded model; hooks with an open LLM or with beams.
         InvalidRequest: an argument without effect.
         UnsupportedModel: the model can't be run.
-        PromptTooLong: prompt and completion exceed the model's limit.
+        PromptTooLong: the prompt exceeds the model's limit.
     """
     if hooks is not None and args.num_beams > 1:
         raise NotSupported(
@@ -42,17 +44,27 @@ def engine_for(model: Any, args: GenerateArguments, hooks: Hooks | None) -> tupl
                 "they make; an open LLM makes its own inputs"
             )
         _refuse_kwargs(args, "an open LLM")
-        return model, False
+        return model, False, _within_limit(model, args)
     check_runnable(model)
     model = unwrap(model)
     if hooks is None and (is_transformers(model) or _has_kv_caches(model)):
         _refuse_kwargs(args, type(model).__name__)
         try:
-            return engine_of(model), False
+            llm = engine_of(model)
         except UnsupportedModel:
             if not _runs_row_by_row(model):
                 raise
-    return _open_engine(model, args, hooks), True
+        else:
+            return llm, False, _within_limit(llm, args)
+    limit, source = limit_of(model)
+    if limit is not None:
+        args = args.clamp(limit, source, args.input_ids.shape[1])
+    return _open_engine(model, args, hooks), True, args
+
+
+def _within_limit(llm: LLM, args: GenerateArguments) -> GenerateArguments:
+    longest = max(map(len, args.prompts), default=0)
+    return args.clamp(llm.max_length, llm.engine.admission.limit_source, longest)
 
 
 def _has_kv_caches(model: Any) -> bool:

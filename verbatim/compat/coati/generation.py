@@ -38,11 +38,12 @@ def generate(
         input_ids: `[B, P]` integers, padded on the left.
         tokenizer: its `padding_side` must be "left"; its `eos_token_id` ends a row, its `pad_token_id` is
             masked in front of a row and fills it after its end.
-        max_length: columns of the result at most, prompt included.
+        max_length: columns of the result at most, prompt included. One above the model's limit is clamped,
+            with a warning.
         num_beams: above 1, return the best beam of each row; needs `do_sample=False`.
         do_sample: False takes the likeliest token.
         early_stopping: False fills all rows up to the full length; True ends with the last row.
-        top_k, top_p, temperature: None is off.
+        top_k, top_p, temperature: None is off, and so is `top_k=-1`.
         prepare_inputs_fn: `f(input_ids, past=past, **model_kwargs)` returns the inputs of each forward.
         update_model_kwargs_fn: `f(outputs, model_kwargs)` returns the `model_kwargs` of the next step.
         model_kwargs: `max_new_tokens`; `stop_token_ids`: sequences of ids that end a row, `[[20, 21], [10]]`,
@@ -50,7 +51,8 @@ def generate(
             masked; `seed`: without one, a number is drawn from torch's default generator; `pad_token_id`;
             `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
             for a model that communicates between ranks: all then run equally many forwards;
-            `use_cache`, for hooks, and `apply_loss_mask`, for nothing: they change no token. Others are
+            `use_cache` and `cache_position`, for hooks, and `apply_loss_mask`, which is ignored: they
+            change no token. Others are
             the model's own, for hooks and actors.
 
     Returns:

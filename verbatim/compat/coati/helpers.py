@@ -102,7 +102,7 @@ def _prepare_logits_processor(
     processors = LogitsProcessorList()
     if temperature is not None and temperature != 1.0:
         processors.append(TemperatureLogitsWarper(float(temperature)))
-    if top_k is not None and top_k != 0:
+    if top_k is not None and top_k not in (0, -1):
         processors.append(TopKLogitsWarper(top_k))
     if top_p is not None and top_p != 1.0:
         processors.append(TopPLogitsWarper(float(top_p)))

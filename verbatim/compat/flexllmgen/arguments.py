@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import append_rows, pad_rows, prompt_mask
 from verbatim.compat.integers import integer
 from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
@@ -80,8 +81,9 @@ class OptArguments:
         ends = () if stop is None else (_stop_id(stop, vocab_size),)
         SamplingParams(temperature=temperature, seed=seed)  # validates them
         rows = _rows(inputs)
-        ids = _padded(rows, pad_id)
-        mask = _leading_pads(ids, pad_id) if attention_mask is None else _mask(attention_mask, ids)
+        ids = pad_rows(rows, pad_id, left=True)
+        given = None if attention_mask is None else _mask(attention_mask, ids)
+        mask = prompt_mask(ids, given, pad_id)
         prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
         _check_prompts(prompts, pad_id, vocab_size)
         if debug_mode == "fewer_batch":
@@ -107,12 +109,7 @@ class OptArguments:
 
     def joined(self, new: list[list[int]], pad_id: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return `[B, P + new_tokens]` int32: `ids`, the new ids of each row, then pads."""
-        rows, width = self.ids.shape
-        output = np.full((rows, width + self.new_tokens), pad_id, dtype=np.int32)
-        output[:, :width] = self.ids.numpy()
-        for row, new_ids in enumerate(new):
-            output[row, width : width + len(new_ids)] = new_ids
-        return output
+        return append_rows(self.ids, new, pad_id, self.new_tokens).numpy().astype(np.int32)
 
 
 def _rows(inputs: Any) -> list[list[int]]:
@@ -152,18 +149,8 @@ def _row(name: str, row: Any) -> list[int]:
     return ids
 
 
-def _padded(rows: list[list[int]], pad_id: int) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], dtype=torch.int64)
-
-
-def _leading_pads(ids: Tensor, pad_id: int) -> Tensor:
-    """Return a mask that is 0 on leading pads; later pads are tokens."""
-    return (ids != pad_id).long().cummax(dim=1).values
-
-
 def _mask(attention_mask: Any, ids: Tensor) -> Tensor:
-    """Return `attention_mask` as a tensor; its shape must be that of `ids`, with pads on the left."""
+    """Return `attention_mask` as a tensor; its shape must be that of `ids`, padded at the ends of rows."""
     try:
         mask = torch.as_tensor(
             attention_mask.detach()
@@ -175,10 +162,6 @@ def _mask(attention_mask: Any, ids: Tensor) -> Tensor:
             f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
         ) from None
     check_padded(ids, mask, name="inputs")
-    for row in (mask[:, -1] == 0).nonzero().flatten().tolist():
-        raise InvalidRequest(
-            f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
-        )
     return mask
 
 

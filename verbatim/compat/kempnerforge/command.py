@@ -97,7 +97,8 @@ def _answer(llm: LLM, prompt: str, params: SamplingParams) -> None:
                 break
     _print(f"\n--- Prompt ---\n{prompt}")
     _print(f"\n--- Generated ({count} tokens) ---\n{text}\n")
-    note(f"(seed {params.seed})")
+    if params.temperature > 0:
+        note(f"(seed {params.seed})")
 
 
 def _converse(llm: LLM, params: SamplingParams) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.compat.batches import pad_rows
 from verbatim.compat.megatron import streaming
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
@@ -70,13 +71,26 @@ class TextGenerationController(Speculation):
         old_context = getattr(inference_wrapped_model, "inference_context", None)
         limit = getattr(old_context, "max_sequence_length", None)
         self._translation = Translation(model, tokenizer, limit if isinstance(limit, int) else None)
-        self.tokenizer = self._translation.tokenizer
         self.inference_context = DynamicInferenceContext(self._translation)
         self.inference_wrapped_model = inference_wrapped_model
         inference_wrapped_model.inference_context = self.inference_context
         self.vocab_size: int = self._translation.llm.engine.admission.vocab_size
         super().__init__()
         self._stop: Callable[[list[int]], Iterable[int]] | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; it may be replaced while no request runs."""
+        return self._translation.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        if running := self.inference_context.total_request_count:
+            raise InvalidRequest(
+                f"tokenizer: the dynamic batch holds {running} requests, made with the present one; "
+                "set it when they have ended"
+            )
+        self._translation.set_tokenizer(tokenizer)
 
     def set_stop_word_finished_ids_callback(
         self, callback: Callable[[list[int]], Iterable[int]] | None
@@ -120,29 +134,37 @@ class TextGenerationController(Speculation):
         lengths_gpu_tensor: Tensor | int,
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
-    ) -> tuple[str, list[str] | None]:
-        """Return the text of one sequence, and the text of each of its tokens.
+    ) -> tuple[str, list[str] | None] | tuple[list[str], list[list[str]] | None]:
+        """Return the text of a sequence and the text of each of its tokens; of a batch, lists of both.
 
         Args:
-            tokens_gpu_tensor: `[L]`.
-            lengths_gpu_tensor: number of valid tokens.
+            tokens_gpu_tensor: `[L]` or `[B, L]`.
+            lengths_gpu_tensor: number of valid tokens, one per sequence.
             detokenize_segments: False returns None as the second value.
 
         Raises:
-            InvalidRequest: more than one sequence.
+            InvalidRequest: not one length in 0 to L per sequence.
         """
-        lengths = torch.as_tensor(lengths_gpu_tensor)
-        if tokens_gpu_tensor.dim() != 1 or lengths.numel() != 1:
+        rows = tokens_gpu_tensor if tokens_gpu_tensor.dim() == 2 else tokens_gpu_tensor[None]
+        lengths = torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
+        width = rows.shape[-1]
+        if (
+            rows.dim() != 2
+            or len(lengths) != len(rows)
+            or any(not 0 <= n <= width for n in lengths)
+        ):
             raise InvalidRequest(
-                f"tokens {list(tokens_gpu_tensor.shape)} and lengths {list(lengths.shape)}: one "
-                "sequence at a time, [L] and one length"
+                f"tokens {list(tokens_gpu_tensor.shape)} and lengths {lengths}: must be [L] and one "
+                "length, or [B, L] and B of them, each 0 to L"
             )
-        tokens = tokens_gpu_tensor[: int(lengths)].tolist()
-        self._translation.need_tokenizer("text")
-        text = detokenize(self.tokenizer, tokens, True, skip_special_tokens)
-        if not detokenize_segments:
-            return text, None
-        return text, self._translation.segments(tokens, skip_special_tokens)
+        ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
+        texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
+        parts = None
+        if detokenize_segments:
+            parts = [self._translation.segments(row, skip_special_tokens) for row in ids]
+        if tokens_gpu_tensor.dim() == 2:
+            return texts, parts
+        return texts[0], None if parts is None else parts[0]
 
     def pad_input_prompt_tokens(
         self,
@@ -164,10 +186,9 @@ class TextGenerationController(Speculation):
         eod = eod_of(self._translation.need_tokenizer("padding"))
         if eod is None:
             raise InvalidRequest("prompts are padded with the tokenizer's eod, and it has none")
-        padded = torch.full((padded_batch_size, padded_sequence_length), eod)
-        for row, tokens in zip(padded, batch_prompt_tokens_list, strict=False):
-            row[: len(tokens)] = torch.tensor(tokens)
-        return padded
+        return pad_rows(
+            batch_prompt_tokens_list, eod, num_rows=padded_batch_size, width=padded_sequence_length
+        )
 
     def unpad_input_prompt_tokens(
         self, padded_batch_prompt_tokens: Tensor, original_batch_size: int

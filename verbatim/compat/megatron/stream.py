@@ -41,12 +41,23 @@ class AsyncStream:
             self._items.append(item)
             self._wake_reader()
 
-    def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
-        """End the stream; the reader gets the remaining items, then the exception if there is one."""
+    @property
+    def request_id(self) -> int | str:
+        """The id of the streamed request."""
+        return self._request_id
+
+    def finish(self, exception: Any = None) -> None:
+        """End the stream; the reader gets the remaining items, then the exception if there is one.
+
+        Args:
+            exception: an exception or a class of one; any other object ends the stream without an error.
+        """
         if self._finished:
             return
-        if exception is not None:
-            self._items.append(exception() if isinstance(exception, type) else exception)
+        if isinstance(exception, type) and issubclass(exception, BaseException):
+            exception = exception()
+        if isinstance(exception, BaseException):
+            self._items.append(exception)
         self._finished = True
         self._wake_reader()
 
@@ -54,6 +65,9 @@ class AsyncStream:
     def finished(self) -> bool:
         """True once `finish` was called or the reader left."""
         return self._finished
+
+    def __aiter__(self) -> AsyncGenerator[InferenceRequest, None]:
+        return self.generator()
 
     async def generator(self) -> AsyncGenerator[InferenceRequest, None]:
         """Yield the results as they arrive. Leaving early cancels the request.

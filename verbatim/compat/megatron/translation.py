@@ -50,9 +50,13 @@ class Translation:
     ) -> None:
         self._model = model
         default = engine_of(model).tokenizer
-        self.tokenizer = default.hf if tokenizer is None and default is not None else tokenizer
-        self.text = None if self.tokenizer is None else wrap(self.tokenizer)
+        self.set_tokenizer(default.hf if tokenizer is None and default is not None else tokenizer)
         self._max_sequence_length = max_sequence_length
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use `tokenizer`, of either kind or None, in all that follows."""
+        self.tokenizer = tokenizer
+        self.text = None if tokenizer is None else wrap(tokenizer)
 
     @property
     def llm(self) -> LLM:

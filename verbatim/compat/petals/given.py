@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import pad_rows, prompt_mask
 from verbatim.errors import InvalidRequest
 from verbatim.tensors import check_padded, rows_of
 
@@ -59,17 +60,13 @@ class TokenColumns:
         Args:
             ended: whether a row's last new token is its end; ignored for a row without new ids.
         """
-        width = max(map(len, new), default=0)
-        ids = torch.full((self.num_rows, width), fill_id, dtype=torch.int64)
-        mask = torch.zeros(self.num_rows, width, dtype=torch.bool)
         ends = list(self.ends)
         for row, new_ids in enumerate(new):
             if new_ids:
-                ids[row, : len(new_ids)] = torch.tensor(new_ids, dtype=torch.int64)
-                mask[row, : len(new_ids)] = True
                 ends[row] = self.width + len(new_ids) if ended[row] else None
-        both = torch.cat([self.ids, ids], dim=1), torch.cat([self.mask, mask], dim=1)
-        return TokenColumns(*both, tuple(ends))
+        mask = pad_rows([[1] * len(new_ids) for new_ids in new], 0).bool()
+        joined = self.followed_by(pad_rows(new, fill_id), mask)
+        return TokenColumns(joined.ids, joined.mask, tuple(ends))
 
     def repeated(self, copies: int) -> TokenColumns:
         """Return each row `copies` times."""
@@ -87,16 +84,8 @@ def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> Token
     ids = inputs.detach().to("cpu", torch.int64)
     if not ids.numel():
         raise InvalidRequest(f"inputs has shape {list(ids.shape)}: at least one token is needed")
-    if attention_mask is not None:
-        mask = attention_mask.detach().cpu().bool()
-        for row in (~mask[:, -1]).nonzero().flatten().tolist():
-            raise InvalidRequest(
-                f"attention_mask has padding at the end of row {row}; rows must be padded on the left"
-            )
-    elif pad_id is None:
-        mask = torch.ones_like(ids, dtype=torch.bool)
-    else:
-        mask = (ids != pad_id).long().cummax(dim=1).values.bool()
+    given = None if attention_mask is None else attention_mask.detach().cpu()
+    mask = prompt_mask(ids, given, pad_id).bool()
     rows_of(ids, mask)  # refuses empty rows
     return TokenColumns(ids.clone(), mask, (None,) * ids.shape[0])
 
