@@ -16,10 +16,9 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.policy import make_plan
+from verbatim.placement.offload.planner import make_plan, may_spill
 from verbatim.placement.offload.shape import ModelShape, shape_of
 from verbatim.placement.offload.units import Units
-from verbatim.placement.offload.wish import may_spill
 from verbatim.placement.options import EngineOptions
 from verbatim.weights.lazy import sources
 
