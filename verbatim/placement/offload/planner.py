@@ -194,8 +194,10 @@ def _search(inputs: PlannerInputs) -> list[tuple[Plan, Prediction]]:
     found: list[tuple[Plan, Prediction]] = []
 
     def consider(sequences: int, *, tight: bool) -> None:
-        for plan in _plans(inputs, sequences, tight=tight):
-            found.append((plan, predict(inputs.shape, plan, inputs.machine, inputs.workload)))
+        found.extend(
+            (plan, predict(inputs.shape, plan, inputs.machine, inputs.workload))
+            for plan in _plans(inputs, sequences, tight=tight)
+        )
 
     tried = _blocks(inputs)
     for sequences in tried:
@@ -258,7 +260,7 @@ def _batch_sizes(inputs: PlannerInputs, sequences: int) -> list[int]:
 
 
 def _micro_tokens(inputs: PlannerInputs, *, tight: bool) -> tuple[int, ...]:
-    """Return rows of a micro-batch to try: the most that an eighth of the memory holds, and a quarter of it."""
+    """Return rows of a micro-batch to try: as many as an eighth of the budget holds, and a quarter."""
     if tight:
         return _MICRO_TOKENS[4:]
     room = UNLIMITED if inputs.budget is None else inputs.budget // 8
