@@ -128,6 +128,15 @@ def test_memory_goes_to_what_the_disk_is_slowest_at(write_rate, kept):
     assert next(iter(in_memory.values())) < 50
 
 
+def test_k_and_v_stay_in_memory_where_the_disk_is_not_faster():
+    # K and V on the disk would be predicted to be faster by less than the model leaves out.
+    shape = model(layers=40, hidden=768, inner=2304, vocab=8192, heads=8, kv_heads=2, tied=False)
+    plan, _ = planned(
+        shape, given=options(max_sequences=4), gpu="250MB", limit=64, workload=(12, 24)
+    )
+    assert plan.kv[2] == 0 and plan.weights[2] > 0
+
+
 def test_the_gpu_tier_is_filled_first():
     plan, _ = planned(model(), gpu="3GB", cpu="5GB", workload=(32, 32))
     buffers = sum(plan.memory.get(kind, 0) for kind in ("computation", "logits", "slack", "ring"))

@@ -28,7 +28,9 @@ _KV_SHARE = 0.4  # of the available memory, for K and V, where no budget is give
 _BUDGET_SHARE = 0.6  # of the available memory, where no budget is given
 _MICRO_TOKENS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_ROWS = 8192  # of a forward
-_AS_FAST = 0.98  # of the fastest plan: of these, the one with the least work per token is taken
+_AS_FAST = (
+    0.98  # of the fastest plan: of these, K and V in memory and then the least work per token wins
+)
 ORDERS = ("all K and V", "K and V first", "weights first")  # in which memory is filled
 _STEPS = 512  # in which the share of weights in memory is searched
 
@@ -176,7 +178,11 @@ def make_plan(
     fastest = max(prediction.tokens_per_s for _, prediction in found)
     plan, _ = min(
         (entry for entry in found if entry[1].tokens_per_s >= _AS_FAST * fastest),
-        key=lambda entry: (entry[1].decode.io_s + entry[1].decode.compute_s) / entry[1].sequences,
+        # The model leaves out what each visit to K and V on the disk costs beside its bytes.
+        key=lambda entry: (
+            entry[0].kv[2] > 0,
+            (entry[1].decode.io_s + entry[1].decode.compute_s) / entry[1].sequences,
+        ),
     )
     plan = _use_rest(inputs, plan)
     if inputs.budget is None and plan.memory_bytes > available_memory():
