@@ -251,7 +251,6 @@ def begin(args: argparse.Namespace) -> tuple[Group, int]:
 
 
 def child_verbatim(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
-    import scipy.optimize  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401  (as the other has)
 
     from verbatim import LLM, Offload, SamplingParams

@@ -29,7 +29,6 @@ model.save_pretrained(sys.argv[1])
 RUN = """
 import ctypes, gc, json, sys, threading
 from pathlib import Path
-import scipy.optimize
 import verbatim
 from transformers import AutoModelForCausalLM, GenerationConfig
 from verbatim import LLM, Offload, SamplingParams

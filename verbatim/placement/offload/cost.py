@@ -1,4 +1,4 @@
-"""How long a step of a plan takes on a machine."""
+"""The cost model: predicted times of a plan on a machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PASSES = 2  # over what a layer allocates, at the rate of a copy
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward.
+    """Predicted times of one forward.
 
     Attributes:
-        seconds: all together.
-        io_s: the disk is busy.
-        compute_s: the processor is.
-        weight_bytes: read.
-        kv_bytes: of K and V, read and written on the disk.
+        seconds: wall time.
+        io_s: busy time of the disk.
+        compute_s: busy time of the processor.
+        weight_bytes: bytes of weights that are read.
+        kv_bytes: bytes of K and V that are read and written on the disk.
     """
 
     seconds: float
@@ -37,13 +37,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan is expected to do.
+    """Predicted times of a workload.
 
     Attributes:
-        sequences: that run at once, as many as K and V hold.
+        sequences: number that runs at once, limited by K and V.
         decode: a step in the middle of the completions, with a token for each sequence.
-        sample_s: to draw these tokens.
-        prefill_s: of the prompts of all sequences.
+        sample_s: seconds to sample these tokens.
+        prefill_s: seconds for the prompts of all sequences.
         tokens_per_s: new tokens, with the time of the prompts.
         limit: "reading weights", "reading and writing K and V", or "computing".
     """
@@ -57,23 +57,23 @@ class Prediction:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """New tokens/s once all prompts are done."""
+        """New tokens/s after the prompts."""
         return self.sequences / (self.decode.seconds + self.sample_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON values."""
         return {**asdict(self), "decode_tokens_per_s": self.decode_tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one forward has to do.
+    """The size of a forward.
 
     Attributes:
-        sequences: in it.
-        rows: of all of them.
+        sequences: number of sequences.
+        rows: rows of all sequences.
         context: positions that a row attends to, on average.
-        logit_rows: for which the head runs.
+        logit_rows: rows for which the head runs.
     """
 
     sequences: int
@@ -90,7 +90,7 @@ def compute_s(
     widths: Widths,
     m: Machine,
 ) -> float:
-    """Seconds that one unit computes for all micro-batches of a forward.
+    """Return the seconds that one unit computes for all micro-batches of a forward.
 
     Each micro-batch multiplies its rows with every matrix of the unit; a row goes to a few experts, whose
     matrices see the fewer rows the more experts there are. Norms, activations and the like go over what a
@@ -133,7 +133,7 @@ def compute_s(
 def predict_step(
     shape: ModelShape, plan: Plan, machine: Machine, load: Load, widths: Widths
 ) -> Step:
-    """One forward.
+    """Predict one forward.
 
     Weights on the disk are read unit by unit, around and around, into a ring: reading runs ahead as far as
     the ring has room. K and V on the disk are read for every sequence, and written in whole blocks. Where
@@ -159,7 +159,7 @@ def predict_step(
     waited = [0.0] * len(io)  # for experts that are read when they are chosen
     for j, (nbytes, chosen) in enumerate(of_experts):
         (io if plan.overlap and chosen >= LIKELY else waited)[j] += nbytes / machine.read_rate
-    if plan.overlap:  # who reads takes from who computes
+    if plan.overlap:  # readers take processor time from the computation
         busy = machine.read_cpu_s / max(1, machine.threads)
         compute = [own + nbytes * busy for own, nbytes in zip(compute, bytes_of, strict=True)]
         taken = [own + wait for own, wait in zip(compute, waited, strict=True)]
@@ -178,7 +178,7 @@ def predict_step(
 def pipeline_s(
     nbytes: Sequence[int], io: Sequence[float], compute: Sequence[float], ring: int
 ) -> float:
-    """Seconds of a step, once it has settled, in which reading runs ahead in a ring of `ring` bytes.
+    """Return the seconds of a step in steady state, with prefetching into a ring of `ring` bytes.
 
     Unit j is read once unit j - 1 was and those before it have left enough room; it computes once it was
     read and unit j - 1 has computed.
@@ -207,7 +207,7 @@ def pipeline_s(
 def predict(
     shape: ModelShape, plan: Plan, machine: Machine, workload: tuple[int, int]
 ) -> Prediction:
-    """What `plan` is expected to do with requests of (prompt tokens, new tokens).
+    """Predict a workload of (prompt tokens, new tokens).
 
     All sequences of a block are taken to begin and to end together: their prompts go through in forwards of
     `max_batch_tokens` rows, then come as many decode steps as there are new tokens, the one in the

@@ -1,14 +1,16 @@
-"""A plan for a model that is about to be opened, and what to expect of it."""
+"""The plan of a model with its predicted times, and the times that its forwards took."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
 import torch
 
+from verbatim.batch import Batch
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
 from verbatim.model.loader import LoadedModel
@@ -16,17 +18,16 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure
 from verbatim.placement.offload.plan import Plan
-from verbatim.placement.offload.policy import make_plan
+from verbatim.placement.offload.planner import make_plan, may_spill
 from verbatim.placement.offload.shape import ModelShape, shape_of
 from verbatim.placement.offload.units import Units
-from verbatim.placement.offload.wish import may_spill
 from verbatim.placement.options import EngineOptions
 from verbatim.weights.lazy import sources
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What was settled, and all that it was settled by."""
+    """A plan, and the model and machine that it was made for."""
 
     shape: ModelShape
     machine: Machine
@@ -34,7 +35,7 @@ class Forecast:
     prediction: Prediction
 
     def step(self, sequences: int, rows: int, context: float, logit_rows: int) -> Step:
-        """One forward with other numbers than the workload's.
+        """Predict a forward of another size than the workload's.
 
         Args:
             context: positions that a row attends to, on average.
@@ -45,7 +46,7 @@ class Forecast:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON values."""
         return {
             "plan": self.plan.as_dict(),
             "prediction": self.prediction.as_dict(),
@@ -60,10 +61,10 @@ def forecast(
     options: EngineOptions,
     limit: int | None,
 ) -> Forecast:
-    """Settle a plan; with `policy="auto"` this machine is measured first, once in a process.
+    """Make a plan; with `policy="auto"` the machine is measured first, once per process.
 
     Args:
-        limit: tokens of one sequence at most.
+        limit: maximal tokens of a sequence; None: unlimited.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `make_plan`.
@@ -84,3 +85,95 @@ def forecast(
             machine = measure(tensors, folder, dtype, offload.disk_limit)
     plan, prediction = make_plan(shape, offload, options, machine, limit)
     return Forecast(shape, machine, plan, prediction)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Sums over all forwards of one kind."""
+
+    count: int = 0
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    weight_bytes: int = 0
+    sequences: int = 0
+    rows: int = 0
+    logit_rows: int = 0
+    context: float = 0.0  # of a row on average, times forwards
+
+
+@dataclass(slots=True)
+class Measured:
+    """Measurements of every forward.
+
+    Attributes:
+        steps: forwards with a single row per sequence.
+        prompts: all other forwards.
+        sample_s: seconds of all sampling.
+        tokens, draws: sampled tokens, and sampling calls.
+    """
+
+    steps: _Kind = field(default_factory=_Kind)
+    prompts: _Kind = field(default_factory=_Kind)
+    sample_s: float = 0.0
+    tokens: int = 0
+    draws: int = 0
+
+    def add_forward(
+        self, batch: Batch, seconds: float, compute_s: float, weight_bytes: int
+    ) -> None:
+        """Add a forward.
+
+        Args:
+            weight_bytes: bytes of weights that it read.
+        """
+        kind = self.steps if batch.num_tokens == batch.num_sequences else self.prompts
+        kind.count += 1
+        kind.seconds += seconds
+        kind.compute_s += compute_s
+        kind.weight_bytes += weight_bytes
+        kind.sequences += batch.num_sequences
+        kind.rows += batch.num_tokens
+        kind.logit_rows += batch.logit_rows.shape[0]
+        kind.context += float(batch.positions.sum()) / max(1, batch.num_tokens) + 1
+
+    def beside(self, forecast: Forecast, peaks: Mapping[str, int]) -> dict[str, Any]:
+        """Return {"predicted", "actual"} by name, predicted for the average size of the forwards that ran.
+
+        Args:
+            peaks: peak bytes in memory, by kind.
+        """
+        found: dict[str, dict[str, float | None]] = {}
+
+        def note(name: str, predicted: float | None, actual: float | None) -> None:
+            found[name] = {"predicted": predicted, "actual": actual}
+
+        total = self.sample_s
+        predicted_total = 0.0
+        for name, kind in (("decode", self.steps), ("prompt", self.prompts)):
+            if not kind.count:
+                continue
+            n = kind.count
+            step = forecast.step(
+                round(kind.sequences / n),
+                max(1, round(kind.rows / n)),
+                kind.context / n,
+                round(kind.logit_rows / n),
+            )
+            total += kind.seconds
+            predicted_total += n * step.seconds
+            note(f"{name}_weights_bytes", step.weight_bytes, kind.weight_bytes / n)
+            note(f"{name}_compute_s", step.compute_s, kind.compute_s / n)
+            note(f"{name}_step_s", step.seconds, kind.seconds / n)
+            if step.weight_bytes:
+                io_rate = step.weight_bytes / step.seconds
+                note(f"read_in_{name}_per_s", io_rate, kind.weight_bytes / kind.seconds)
+        if self.tokens:
+            drawn_s = self.tokens * forecast.shape.vocab * forecast.machine.sample_s
+            drawn_s += self.draws * forecast.machine.unit_s
+            note("sampling_s", drawn_s, self.sample_s)
+            note("tokens_per_s", self.tokens / (predicted_total + drawn_s), self.tokens / total)
+        planned = forecast.plan.memory
+        for kind_name, nbytes in peaks.items():
+            if nbytes or planned.get(kind_name):
+                note(f"{kind_name}_bytes", planned.get(kind_name, 0), nbytes)
+        return found

@@ -1,4 +1,4 @@
-"""What a plan takes in memory, byte by byte."""
+"""The memory of a plan, in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verbatim.placement.offload.choice import Percents
 from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.visits import WINDOWS
 
-READERS = 2  # threads that read weights
+READERS = 2  # prefetch threads
 _ROOM_TO_GROW = 1.25  # of a window of K and V
 _PROMPT_ROWS = 16  # of logits for prompt log-probs that a forward may have at least
 _MOST_PROMPT_ROWS = 256
@@ -17,14 +17,14 @@ _MOST_PROMPT_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """How much of a model computes at once.
+    """Batch sizes.
 
     Attributes:
-        sequences: that run at once.
-        batch_size: of them in a micro-batch.
-        micro_tokens: rows of a micro-batch at most.
-        max_batch_tokens: rows of a forward at most.
-        context: tokens of a sequence as the workload has them.
+        sequences: number that runs at once.
+        batch_size: sequences of a micro-batch.
+        micro_tokens: maximal rows of a micro-batch.
+        max_batch_tokens: maximal rows of a forward.
+        context: tokens of a sequence in the workload.
     """
 
     sequences: int
@@ -35,7 +35,7 @@ class Widths:
 
 
 def ring_bytes(shape: ModelShape, tiers: tuple[str, ...], *, roomy: bool) -> int:
-    """Memory in which weights are read ahead.
+    """Return the size of the staging buffer for weights.
 
     Args:
         roomy: two neighbours fit, so that one is read while the other is used; else the largest one does.
@@ -47,14 +47,13 @@ def ring_bytes(shape: ModelShape, tiers: tuple[str, ...], *, roomy: bool) -> int
 
 
 def waiting_bytes(shape: ModelShape, rows: int) -> int:
-    """Hidden states of rows that stand between two layers, with the residual and the rotary embeddings
-    that their forwards hold on to."""
+    """Return the bytes of hidden states between two layers, with their residuals and rotary embeddings."""
     rotary = 2 * 4 * min(shape.hidden, 256)
     return rows * (3 * shape.hidden * shape.itemsize + rotary + 64)
 
 
 def working_bytes(shape: ModelShape, rows: int) -> int:
-    """What a layer allocates while it computes `rows` rows, at the time at which it is most."""
+    """Return the peak of a layer's allocations for `rows` rows."""
     item = shape.itemsize
     norms = shape.hidden * (4 * item + 3 * 4)  # which are made in float32
     attention = 3 * shape.attention * item + shape.hidden * item
@@ -64,15 +63,12 @@ def working_bytes(shape: ModelShape, rows: int) -> int:
 
 
 def logits_bytes(shape: ModelShape, rows: int) -> int:
-    """Logits of a forward: those of its parts, all of them together, and what the sampler makes of them."""
+    """Return the bytes of logits: of the micro-batches, concatenated, and the sampler's copies."""
     return rows * shape.vocab * (2 * shape.itemsize + 2 * 4)
 
 
 def window_bytes(shape: ModelShape, widths: Widths, kv: Percents) -> int:
-    """K and V of one layer of a micro-batch, as often as they are there at the same time.
-
-    They are as large as the sequences that run are long; here they are as long as the workload says.
-    """
+    """Return the bytes of staging buffers for K and V, for sequences as long as the workload's."""
     if not kv[2]:
         return 0
     a_layer = ceil(shape.kv_bytes_per_token / shape.layers)
@@ -80,7 +76,7 @@ def window_bytes(shape: ModelShape, widths: Widths, kv: Percents) -> int:
 
 
 def prompt_rows(shape: ModelShape, budget: int | None) -> int:
-    """Rows of logits for prompt log-probs in a forward: what a thirtieth of the memory holds."""
+    """Return the rows of logits for prompt log-probs: as many as a thirtieth of the budget holds."""
     if budget is None:
         return _MOST_PROMPT_ROWS
     fitting = budget // 30 // logits_bytes(shape, 1)
@@ -88,24 +84,24 @@ def prompt_rows(shape: ModelShape, budget: int | None) -> int:
 
 
 def slack_bytes(budget: int | None) -> int:
-    """For all that has no name here, such as what the C library keeps: a sixteenth, and 100 MB at most."""
+    """Return the reserve for untracked allocations, such as malloc's: a sixteenth, at most 100 MB."""
     return 0 if budget is None else min(100_000_000, budget // 16)
 
 
 def resident_bytes(shape: ModelShape, tiers: tuple[str, ...], tier: str) -> int:
-    """Weights that stay in a tier."""
+    """Return the bytes of weights in a tier."""
     return sum(slot.nbytes for slot, at in zip(shape.slots, tiers, strict=True) if at == tier)
 
 
 def expert_buffers(shape: ModelShape, tiers: tuple[str, ...]) -> int:
-    """Memory in which experts are read."""
+    """Return the bytes of the staging buffers for experts."""
     if not shape.held_experts(tiers):
         return 0
     return READERS * max(unit.expert_buffer for unit in shape.units)
 
 
 def weight_bytes(shape: ModelShape, tiers: tuple[str, ...]) -> dict[str, int]:
-    """Return what weights take in memory: those that stay, and experts that come and go."""
+    """Return the bytes of resident weights and of the expert cache."""
     held = shape.held_experts(tiers)
     stay = resident_bytes(shape, tiers, "gpu") + resident_bytes(shape, tiers, "cpu")
     return {"weights": stay - max(0, held - shape.fewest_experts), "experts": held}
@@ -120,7 +116,7 @@ def fixed_bytes(
     *,
     roomy: bool,
 ) -> dict[str, int]:
-    """What a plan takes beside its weights, K and V and waiting activations, by kind."""
+    """Return bytes by kind, without weights, K and V and waiting activations."""
     rows = min(widths.micro_tokens, widths.max_batch_tokens)
     return {
         "ring": ring_bytes(shape, tiers, roomy=roomy),

@@ -1,4 +1,4 @@
-"""What was chosen before the first byte is read."""
+"""`Plan`: where the parts of an offloaded model lie, and how much computes at once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from verbatim.placement.offload.memory import Widths
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where everything of a model lies and how much of it computes at once.
+    """A placement of weights, K and V and activations, with the sizes of batches and buffers.
 
     Attributes:
         weights, kv, activations: percents in (gpu, cpu, disk).
-        ring_bytes: memory in which weights are read ahead.
-        kv_bytes: of K and V in all tiers together.
+        ring_bytes: memory of the staging buffer for weights.
+        kv_bytes: bytes of K and V in all tiers together.
         batch_size: sequences of a micro-batch.
-        micro_batches: of them in a block, whose sequences share each reading of a layer.
-        micro_tokens: rows of a micro-batch at most, which bounds activations.
-        max_batch_tokens: rows of a forward at most.
-        tiers: of each of the model's parameters, in the order of `Units.slots`.
+        micro_batches: micro-batches that share each read of a layer.
+        micro_tokens: maximal rows of a micro-batch, which bounds activations.
+        max_batch_tokens: maximal rows of a forward.
+        tiers: tier of each parameter, in the order of `Units.slots`.
         kv_block: token positions in a block of K and V.
-        prompt_rows: of logits for prompt log-probs and drafts in a forward at most.
+        prompt_rows: maximal rows of logits for prompt log-probs and drafts in a forward.
         overlap: read and write while computing.
-        budget: bytes that all of it may take in memory; None: as much as it takes.
-        memory: bytes that it takes there at most, by kind.
-        reasons: why it is so, in a few sentences.
+        budget: bytes of memory; None: unlimited.
+        memory: maximal bytes in memory, by kind.
+        reasons: sentences that explain the choice.
     """
 
     weights: Percents
@@ -55,24 +55,24 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """What all of it takes in memory at most."""
+        """Maximal bytes in memory."""
         return sum(self.memory.values())
 
     @property
     def heap_bytes(self) -> int | None:
-        """What may be free in the heap between two layers: what the next one allocates, and some slack."""
+        """Bytes that may stay free in the heap between two layers: the next one's allocations and slack."""
         if self.budget is None:
             return None
         return self.memory.get("computation", 0) + self.memory.get("slack", 0) // 2
 
     def widths(self, context: int) -> Widths:
-        """How much computes at once, for sequences of `context` tokens."""
+        """Return the batch sizes for sequences of `context` tokens."""
         return Widths(
             self.block_size, self.batch_size, self.micro_tokens, self.max_batch_tokens, context
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the tier of each parameter."""
+        """Return JSON values, without the tier of each parameter."""
         return {
             "weights": [round(share, 1) for share in self.weights],
             "kv": [round(share, 1) for share in self.kv],

@@ -20,9 +20,8 @@ from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression
 from verbatim.placement.offload.cut import cut
-from verbatim.placement.offload.forecast import Forecast
+from verbatim.placement.offload.forecast import Forecast, Measured
 from verbatim.placement.offload.kv import TieredKVStore
-from verbatim.placement.offload.measured import Measured
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.report import plan_line
 from verbatim.placement.offload.schedule import BlockSchedule
