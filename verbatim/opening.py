@@ -44,7 +44,7 @@ _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of promp
 # The drafts that a placement can't run: offloaded layers come in the order of the whole model, and the
 # experts of other ranks take part in all forwards or in none.
 _REFUSED_DRAFTS: dict[type, tuple[type, ...]] = {
-    Offload: (EarlyExit, Mtp),
+    Offload: (Mtp,),
     ExpertParallel: (EarlyExit,),
 }
 
@@ -116,7 +116,7 @@ def _open_placed(
     """Open the runner of a placement."""
     layers = draft if isinstance(draft, EarlyExit | Mtp) else None
     if isinstance(placement, Offload):
-        return open_offloaded(loaded, placement, options, limit)
+        return open_offloaded(loaded, placement, options, limit, layers)
     if isinstance(placement, ExpertParallel):
         return open_expert_parallel(loaded, placement, options, limit, layers)
     if placement is not None:

@@ -13,8 +13,10 @@ from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
+from verbatim.model.mtp_source import Mtp
 from verbatim.model.packing import choose_packings
 from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
@@ -34,7 +36,11 @@ from verbatim.placement.options import EngineOptions, Placed
 
 
 def open_offloaded(
-    loaded: LoadedModel, offload: Offload, options: EngineOptions, limit: int | None
+    loaded: LoadedModel,
+    offload: Offload,
+    options: EngineOptions,
+    limit: int | None,
+    draft: Mtp | EarlyExit | None,
 ) -> Placed:
     """Open a model whose weights, K and V are read from memory and disk as the plan has it.
 
@@ -101,6 +107,7 @@ def open_offloaded(
             trace=trace,
             scratch=scratch,
             compression=compression,
+            draft_layers=open_draft_layers(draft, decoder, loaded),
         )
         undo.pop_all()
     return Placed(runner, options)

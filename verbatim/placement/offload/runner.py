@@ -16,6 +16,7 @@ from verbatim.errors import NotSupported
 from verbatim.heap import give_back_freed
 from verbatim.model.context import Pass
 from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression
@@ -79,8 +80,9 @@ class Offloaded(Resident):
         trace: Trace,
         scratch: Scratch,
         compression: Compression | None = None,
+        draft_layers: DraftLayers | None = None,
     ) -> None:
-        super().__init__(decoder, store, num_threads)
+        super().__init__(decoder, store, num_threads, draft_layers)
         self.store: TieredKVStore = store
         self.offload, self.forecast, self.plan = offload, forecast, forecast.plan
         self._measured = Measured()
