@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,7 +22,15 @@ from support import toys
 from support.parallel_rank import GREEDY, QUANTIZED, ROLLOUT, fingerprint
 from support.programs import run_ranks, run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
-from verbatim import LLM, InvalidRequest, NotSupported, TensorParallel, TierFailed, rl
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    NotSupported,
+    PipelineParallel,
+    TensorParallel,
+    TierFailed,
+    rl,
+)
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
@@ -374,6 +383,25 @@ def test_torchrun_without_a_process_group(folders: Folders, tmp_path: Path) -> N
 
 
 # ---- at the door
+
+
+def launchers() -> list[str]:
+    """Processes of ours that fork workers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1]
+            if int(parent) == os.getpid() and b"launcher" in path.joinpath("cmdline").read_bytes():
+                found.append(path.name)
+    return found
+
+
+def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None:
+    with LLM(folders("llama"), placement=PipelineParallel(2)) as llm:
+        assert llm.generate([[5, 6]], GREEDY) and len(launchers()) == 1
+    with pytest.raises(InvalidRequest, match=r"stages=9: the model can be cut into"):
+        LLM(folders("llama"), placement=PipelineParallel(9))
+    assert launchers() == []
 
 
 def test_what_cannot_be_is_refused_by_name(

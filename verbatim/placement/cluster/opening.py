@@ -7,6 +7,7 @@ import os
 import secrets
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -54,26 +55,31 @@ def open_cluster(
         NoHost: there are no machines.
         OutOfBlocks: the model or one block has no room.
     """
-    split = Split(loaded)
-    first, last, everywhere = split.outside_bytes
-    described = describe(draft)
-    more_first, more_last = extra_bytes(draft, loaded, split)
-    ends = first + more_first, last + more_last
-    layout = Layout(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
-    _check(cluster, layout)
-    hosts: Any = cluster.hosts or _hosts(cluster.address)
-    group = StageGroup(
-        hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
-    )
-    model: Message = {
-        **{field.name: getattr(source, field.name) for field in fields(source)},
-        "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
-        "num_threads": options.num_threads,
-        "draft": described,
-    }
-    launcher = StageLauncher(group, hosts, layout, model, fingerprint(loaded))
-    supervisor = Supervisor(launcher, cluster)
-    try:
+    with ExitStack() as undo:
+        if cluster.hosts is not None:
+            undo.callback(cluster.hosts.close)
+        split = Split(loaded)
+        first, last, everywhere = split.outside_bytes
+        described = describe(draft)
+        more_first, more_last = extra_bytes(draft, loaded, split)
+        ends = first + more_first, last + more_last
+        layout = Layout(tuple(split.layer_bytes), ends, everywhere, tuple(split.cuts))
+        _check(cluster, layout)
+        mark = fingerprint(loaded)
+        hosts: Any = cluster.hosts or _hosts(cluster.address)
+        group = StageGroup(
+            hosts.key, patience_s=cluster.patience_s, step_timeout_s=cluster.step_timeout_s
+        )
+        model: Message = {
+            **{field.name: getattr(source, field.name) for field in fields(source)},
+            "kv_dtype": None if options.kv_dtype is None else name_of(options.kv_dtype),
+            "num_threads": options.num_threads,
+            "draft": described,
+        }
+        launcher = StageLauncher(group, hosts, layout, model, mark)
+        supervisor = Supervisor(launcher, cluster)
+        undo.pop_all()
+        undo.callback(supervisor.close)
         stages = _count(cluster, layout, hosts)
         members = group.members = launcher.launch(stages)
         ranges = _ranges(cluster, layout, members)
@@ -97,17 +103,14 @@ def open_cluster(
         )
         launcher.connect()
         supervisor.prepare_spares()
-    except BaseException:
-        supervisor.close()
-        raise
-    targets = loaded.module.state_dict(keep_vars=True)
-    runner = Clustered(
-        supervisor,
-        cluster,
-        targets,
-        num_blocks=blocks,
-        block_size=options.block_size,
-    )
+        runner = Clustered(
+            supervisor,
+            cluster,
+            loaded.module.state_dict(keep_vars=True),
+            num_blocks=blocks,
+            block_size=options.block_size,
+        )
+        undo.pop_all()
     return Placed(runner, options)
 
 
