@@ -1,4 +1,4 @@
-"""What callers of an engine wait for, and how they are woken."""
+"""Waiting of callers for an engine, and waking them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one look at a model tells: which modules attend, what they store, what they call.
+"""Inspection of a model by one forward: which modules attend, what they store, what they call.
 
 The look is a forward of a few tokens in which attention only notes its shapes and reads its masks. It
 runs once when a model is opened, with the user's hooks silenced, and decides whether the model can be
@@ -30,7 +30,7 @@ from verbatim.model.verified import is_verified
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """How a model is laid out for the KV store and the decoder.
+    """The layout of a model, for the KV store and the decoder.
 
     Attributes:
         slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
@@ -201,7 +201,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
 
 
 def takes_positions(inner: Any) -> bool:
-    """Does the forward of a transformers model name `position_ids`?"""
+    """Return whether the forward of a transformers model takes `position_ids`."""
     return "position_ids" in inspect.signature(inner.forward).parameters
 
 

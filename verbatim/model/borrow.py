@@ -38,7 +38,7 @@ _HOOK_FIELDS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def holds_exclusive() -> bool:
-    """Is the calling thread inside of a forward, in a hook? Nobody else can finish one meanwhile."""
+    """Return whether the calling thread is inside of a forward, in a hook."""
     try:
         _held.notify(0)
     except RuntimeError:  # it is somebody else's, or nobody's
@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_free_in_child)
 
 
 def replaced_forwards(module: nn.Module, *, same_bits: bool = True) -> Forwards:
-    """For each layer we know, its instance dictionary and the forward to put there.
+    """Return the instance dictionary of each known layer, and the forward to patch in.
 
     With `same_bits` False only what a flat batch asks for: routers, experts, and norms, where the kernel is
     the faster one.

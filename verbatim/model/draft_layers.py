@@ -1,4 +1,4 @@
-"""What layers of a model that draft for it have in common."""
+"""The base class of layers of a model that draft for it."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class FusedLayers:
     def _on_gpu(
         self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
     ) -> None:
-        """The same for layers on a GPU, which need no look before each forward."""
+        """Fuse layers on a GPU, which need no check before each forward."""
         trials = []
         for layer, attention in _layers_of(module, anatomy):
             try:
@@ -178,7 +178,7 @@ class FusedLayers:
                 self.forwards.append((trial.parts.layer.__dict__, trial.fused))
 
     def look(self, *, hooks: bool, watched: bool = True) -> None:
-        """To be called before each forward: are the layers as they were?
+        """Check before a forward whether the layers are unchanged.
 
         Args:
             hooks: somebody's code will run in the middle of this forward, so each layer has to look itself.
@@ -273,7 +273,7 @@ class _Look:
             return False
 
     def same_code(self) -> bool:
-        """Do the classes have the forwards that they had?"""
+        """Return whether the classes have the forwards that they had."""
         return [cls.forward for cls in self._classes] == self._codes
 
 

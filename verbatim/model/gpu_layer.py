@@ -28,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Callable[..., Any]:
-    """What to put in the place of a layer's forward.
+    """Return the replacement of a layer's forward.
 
     Args:
         options: of its attention; without sinks and ALiBi.

@@ -114,12 +114,12 @@ class FusedLayer:
 
     @property
     def turns(self) -> bool:
-        """Does it take angles?"""
+        """Whether it takes rotary cos and sin."""
         return self._shape.rotation is not Rotation.UNTURNED
 
     @property
     def is_complete(self) -> bool:
-        """Is all of it in one call of the kernels?"""
+        """Whether one kernel call runs all of it."""
         return self.parts.has_mlp
 
     @property
@@ -130,14 +130,14 @@ class FusedLayer:
 
     @property
     def address(self) -> int:
-        """Of what `kernels/layer.cpp` calls Layer; it stays where it is."""
+        """The address of its `Layer` of kernels/layer.cpp, which does not move."""
         return ctypes.addressof(self._struct)
 
     def _values_now(self) -> list[Any]:
         return [fields.get(name) for fields, name in self.numbers]
 
     def ready(self) -> bool:
-        """Is everything as it was found, but perhaps for the numbers in the weights?
+        """Return whether nothing changed but perhaps the values of weights.
 
         Raises:
             NotFusable: weights were replaced by others that the kernels don't read.
@@ -205,7 +205,7 @@ class FusedLayer:
         self.found = self._found_now()
 
     def forward(self, plain: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What to put in the place of the layer's forward while we run.
+        """Return the replacement of the layer's forward while the engine runs.
 
         Args:
             plain: what serves where the kernels don't: the layer's own forward.

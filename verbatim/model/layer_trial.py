@@ -1,4 +1,4 @@
-"""Whether a layer can be fused, found out in one forward of the model.
+"""Trials of layers in one forward of the model: whether they can be fused.
 
 The trial runs on a twin of the layer, in which norms and biases are random, and matrices where they are
 zero: weights that make no difference today may make one after the next training step.
@@ -44,7 +44,7 @@ class Watch:
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """The same random numbers each time."""
+    """Return random numbers, the same for the same arguments."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -162,7 +162,7 @@ def _has_sinks(attention: nn.Module, options: AttentionOptions) -> bool:
 
 
 def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """What `call` returns, and the one time that it attended."""
+    """Return the result of `call`, and its one call of attention."""
     watch = Watch()
     with activate(watch):
         returned = call()
@@ -172,7 +172,7 @@ def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Are they of one dtype, float32 or bfloat16, and one shape, and the same in every bit?"""
+    """Return whether two tensors are equal bit for bit, both float32 or bfloat16."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
@@ -222,7 +222,7 @@ def _telling(parameter: Any, seed: int) -> Any:
 
 
 def _in_twin(parts: LayerParts, twins: dict[int, nn.Module]) -> LayerParts:
-    """The same parts of the twin."""
+    """Return the same parts of the twin."""
 
     def of(module: Any) -> Any:
         return None if module is None else twins[id(module)]

@@ -103,7 +103,7 @@ class MtpLayers(DraftLayers):
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """One for all of a draft, as it costs a tenth of a layer.
+        """Enter once per draft, as it costs a tenth of a layer.
 
         The owner's hooks are silenced, also those on embedding and head, which are the model's own: a
         draft must not be seen by what counts the model's forwards, or changes them by their number.

@@ -25,7 +25,7 @@ _WIDTH = 96  # of a trial, for a norm without a weight
 
 
 class NormParts(NamedTuple):
-    """Where a norm keeps what it needs, and its family."""
+    """The parameters of a norm, and its family."""
 
     kind: NormKind
     weight: str | None  # a parameter's name
@@ -41,7 +41,7 @@ class Norm:
 
 
 def norm_parts(module: nn.Module) -> NormParts | None:
-    """How to compute what `module` computes, if it is an RMS norm of a known family; else None."""
+    """Return the parts of an RMS norm of a known family; None for other modules."""
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
         return None
@@ -68,7 +68,7 @@ def norm_parts(module: nn.Module) -> NormParts | None:
 
 
 def _has_kernels(module: nn.Module) -> bool:
-    """Can anything but torch compute its norm? One without a weight may go anywhere."""
+    """Return whether kernels exist for its device; a norm without a weight may be on any."""
     if kernels.library() is not None or torch.cuda.is_initialized():
         return True
     return any(
@@ -104,7 +104,7 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _Case(NamedTuple):
-    """What decides about a norm's family."""
+    """A trial of a norm's family."""
 
     cls: type[nn.Module]
     forward: Any  # of the class: somebody may put another one there
@@ -134,7 +134,7 @@ def _tried(case: _Case, module: nn.Module) -> NormKind | None:
 
 
 def _agrees(kind: NormKind, case: _Case, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Does a twin of `module` with a random weight do on random rows what `kind` does?"""
+    """Return whether a twin of `module` with a random weight computes the same as `kind` on random rows."""
     noise = torch.Generator().manual_seed(0)
     parameter = None if case.weight is None else module._parameters[case.weight]
     width = _WIDTH if parameter is None else parameter.shape[0]

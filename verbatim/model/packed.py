@@ -172,7 +172,7 @@ def replace_children(replaced: Mapping[nn.Module, nn.Module], *modules: nn.Modul
 
 
 def packed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, WeightPacking]]:
-    """What `module` holds in few bits, tied ones once: the name of a weight, its bytes, how it lies."""
+    """Yield the name, bytes and layout of each quantized weight of `module`, tied ones once."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
         kept = [("weight", "packed", layer.__dict__.get("packing"))]

@@ -1,4 +1,4 @@
-"""Which weights are held in few bits: one rule, wherever the model lives."""
+"""The choice of weights to quantize, the same in every placement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 def choose_packings(
     module: nn.Module, quantization: Quantization
 ) -> dict[nn.Parameter, WeightPacking]:
-    """How each weight lies that is held in few bits; no number is looked at.
+    """Return the layout of every weight to quantize, without reading data.
 
     These are the matrices that multiply hidden states, of linear layers (GPT-2's kind, too) and of stacked
     experts, and, in `head_bits`, the embedding of tokens and the head. Other embeddings, norms, biases and
@@ -94,7 +94,7 @@ def _tables(inner: Any) -> list[nn.Parameter]:
 
 
 def _columns(path: str, layer: nn.Module, name: str, parameter: nn.Parameter) -> bool | None:
-    """Does it multiply by columns (`[K, N]`) or by rows (`[N, K]`)? None: by neither, or it stays exact."""
+    """Return whether it multiplies by columns (`[K, N]`), or by rows (`[N, K]`); None if it stays exact."""
     if not parameter.is_floating_point() or _ROUTER.search(path):
         return None
     if isinstance(layer, nn.Linear):
@@ -115,7 +115,7 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
 
 @dataclass(slots=True)
 class PackingReport:
-    """What of a model is in few bits, and how far off it is.
+    """The quantized weights of a model, and their errors.
 
     Attributes:
         packed: names, and how each lies.
@@ -131,7 +131,7 @@ class PackingReport:
     rounded: list[str] = field(default_factory=list)
 
     def info(self) -> dict[str, Any]:
-        """As plain values, for `LLM.info`."""
+        """Return plain values, for `LLM.info`."""
         kept = self.packed.values()
         numbers = [math.prod(packing.shape) for packing in kept]
         after = sum(packing.nbytes for packing in kept)
@@ -152,7 +152,7 @@ class PackingReport:
         }
 
     def _of_activations(self) -> dict[str, Any]:
-        """What is multiplied with activations in few bits; all else multiplies them as they are."""
+        """Return the weights that are multiplied with quantized activations."""
         bits = self.quantization.activation_bits
         if bits is None:
             return {}

@@ -399,7 +399,7 @@ def _probe(weight: Tensor, bias: Tensor | None) -> RowTiles:
 
 
 def holds(tiles: RowTiles, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Does every place in every tile give a row the bits that it has at the first place, on one thread?
+    """Return whether every position in every tile gives a row the bits of the first position, on one thread.
 
     x is [256, K]. All shapes that `tiles` will ever multiply are tried, at each of their places.
     """
@@ -417,5 +417,5 @@ def holds(tiles: RowTiles, product: Callable[[Tensor], Tensor], x: Tensor) -> bo
 
 
 def probe_report() -> list[tuple[tuple[int, int], torch.dtype, RowTiles]]:
-    """What the probe found so far: weight shape [N, K], dtype, tiles."""
+    """Return the results of the probe so far: weight shape [N, K], dtype, tiles."""
     return [(key[0], key[1], tiles) for key, tiles in _found.items()]

@@ -1,4 +1,4 @@
-"""Which experts each token went to: recorded beside its K and V, and replayed on demand.
+"""Routing records: the experts of each token, stored beside its K and V, and replayed on demand.
 
 A layer counts as routed if `flat_experts` runs its experts, and its choice can be replaced if its router is
 of a known form (`router.py`). Layers are numbered in the order of their calls: dense layers
@@ -35,13 +35,13 @@ class RoutedLayers:
 
     @property
     def bytes_per_token(self) -> int:
-        """What a token's record takes beside its K and V."""
+        """Bytes of a token's record."""
         width = 1 if self.num_experts <= 256 else 2
         return width * self.count * self.experts_per_token
 
 
 class Call(NamedTuple):
-    """One layer hands its tokens to experts."""
+    """One call of a routed layer."""
 
     module: int
     num_rows: int
@@ -54,13 +54,13 @@ NOT_ROUTED = "no layer of it sends its tokens to experts through transformers' e
 
 
 def different_kinds(kinds: set[tuple[int, int]]) -> str:
-    """Why layers with so many experts of so many for each token can't be recorded as one."""
+    """Return why layers with different numbers of experts can't be recorded together."""
     listed = ", ".join(f"{k} of {experts}" for k, experts in sorted(kinds))
     return f"its layers send a token to different numbers of experts ({listed})"
 
 
 def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | None, str | None]:
-    """What the calls in a forward of `num_rows` tokens tell; else None, and why nothing is recorded."""
+    """Return the routed layers of a forward of `num_rows` tokens; or None, and why nothing is recorded."""
     if not calls:
         return None, NOT_ROUTED
     if any(call.num_rows != num_rows for call in calls):
@@ -143,7 +143,7 @@ class Routing:
         return self._done == self.layers.count
 
     def forced_experts(self) -> Tensor | None:
-        """What is forced in the next layer, `[T, k]`."""
+        """Return the forced experts of the next layer, `[T, k]`."""
         if self.forced is None or self.is_complete:
             return None
         return self.forced[:, self._done]
@@ -163,7 +163,7 @@ class Routing:
         self._done += 1
 
     def addresses(self, experts: nn.Module) -> tuple[int | None, int | None, int]:
-        """Where the kernels write the next layer's choice and read what is forced, and from row to row."""
+        """Return the addresses of the next layer's record and of its forced experts, and the row stride."""
         if not self._is_next(experts):
             return None, None, 0
         offset = 2 * self._done * self.layers.experts_per_token
@@ -172,12 +172,12 @@ class Routing:
         return self.chosen.data_ptr() + offset, forced, self.chosen.stride(0)
 
     def all_addresses(self) -> tuple[int, int | None]:
-        """The same for all layers at once."""
+        """Return `addresses` of all layers at once."""
         self._done = self.layers.count
         return self.chosen.data_ptr(), None if self.forced is None else self.forced.data_ptr()
 
     def record(self) -> Tensor:
-        """What all layers chose, `[T, layers, k]`."""
+        """Return the experts of all layers, `[T, layers, k]`."""
         if not self.is_complete:
             raise NotSupported(
                 f"{self._done} layers sent their tokens to experts in this forward, and "

@@ -162,7 +162,7 @@ def _other_step(func: Any) -> NotRowwise:
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What must be the same in every forward, however many rows it has."""
+    """Return the operands that must be the same in every forward, for any number of rows."""
     if func in _SIZED:
         return ()
     width: tuple[int, ...] = ()  # what is summed over
@@ -176,7 +176,7 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
 
 
 def _known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does `func`, which is torch's own, treat each row of its last dimension by itself?"""
+    """Return whether a torch function treats each row of its last dimension separately."""
     if func in _OVER_LAST:
         x = args[0]
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -196,7 +196,7 @@ def _known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _basic(index: Any) -> bool:
-    """One of tensors or lists may take rows from anywhere."""
+    """Return whether an index is basic; tensors and lists may take rows from anywhere."""
     if isinstance(index, tuple):
         return all(map(_basic, index))
     return index is None or index is ... or isinstance(index, int | slice)
@@ -207,7 +207,7 @@ def _weight(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _fits(func: Any, args: tuple[Any, ...]) -> bool:
-    """Is what we have in place of `func` good for rows of any sequence?
+    """Return whether the replacement of `func` works for rows of any sequence.
 
     A product of two activations may be attention by hand, which sums over as many keys as there are.
     """

@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
 
 def bounds_of(count: int, size: int, unit: int = 1) -> list[int] | None:
-    """Where `count` things are cut into `size` nearly equal shares, each of whole units but the last.
+    """Return the bounds of `size` nearly equal shares of `count` items, each of whole units but the last.
 
     None: there are fewer units than shares.
     """
@@ -94,7 +94,7 @@ class RankExperts(ExpertShare):
         self._ranks = ranks
 
     def run(self, experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-        """What `run_experts` gives, from rows `[n, H]` sorted by expert, `counts[e]` of each expert e."""
+        """Run `run_experts` on rows `[n, H]` sorted by expert, `counts[e]` of each expert e."""
         shares = [sum(counts[a:b]) for a, b in pairwise(self.bounds)]
         rank = self._ranks.rank
         first, end = self.bounds[rank], self.bounds[rank + 1]
@@ -104,7 +104,7 @@ class RankExperts(ExpertShare):
 
 
 def same_bits(weight: Tensor, bounds: Sequence[int]) -> bool:
-    """Does torch compute each share of the columns of `weight` `[N, K]` as it computes all of them?"""
+    """Return whether torch computes the same bits for each share of the columns of `weight` `[N, K]`."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(_ASKED_ROWS, weight.shape[1], generator=noise).to(weight.dtype)
     whole = products.linear(x, weight)

@@ -1,4 +1,4 @@
-"""What a forward of somebody's own called, so that another one can be held to it.
+"""The functions that a forward calls, to compare later forwards with it.
 
 Code may ask how many rows or sequences there are, and do something else then. It shows in its steps: the
 functions, the numbers they are given and the widths of their sums are those of a trial, or they are not.
@@ -59,7 +59,7 @@ class Steps:
         self._expected = expected
 
     def take(self, func: Any, given: Any) -> bool:
-        """One step more; is it the one that was expected?"""
+        """Take a step; return whether it is the expected one."""
         expected, at = self._expected, len(self.taken)
         same_func = expected is not None and at < len(expected) and expected[at].func == func
         leaves = _leaves(given, None)

@@ -30,13 +30,13 @@ class Tree:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """As `root.modules()` tells them."""
+        """All modules, in the order of `root.modules()`."""
         root = self._root()
         assert root is not None
         return [root, *self._inner]
 
     def unchanged(self) -> bool:
-        """Are these still the same modules of the same classes in the same places, with the same forwards?
+        """Return whether modules, classes, positions and forwards are unchanged.
 
         Also the dtype of the first parameter counts.
         """
@@ -56,7 +56,7 @@ class Tree:
         )
 
     def has_hooks(self) -> bool:
-        """Does anybody's code run in the middle of a forward?"""
+        """Return whether hooks run in the middle of a forward."""
         return (
             any(map(_hooks, self._fields))
             or any(map(_pre_hooks, self._fields))
@@ -70,7 +70,7 @@ class Tree:
 
 
 def hooked_everywhere() -> bool:
-    """Does every module in the process have a forward hook?"""
+    """Return whether global forward hooks are registered."""
     every = torch.nn.modules.module
     return bool(every._global_forward_hooks or every._global_forward_pre_hooks)
 

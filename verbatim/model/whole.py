@@ -45,7 +45,7 @@ Forward = Callable[[list[Callable[..., Any]]], tuple[Tensor, Tensor, Tensor, Ten
 
 
 class Note(NamedTuple):
-    """One call of a layer, as its spy saw it."""
+    """One recorded call of a layer."""
 
     layer: FusedLayer
     hidden: Tensor
@@ -54,7 +54,7 @@ class Note(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a whole forward computed."""
+    """The output of a whole forward."""
 
     logits: Tensor  # [R, V]
     hidden: Tensor  # [R, H], what the head saw
@@ -72,7 +72,7 @@ class ModelPart(Protocol):
 
 
 class Rows(Protocol):
-    """What a whole forward needs of a pass."""
+    """The inputs of a whole forward."""
 
     batch: Any
     direct: DirectRows | None
@@ -197,11 +197,11 @@ class WholeModel:
         self._found = lying(self._places)
 
     def same_code(self) -> bool:
-        """Do the classes around the layers have the forwards that they had?"""
+        """Return whether the classes around the layers have the forwards that they had."""
         return [cls.forward for cls in self._classes] == self._codes
 
     def fits(self) -> bool:
-        """Is all around the layers as it was found, but perhaps for the numbers in the weights?"""
+        """Return whether nothing around the layers changed but perhaps the values of weights."""
         if not self.same_code() or self._values_now() != self._values:
             return False
         try:
@@ -307,11 +307,11 @@ def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What `module` computes while it is borrowed, without its hooks."""
+    """Return a module's forward as the engine runs it, without its hooks."""
     ours = forward_for(module)
     return ours if ours is not None else lambda *args: type(module).forward(module, *args)
 
 
 def in_order(layers: Sequence[FusedLayer], anatomy: Anatomy) -> list[FusedLayer]:
-    """As they were called in the look."""
+    """Return layers in the order of their calls."""
     return sorted(layers, key=lambda layer: anatomy.slots[id(layer.attention), 0])

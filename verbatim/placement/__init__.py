@@ -1,1 +1,1 @@
-"""Where the model lives. A placement is a Runner with its settings."""
+"""Placements: runners for a model in memory, on disk, or in several processes."""

@@ -38,7 +38,7 @@ class Takes:
 
     @classmethod
     def of(cls, model: Any) -> Takes:
-        """Of a module's forward, or of anything else that can be called."""
+        """Return the signature of a module's forward, or of another callable."""
         forward = model.forward if isinstance(model, nn.Module) else model
         try:
             parameters = inspect.signature(forward).parameters
@@ -117,7 +117,7 @@ class Actor(Foreign):
 
 
 def check_takes_ids(model: Any) -> Takes:
-    """What the model's forward takes.
+    """Check that the model's forward takes ids.
 
     Raises:
         UnsupportedModel: it can't be called, or takes no `input_ids`.
@@ -150,7 +150,7 @@ def lent(model: Any) -> Iterator[None]:
 def logits_of(
     model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
 ) -> Tensor:
-    """What `answer` finds in one call of the model."""
+    """Return the logits in the result of a call."""
     return answer(model, model(**inputs), rows=rows, tokens=tokens, width=width)
 
 
@@ -192,7 +192,7 @@ def field_of(outputs: Any, name: str) -> Any:
 
 
 def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
-    """How many ids its logits tell apart: from its config, else from a forward of one token.
+    """Return the vocabulary size: from its config, else from a forward of one token.
 
     Args:
         inputs: what this forward is handed besides.

@@ -35,7 +35,7 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 @dataclass(slots=True)
 class Piece:
-    """One sequence's part in a forward.
+    """The rows of one sequence in a forward.
 
     Attributes:
         ids: `[L]` int64, everything the sequence holds once this forward is done.
@@ -96,7 +96,7 @@ class Foreign:
 
     @property
     def module(self) -> Any:
-        """What computes; EngineClosed when it was held weakly and is gone, or the runner was closed."""
+        """The module; EngineClosed if it was held weakly and is gone, or the runner is closed."""
         module = self._module()
         if module is None:
             raise EngineClosed("this engine was closed, or the module it was made for is gone")

@@ -88,7 +88,7 @@ class DecodeGraphs:
 
     @property
     def count(self) -> int:
-        """Of the sizes that were recorded."""
+        """The number of recorded sizes."""
         return len(self._recorded)
 
     def forget(self) -> None:

@@ -191,7 +191,7 @@ class Hooked(Foreign):
         return rows
 
     def _step(self) -> Tensor:
-        """One step as those loops make it; logits `[B, V]` of the last column."""
+        """Run one step as those loops do; return logits `[B, V]` of the last column."""
         if self._kwargs.get("attention_mask") is None:
             self._kwargs = {**self._kwargs, "attention_mask": self._mask}
         inputs = self._with_positions(self._uncached(self._inputs()))
@@ -218,7 +218,7 @@ class Hooked(Foreign):
         return inputs
 
     def _uncached(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """With the columns alone that the cache lacks; transformers 5 leaves that to its caller."""
+        """Return inputs with only the columns that the cache lacks, as transformers 5 expects."""
         ids: Any = inputs.get("input_ids")
         mask: Any = inputs.get("attention_mask")
         cache: Any = inputs.get("past_key_values")
@@ -262,7 +262,7 @@ class Hooked(Foreign):
         return kwargs
 
     def _with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """With the positions that the mask tells, or the pads before a row would count as its tokens."""
+        """Return inputs with the mask's positions, or pads before a row would count as its tokens."""
         mask = inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != self._tokens.shape:
             return inputs
@@ -294,7 +294,7 @@ def _as_dict(name: str, value: Any) -> dict[str, Any]:
 
 
 def _takes_positions(model: Any, takes: Takes) -> bool:
-    """Does `position_ids` reach the transformers model, by name or through `**kwargs`?"""
+    """Return whether `position_ids` reaches the transformers model, by name or through `**kwargs`."""
     from transformers import PreTrainedModel
 
     if "position_ids" in takes.names or not takes.others:

@@ -111,7 +111,7 @@ class KVCachesRunner(Foreign):
             return logits
 
     def _run_together(self, pieces: list[Piece]) -> list[Tensor]:
-        """Those that are alike in length and start are one batch."""
+        """Run sequences of equal length and start as one batch."""
         alike: dict[tuple[int, int], list[int]] = {}
         for i, piece in enumerate(pieces):
             alike.setdefault((len(piece.ids), piece.start), []).append(i)

@@ -22,7 +22,7 @@ _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 
 
 def speaks_kv_caches(module: nn.Module) -> bool:
-    """Does `module` take `kv_caches`, and does its config tell what they must hold?"""
+    """Return whether `module` takes `kv_caches`, and its config has their shape."""
     config: Any = getattr(module, "config", None)
     if not all(hasattr(config, field) for field in _FIELDS):
         return False
@@ -31,7 +31,7 @@ def speaks_kv_caches(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a module's caches hold, and how long its sequences may be."""
+    """The shape of a module's caches, and its maximum length."""
 
     layers: int
     kv_heads: int
@@ -41,7 +41,7 @@ class CacheShape:
 
     @staticmethod
     def of(module: nn.Module) -> CacheShape:
-        """As `module.config` tells it; the dtype is that of its first parameter.
+        """Read it from `module.config`; the dtype is that of its first parameter.
 
         Raises:
             UnsupportedModel: a field is no number above 0.
@@ -63,19 +63,19 @@ class CacheShape:
         return KVStore(self.layer_shapes(), num_blocks, block_size, self.dtype, torch.device("cpu"))
 
     def layer_shapes(self) -> list[LayerShape]:
-        """One for each layer."""
+        """The shape of each layer."""
         return [LayerShape(self.kv_heads, self.head_size, self.head_size)] * self.layers
 
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """What is ours is no step of the module's."""
+    """Exclude the engine's own calls from the module's steps."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
 
 class BlockCache:
-    """One layer's cache as a module sees it; what it holds lives in a `KVStore`.
+    """One layer's cache as a module sees it, backed by a `KVStore`.
 
     Args:
         layer: of the store.
@@ -131,7 +131,7 @@ class BlockCache:
 def call(
     module: nn.Module, shape: CacheShape, store: KVStore, ids: Tensor, slots: Tensor, start: int
 ) -> Tensor:
-    """One forward of `module` itself, in whatever mode is active: logits `[B, T, V]`.
+    """Run one forward of `module` in the active mode: logits `[B, T, V]`.
 
     Args:
         ids: `[B, T]`. slots: `[B, start + T]`.
@@ -200,7 +200,7 @@ def taken(module: nn.Module, *, hooks: bool) -> Iterator[None]:
 
 
 def run_alone(module: nn.Module, shape: CacheShape, store: KVStore, piece: Piece) -> Tensor:
-    """One sequence, one token at a time, on one thread: logits `[len(wanted), V]`."""
+    """Run one sequence, one token at a time, on one thread: logits `[len(wanted), V]`."""
     ids, slots = piece.ids[None], piece.slots[None]
     wanted = set(piece.wanted.tolist())
     rows: list[Tensor] = []

@@ -29,7 +29,7 @@ _CUTS = (7, 8)  # an odd number of rows, a single one, and many
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the trial tells."""
+    """The results of the trial."""
 
     vocab_size: int  # width of the logits
     rowwise_reason: str | None  # why rows can't run together; None: they can
@@ -124,7 +124,7 @@ class _Trial:
             )
 
     def why_not_together(self, logits: Tensor) -> str | None:
-        """What keeps sequences from running in one batch, in any cut, on the bits of `alone()`."""
+        """Return why batches of sequences don't give the bits of `alone()`; None if they do."""
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in self._module.modules()):
             return "torch.jit, into which nothing can look"
         every, last, length = slice(None), slice(2, None), self._length

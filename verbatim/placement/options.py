@@ -1,4 +1,4 @@
-"""What shapes an engine, whatever runs its batches."""
+"""Options of an engine that are the same for all placements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EngineOptions:
     device: Device = CPU
 
     def num_blocks(self, bytes_per_token: int, max_length: int | None) -> int:
-        """As many blocks as the memory holds, and no more than can ever be used at once; scratch included.
+        """Return the number of blocks that fit and can be used at once, including the scratch block.
 
         Raises:
             OutOfBlocks: the memory doesn't hold one block.

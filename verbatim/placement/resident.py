@@ -113,7 +113,7 @@ class Resident:
         return Forward(logits, None if hidden is None else hidden.cpu())
 
     def record_steps(self) -> None:
-        """From now on, run decode steps as CUDA graphs: of a model on a GPU that nobody edits."""
+        """Run decode steps as CUDA graphs from now on; the model must be on a GPU and never edited."""
         recorder = graphs.cuda_recorder(self.store.device)
         self.graphs = DecodeGraphs(self.decoder, self.store, recorder)
 

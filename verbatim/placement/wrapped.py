@@ -1,4 +1,4 @@
-"""What stands around a model: wrappers that change nothing, and shards that can't be run.
+"""Wrappers around a model: those that are removed, and shards that can't be run.
 
 All of it is told by the names of classes, so that nothing is imported that the caller has not.
 """
@@ -24,14 +24,14 @@ _PEFT = frozenset({"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel
 
 
 def unwrap(model: Any) -> Any:
-    """What runs: the model inside of DistributedDataParallel, DataParallel and torch.compile."""
+    """Return the model inside of DistributedDataParallel, DataParallel and torch.compile."""
     while (inside := next((_INSIDE[n] for n in _names(model) if n in _INSIDE), None)) is not None:
         model = getattr(model, inside)
     return model
 
 
 def is_transformers(model: Any) -> bool:
-    """Is it a transformers model itself, with PEFT's adapters or without, and no module that holds one?"""
+    """Return whether it is a transformers model itself, with PEFT adapters or without."""
     from transformers import PreTrainedModel
 
     while not _PEFT.isdisjoint(_names(model)):
@@ -52,7 +52,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 def check_runnable(model: Any, *, gpu: bool = False) -> None:
-    """Is all of it here, in this process, and on one device? On the CPU, unless `gpu`.
+    """Check that all of it is in this process and on one device: the CPU, unless `gpu`.
 
     Raises:
         NotSupported: it is sharded over ranks, or a parameter is somewhere else.

@@ -81,7 +81,7 @@ class _Part:
 def _parts(
     checkpoint: DcpCheckpoint, name: str, piece: Piece, stamps: dict[Path, Stamp]
 ) -> list[_Part]:
-    """Where the chunks of a tensor go."""
+    """Return the places of the chunks of a tensor."""
     dtype, into = checkpoint.dtype(name), piece.into
     if piece.arrange is not None:  # of the whole tensor
         into = torch.empty(into.shape, dtype=dtype, device="meta")
@@ -102,7 +102,7 @@ def _box(into: Tensor, chunk: Lying) -> Tensor:
 def _lazy_weight(
     name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stamp]
 ) -> LazyWeight:
-    """How a chunk is read."""
+    """Return the lazy weight of a chunk."""
     numbers = chunk.numbers
     if chunk.path not in stamps:
         with chunk.path.open("rb") as file:
@@ -125,7 +125,7 @@ def _lazy_weight(
 
 
 def _joined(like: Tensor, parts: list[_Part]) -> LazyWeight:
-    """How a tensor like this is made of its parts, which cover it."""
+    """Return the lazy weight of a tensor that is covered by parts."""
     shape, base = tuple(like.shape), like.storage_offset()
     parts = sorted(parts, key=lambda part: part.offset)
     first, *others = parts
@@ -166,7 +166,7 @@ def _put_together(
 
 
 def _strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor whose numbers lie in order, without gaps."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for count in reversed(size):
         strides.append(step)

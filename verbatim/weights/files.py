@@ -67,7 +67,7 @@ class File:
             raise
 
     def check(self) -> None:
-        """Is it still what it was?
+        """Check that the file is unchanged.
 
         Raises:
             TierFailed: somebody has written to it, or it is another file.
@@ -164,7 +164,7 @@ def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: File, buffer: Te
 
 
 def read_whole(stored: Stored) -> Tensor:
-    """One tensor of a file, in memory of its own.
+    """Read one tensor of a file with O_DIRECT.
 
     Raises:
         TierFailed: it can't be read.

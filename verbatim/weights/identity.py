@@ -1,4 +1,4 @@
-"""Which model a folder holds: the same on machines with the same files."""
+"""Identity of a model folder, equal on machines with the same files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _glimpse(stored: Stored) -> bytes:
 
 
 def changed(loaded: LoadedModel) -> bool:
-    """Are a skeleton's files others than when it was opened, or gone?"""
+    """Return whether a skeleton's files were changed or removed since it was opened."""
     assert loaded.lazy_weights is not None
     stamps = {s.path: s.stamp for lazy in loaded.lazy_weights.values() for s in sources(lazy)}
     for path, stamp in stamps.items():

@@ -142,7 +142,7 @@ class _Weight:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Where it begins in the files, to read them in order."""
+        """The file and offset of its data, a sort key."""
         assert self.lazy is not None
         parts = sources(self.lazy)
         return (str(parts[0].path), parts[0].offset) if parts else ("", 0)

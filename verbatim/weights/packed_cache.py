@@ -44,7 +44,7 @@ _FORSAKEN = 3600  # seconds without a byte after which an unfinished file has no
 
 
 class PackedCache:
-    """Where the packed weights of one model lie.
+    """The cache file of the quantized weights of one model.
 
     Args:
         loaded: a skeleton: its weights are in files of safetensors, or of a DCP checkpoint.
@@ -171,7 +171,7 @@ def _root() -> Path | None:
 
 
 def _changed(path: Path) -> int:
-    """When a file was last changed in any way: a copy may keep size and time of the one it replaces."""
+    """Return the change time of a file: a copy may keep size and modification time of another one."""
     return path.stat().st_ctime_ns
 
 
@@ -186,7 +186,7 @@ def _sum(tensor: Tensor) -> int:
 
 
 def read_stored(stored: Stored) -> Tensor:
-    """One tensor of a file, in memory of its own, through the page cache.
+    """Read one tensor of a file through the page cache.
 
     Raises:
         ModelError: it can't be read, or the file is not what it was.

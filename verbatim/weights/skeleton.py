@@ -127,7 +127,7 @@ def _settle_buffers(module: nn.Module) -> None:
 
 
 def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
-    """Where every tensor of the folder lies, in the files that transformers would take.
+    """Return the location of every tensor of a folder, in the files that transformers would read.
 
     Raises:
         ModelError: a file is damaged, cut short or missing.

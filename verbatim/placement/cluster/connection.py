@@ -58,7 +58,7 @@ class Connection:
                 raise LinkLost(f"the connection is lost: {error}") from None
 
     def _send_rows(self, message: Mapping[str, Any]) -> None:
-        """The same for hidden states."""
+        """Send hidden states from a buffer that is kept."""
         with self._sending:
             try:
                 if self._leaving is None or not self._leaving.fill(message):

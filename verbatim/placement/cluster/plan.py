@@ -1,4 +1,4 @@
-"""Which layers go to which stage."""
+"""The assignment of layers to stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Range = tuple[int, int]  # first layer, and the one behind the last
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a model's layers weigh, and where it may be cut.
+    """The bytes of a model's layers, and the places where it may be cut.
 
     Attributes:
         layer_bytes: weights of each layer.

@@ -32,7 +32,7 @@ _MANY_ROWS = 32  # for each micro-batch, where it is left to us to cut
 
 @dataclass(slots=True)
 class Remote(Forward):
-    """What the last stage has computed, or will have: its logits stay there."""
+    """A forward whose logits stay on the last stage."""
 
     batch: Batch | None = None
     step: int = 0
@@ -150,7 +150,7 @@ class Clustered:
         return logits
 
     def _ask(self, remote: Remote, message: Message) -> Message:
-        """What the last stage answers about a forward; as often as stages are lost and replaced."""
+        """Return the answer of the last stage about a forward, again after each replacement of a stage."""
         for attempt in range(self.cluster.max_restarts + 1):
             try:
                 return self._answer(remote, message)
@@ -197,7 +197,7 @@ class Clustered:
     def _each(
         self, do: str, *, in_a_step: bool = False, patient: bool = False, **fields: Any
     ) -> list[Any]:
-        """What every stage answers, once they are all there.
+        """Call every stage once all are alive, and return the answers.
 
         Args:
             in_a_step: asked in the middle of a commit, when the rows of the last forward count already for
@@ -372,7 +372,7 @@ def _let_go(process: int, supervisor: Supervisor) -> None:
 
 
 def _why_not_recorded(shapes: list[Message]) -> str | None:
-    """Why a model in parts can't have its routing recorded; None: it can."""
+    """Return why the routing of a model in parts can't be recorded; None if it can."""
     reasons = {shape["routing_reason"] for shape in shapes if not shape["routed"]}
     kinds = {tuple(shape["routed"][1:]) for shape in shapes if shape["routed"]}
     if len(kinds) > 1:

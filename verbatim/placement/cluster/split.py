@@ -1,4 +1,4 @@
-"""Where a model can be cut into parts, and which of its weights each part needs."""
+"""The places where a model can be cut into parts, and the weights that each part needs."""
 
 from __future__ import annotations
 

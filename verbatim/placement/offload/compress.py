@@ -24,7 +24,7 @@ from verbatim.weights.lazy import Held, materialize
 
 @dataclass(slots=True)
 class Compression:
-    """What was packed, and how far off it is.
+    """The quantized weights, and their errors.
 
     Attributes:
         packed: weights in few bits.
@@ -40,7 +40,7 @@ class Compression:
     squares: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def info(self) -> dict[str, Any]:
-        """As plain values, for `LLM.info`."""
+        """Return plain values, for `LLM.info`."""
         packings = {slot.name: slot.packing for slot in self.packed if slot.packing is not None}
         exact, rounded = ([s.name for s in some] for some in (self.exact, self.rounded))
         report = PackingReport(self.quantization, packings, exact, self.squares, rounded)

@@ -1,4 +1,4 @@
-"""One batch in several, so that no more than a micro-batch of it computes at once."""
+"""Splitting of a batch into micro-batches."""
 
 from __future__ import annotations
 

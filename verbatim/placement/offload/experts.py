@@ -113,7 +113,7 @@ class ExpertCache:
 
     @property
     def bytes_read(self) -> int:
-        """From files, in whole pages."""
+        """Bytes read from files, in whole pages."""
         return sum(self._read_bytes)
 
     @property
@@ -128,7 +128,7 @@ class ExpertCache:
 
     @property
     def num_experts(self) -> int:
-        """Of all layers."""
+        """The number of experts of all layers."""
         return sum(layer.layer.count for layer in self._layers)
 
     def next_of(self, number: int) -> CachedLayer:
@@ -225,7 +225,7 @@ class CachedLayer(ExpertShare):
         layer.module.expert_share = self  # type: ignore[assignment]
 
     def run(self, experts: nn.Module, rows: Tensor, counts: list[int]) -> Tensor:
-        """What `run_experts` gives, from rows `[n, H]` sorted by expert, `counts[e]` of each expert e.
+        """Run `run_experts` on rows `[n, H]` sorted by expert, `counts[e]` of each expert e.
 
         Raises:
             TierFailed: an expert can't be read.
@@ -417,7 +417,7 @@ def let_go_of_experts(layers: Sequence[ExpertLayer]) -> None:
 
 
 def _shape_of(layer: ExpertLayer) -> Any:
-    """What experts that share a pool have in common."""
+    """Return the shape that experts of one pool have in common."""
     found: list[Any] = []
     for key, stack in layer.stacks.items():
         parameter, packing = stack.slot.parameter, stack.slot.packing

@@ -30,7 +30,7 @@ class Job:
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it; what it raises is kept."""
+        """Run the job, and keep the error that it raises."""
         try:
             for job in self._after:
                 job.wait()
@@ -50,7 +50,7 @@ class Job:
 
 
 class Worker:
-    """Does jobs in the order in which they are submitted.
+    """A thread that runs jobs in the order of submission.
 
     Args:
         name: of its thread.

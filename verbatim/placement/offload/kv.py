@@ -123,7 +123,7 @@ class TieredKVStore(KVStore):
 
     @property
     def window_bytes(self) -> int:
-        """What the windows hold by now."""
+        """Bytes of the windows."""
         return sum(window.nbytes for window in (*self._windows, self.device_window))
 
     def bytes_by_tier(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class TieredKVStore(KVStore):
 
     @contextmanager
     def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
-        """For each of the micro-batches of one forward, the store that it writes to and attends in.
+        """Yield, for each micro-batch of a forward, the store that it writes to and attends in.
 
         Raises:
             TierFailed: something can't be read or written, at the latest when the block ends.

@@ -1,4 +1,4 @@
-"""What this machine can do, measured in a second or two."""
+"""Measurement of this machine's speeds, in a second or two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a folder and an `Offload` to a runner."""
+"""Opening of an offloaded model."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _store(
 def units_of(
     loaded: LoadedModel, offload: Offload, options: EngineOptions
 ) -> tuple[Units, Compression | None]:
-    """What is lent in one piece, and what of it will be in few bits.
+    """Return the units that are lent in one piece, and their quantization.
 
     Raises:
         NotSupported: nothing can be in few bits, or activations can't.

@@ -14,7 +14,7 @@ Row = tuple[str, ...]
 
 
 def amount(nbytes: float) -> str:
-    """Bytes as people write them: "1.24 GB"."""
+    """Format bytes, such as "1.24 GB"."""
     for unit in ("bytes", "KB", "MB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def shares(percents: Percents) -> str:
-    """As "20 gpu, 50 cpu, 30 disk", without what is nothing."""
+    """Format shares, such as "20 gpu, 50 cpu, 30 disk", without zeros."""
     named = zip(percents, ("gpu", "cpu", "disk"), strict=True)
     return ", ".join(f"{share:.3g}% {tier}" for share, tier in named if share >= 0.05)
 
@@ -55,7 +55,7 @@ def sentences(
     offload: Offload,
     workload: tuple[int, int],
 ) -> tuple[str, ...]:
-    """What was chosen, and why."""
+    """Explain a plan in sentences."""
     step, said = prediction.decode, []
     if offload.gpu is None and offload.cpu is None and plan.budget is not None:
         said.append(

@@ -60,7 +60,7 @@ class Micro:
 
 
 class Offloaded(Resident):
-    """As `Resident`, with parameters, K and V and activations that come and go.
+    """A `Resident` with parameters, K and V and activations that are read when they are needed.
 
     Args:
         decoder: with the order of work above.
@@ -157,7 +157,7 @@ class Offloaded(Resident):
         }
 
     def timings(self) -> Timings:
-        """Where the time of all forwards so far went."""
+        """Return the timings of all forwards so far."""
         kv, away = self.store.traffic, self.schedule.activations
         hidden = away.traffic if isinstance(away, HiddenStates) else Traffic()
         experts_s = 0.0 if self.weights.experts is None else self.weights.experts.wait_s
@@ -200,7 +200,7 @@ def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
 
 
 def _tiers_of(slots: list[Slot]) -> dict[str, int]:
-    """Bytes of its weights as they lie in each tier that has any."""
+    """Return the bytes of weights in each tier that has any."""
     held: dict[str, int] = {}
     for slot in slots:
         held[slot.tier] = held.get(slot.tier, 0) + slot.tier_bytes

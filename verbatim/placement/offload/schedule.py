@@ -21,7 +21,7 @@ from verbatim.placement.offload.weights import Weights
 
 
 class Activations(Protocol):
-    """Where the hidden states of a micro-batch lie while others compute."""
+    """A store of hidden states of micro-batches while others compute."""
 
     def send(self, part: Part) -> None:
         """Take the hidden states of a part away; it stands before a unit."""

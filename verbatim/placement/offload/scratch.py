@@ -51,7 +51,7 @@ class Scratch:
         self._direct = _direct(self._fd)
 
     def reserve(self, nbytes: int) -> int:
-        """Where the next `nbytes`, in whole pages, may be written.
+        """Reserve `nbytes`, in whole pages; return their offset.
 
         Raises:
             TierFailed: the disk is full, or they are more than the limit.
@@ -153,7 +153,7 @@ class Scratch:
         return Stored(name, self.path, at, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
 
     def file(self) -> File:
-        """The same file, read past the page cache; the caller closes it."""
+        """Open the file for reading with O_DIRECT; the caller closes it."""
         return File(self.path, fd=os.dup(self._fd), again=f"/proc/self/fd/{self._fd}")
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Scratch:
 
 
 def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of `views` once so many bytes are done."""
+    """Return the rest of `views` after `nbytes` bytes."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]
@@ -174,7 +174,7 @@ def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _direct(fd: int) -> int:
-    """The same file, opened once more to go past the page cache; -1 where that can't be done."""
+    """Open the file again with O_DIRECT; return -1 if that is not possible."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     except (OSError, AttributeError):

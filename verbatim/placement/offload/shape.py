@@ -90,7 +90,7 @@ class ModelShape:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights, as they would lie in memory."""
+        """Bytes of all weights in memory."""
         return sum(slot.nbytes for slot in self.slots)
 
     def streamed(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
@@ -223,7 +223,7 @@ def shape_of(
 
 
 def _attention(text: Any, hidden: int) -> tuple[LayerShape, int]:
-    """What a layer stores for a token, and the width of its queries."""
+    """Return what a layer stores for a token, and the width of its queries."""
     heads = _first(text, "num_attention_heads", "n_head") or 1
     width = max(_first(text, "head_dim"), _first(text, "global_head_dim")) or -(-hidden // heads)
     if _first(text, "kv_lora_rank"):  # latent attention: expanded before it is stored
@@ -271,7 +271,7 @@ def _slot(slot: Slot, experts: int) -> SlotShape:
 
 
 def _made_bytes(lazy: LazyWeight, nbytes: int) -> int:
-    """What `materialize` allocates: nothing where a parameter is a view of what was read."""
+    """Return the bytes that `materialize` allocates: 0 if a parameter is a view of what was read."""
     if not isinstance(lazy, Computed):
         return _cloned_bytes(lazy)
     schema = getattr(lazy.func, "_schema", None)  # of torch's own operators

@@ -84,7 +84,7 @@ def top_k_attention(
 
 
 def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
-    """How many of the rows at these positions see no more than `top_k` keys."""
+    """Return how many of the rows at these positions attend to at most `top_k` keys."""
     if options.window and options.window <= top_k:
         return end - begin
     return max(0, min(end, top_k) - begin)

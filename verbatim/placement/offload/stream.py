@@ -19,7 +19,7 @@ from verbatim.weights.lazy import Stored
 
 
 class Run(NamedTuple):
-    """Whole pages of one file that are read in one go, or in several chunks."""
+    """Whole pages of one file that are read together, or in several chunks."""
 
     path: Path
     offset: int  # in the file
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Layout:
-    """How what is read of several tensors lies in a region of memory."""
+    """The layout of several tensors in a region of memory."""
 
     name: str
     runs: list[Run] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Stream:
             raise
 
     def check_files(self) -> None:
-        """Are they still what they were when the model was opened?
+        """Check that the files are unchanged since the model was opened.
 
         Raises:
             TierFailed: one was written to; the message names it.
@@ -206,7 +206,7 @@ class Stream:
             file.close()
 
     def _place_of(self, index: int) -> int:
-        """Where a layout comes next in the order; one that isn't in it is put there. The lock is held."""
+        """Return the next position of a layout in the order; a new one is appended. The lock is held."""
         count = len(self._order)
         for step in range(1, count + 1):
             place = (self._last + step) % count
@@ -242,7 +242,7 @@ class Stream:
         return region
 
     def _room(self, nbytes: int) -> int | None:
-        """Where a region fits between those that are held, at whole pages; None: nowhere.
+        """Return an offset, in whole pages, of room for a region beside those in use; None if there is none.
 
         The other end of the memory than that of the last region comes first: so two layouts always fit
         that together are no larger than the memory, whatever their sizes.

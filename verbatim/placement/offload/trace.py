@@ -1,4 +1,4 @@
-"""What happened when, for a look at I/O under compute: Chrome's trace format."""
+"""A trace of reads and computation, in Chrome's trace format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is lent to the model in one piece: a decoder layer, the embedding, the head."""
+"""Units of weights that are lent to the model in one piece: a decoder layer, the embedding, the head."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Slot:
 
     @property
     def tier_bytes(self) -> int:
-        """What it takes where it lies, whole pages left out of account."""
+        """Bytes that it takes in its tier, without rounding to pages."""
         return self.nbytes if self.packing is None else self.packing.nbytes
 
 
@@ -270,6 +270,6 @@ def _expert_layer(name: str, module: nn.Module, unit: Unit) -> ExpertLayer | Non
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """What computes `layer` in our forwards: its row-invariant forward where we have one, else its own."""
+    """Return the forward that the engine runs for `layer`: its batch-invariant one, if any, else its own."""
     known = forward_for(layer) or adapter_for(layer)
     return type(layer).forward.__get__(layer) if known is None else known

@@ -21,7 +21,7 @@ WINDOWS = 3  # one is attended in, the next is being read, the last is being wri
 
 @dataclass(slots=True)
 class Traffic:
-    """What moved, and for how long the thread that computes waited.
+    """Bytes moved, and seconds that the computing thread waited.
 
     Attributes:
         load_s: seconds waiting for what is read.
@@ -49,7 +49,7 @@ class _Visit:
 
 
 class Visits:
-    """Those of one forward, which come one at a time: `take`, then `finish`.
+    """The visits of one forward, one at a time: `take`, then `finish`.
 
     Where they come in another order than was said, each is read and written where it stands: slower,
     and no less right.
@@ -124,7 +124,7 @@ class Visits:
         return self._layers[layer].shape.look(visit.window, len(self._views[part].blocks))
 
     def finish(self) -> None:
-        """What was taken is not used any more, and has its new rows.
+        """End the current visit, whose new rows are written.
 
         Raises:
             TierFailed: they can't be written.

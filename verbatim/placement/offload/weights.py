@@ -92,12 +92,12 @@ class Weights:
 
     @staticmethod
     def is_streamed(unit: Unit, slot: Slot) -> bool:
-        """Is `slot` read as a whole for `unit`? Of an embedding that is away, rows are looked up."""
+        """Return whether `slot` is read as a whole for `unit`; of an embedding on the disk, only rows are."""
         return slot.tier == "disk" and not unit.gathers
 
     @property
     def bytes_read(self) -> int:
-        """From files, since it was opened, without what was read once and for all."""
+        """Bytes read from files since it was opened, without those kept in memory."""
         experts = 0 if self.experts is None else self.experts.bytes_read
         return self.stream.bytes_read + self._row_bytes + experts
 
@@ -108,7 +108,7 @@ class Weights:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Whatever is lent in this block is, from now on, read ahead in the same order."""
+        """Record the order of units in this block; later, units are read ahead in this order."""
         self._seen = []
         try:
             yield
@@ -210,7 +210,7 @@ class Weights:
         return rounded_rows(slot, from_rows(lazy, found))
 
     def check_files(self) -> None:
-        """Are they still what they were when the model was opened?
+        """Check that the files are unchanged since the model was opened.
 
         Raises:
             TierFailed: one was written to; the message names it.

@@ -37,7 +37,7 @@ def stretches(blocks: Iterable[tuple[int, int]]) -> list[Stretch]:
 
 @dataclass(slots=True)
 class View:
-    """What a micro-batch sees of the store, in a window that holds nothing else.
+    """A micro-batch's view of the store, in a window of its own.
 
     Attributes:
         blocks: of the store, in the order of the window: `[n]` int64.
@@ -115,7 +115,7 @@ class Window:
 
 
 class Shape:
-    """How blocks of K and V of one layer lie in a window: all of K, and all of V from the next page on.
+    """The layout of a layer's blocks in a window: all of K, and all of V from the next page on.
 
     Args:
         lens: a store of this layer alone and of no block, through which a window is written and read.
@@ -130,7 +130,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block."""
         return self.key_bytes + self.value_bytes
 
     def window_bytes(self, blocks: int) -> int:
