@@ -41,12 +41,6 @@ from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
-# The drafts that a placement can't run: offloaded layers come in the order of the whole model, and the
-# experts of other ranks take part in all forwards or in none.
-_REFUSED_DRAFTS: dict[type, tuple[type, ...]] = {
-    Offload: (Mtp,),
-    ExpertParallel: (EarlyExit,),
-}
 
 
 def open_engine(
@@ -69,10 +63,10 @@ def open_engine(
     if kernels.missing():
         warnings.warn(kernels.MISSING, RuntimeWarning, stacklevel=3)
     drafts = drafts or DraftOptions()
-    if isinstance(drafts.draft, _REFUSED_DRAFTS.get(type(placement), ())):
+    if isinstance(drafts.draft, EarlyExit) and isinstance(placement, ExpertParallel):
         raise NotSupported(
-            f"draft={drafts.draft!r}: not supported with placement={type(placement).__name__}; use 'ngram' "
-            "or a smaller model"
+            f"draft={drafts.draft!r}: not supported with placement=ExpertParallel, whose ranks draft for "
+            "requests of their own and need each other's experts; use 'ngram', 'mtp' or a smaller model"
         )
     module: Any = loaded.module
     with_caches = speaks_kv_caches(module)

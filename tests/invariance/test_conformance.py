@@ -60,7 +60,6 @@ NAMES = {
 REFUSED = {
     frozenset({(one_name, one), (other_name, other)}): (NAMES[one], NAMES[other])
     for one_name, some, other_name, others in [
-        ("draft", ("mtp",), "placement", ("offload",)),
         ("draft", ("mtp",), "architecture", ("qwen3_moe", "gemma2", "gpt2")),
     ]
     for one in some

@@ -53,7 +53,6 @@ APART = {
         ("source", ("module",), "placement", ("offload", "cluster"), "placement"),
         ("source", ("module",), "quantization", IN_FEW_BITS, ""),
         ("source", ("module",), "draft", ("mtp",), "draft='mtp'"),
-        ("draft", ("mtp",), "placement", ("offload",), ""),
     ]
     for one in some
     for other in others

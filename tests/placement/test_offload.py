@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import sweep, toys
-from support.requests_mixed import facts, mixed_requests
+from support.mtp_toys import save_with_mtp, toy
+from support.requests_mixed import all_facts, facts, mixed_requests
 from verbatim import (
     LLM,
     EngineClosed,
@@ -25,6 +26,7 @@ from verbatim import (
     ModelError,
     NotSupported,
     Offload,
+    OutOfBlocks,
     SamplingParams,
     TierFailed,
     kernels,
@@ -212,8 +214,29 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
         llm.sleep()
         llm.wake()
         llm.generate([[5]], GREEDY)
-    with pytest.raises(NotSupported, match="not supported with placement=Offload"):
+    with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
         offloaded(folders("llama"), draft="mtp")
+
+
+@pytest.mark.parametrize("tiers", ["budget", "disk"])
+def test_mtp_layers_draft_for_an_offloaded_model_within_its_budget(
+    tiers: str, tmp_path: Path
+) -> None:
+    save_with_mtp(toy("qwen3", 2), tmp_path)
+    settings: dict[str, Any] = dict(weights=(0, 0, 100), kv=(0, 50, 50))
+    if tiers == "budget":
+        settings = dict(gpu="2MB")
+    with LLM(tmp_path) as llm:
+        expected = all_facts(llm.generate(*mixed_requests(12)))
+    draft: dict[str, Any] = dict(draft="mtp", num_draft_tokens=3)
+    with LLM(tmp_path, placement=Offload(**settings), **draft) as llm:
+        assert all_facts(llm.generate(*mixed_requests(12))) == expected
+        info, stats = llm.info(), llm.stats()["draft"]
+        assert stats["errors"] == 0 and info["mtp_layers"] == 2
+        if tiers == "budget":
+            assert info["kv_bytes"] + info["mtp_weight_bytes"] < 2_000_000
+    with pytest.raises(OutOfBlocks, match=r"bytes are needed .*, beside MTP layers of \d+ bytes"):
+        LLM(tmp_path, placement=Offload(gpu=500_000), draft="mtp")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -137,8 +137,8 @@ def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
     return mtp
 
 
-def mtp_bytes(inner: Any, folder: Path, beside: Path | None = None) -> int:
-    """Return the bytes of these layers, without embedding and head; arguments as in `load_mtp`.
+def mtp_size(inner: Any, folder: Path, beside: Path | None = None) -> tuple[int, int]:
+    """Return the number and bytes of these layers, without embedding and head; arguments as in `load_mtp`.
 
     Raises:
         NotSupported, InvalidRequest: as `load_mtp`. Files of weights are not read.
@@ -148,7 +148,7 @@ def mtp_bytes(inner: Any, folder: Path, beside: Path | None = None) -> int:
     with _described(inner, folder, beside) as (_, number), torch.device("meta"):
         layers = MtpModel(inner, number).layers
     itemsize: int = inner.dtype.itemsize
-    return sum(p.numel() for p in layers.parameters()) * itemsize
+    return len(layers), sum(p.numel() for p in layers.parameters()) * itemsize
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from verbatim.model.anatomy import inner_model
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp, mtp_bytes
+from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 
@@ -52,8 +52,8 @@ def extra_bytes(
     if isinstance(draft, EarlyExit):
         return split.outside_bytes[1], 0
     assert loaded.folder is not None
-    mtp = mtp_bytes(inner_model(loaded.module), loaded.folder, draft.beside)
-    return 0, split.embedding_bytes + mtp
+    _, nbytes = mtp_size(inner_model(loaded.module), loaded.folder, draft.beside)
+    return 0, split.embedding_bytes + nbytes
 
 
 def open_part(loaded: LoadedModel, split: Split, message: Message) -> tuple[Part, DraftLayers]:

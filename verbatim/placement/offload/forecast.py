@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -60,11 +60,13 @@ def forecast(
     offload: Offload,
     options: EngineOptions,
     limit: int | None,
+    draft_token_bytes: int = 0,
 ) -> Forecast:
     """Make a plan; with `policy="auto"` the machine is measured first, once per process.
 
     Args:
         limit: maximal tokens of a sequence; None: unlimited.
+        draft_token_bytes: what draft layers keep of a token, which counts as K and V.
 
     Raises:
         OutOfBlocks, InvalidRequest: as `make_plan`.
@@ -75,6 +77,7 @@ def forecast(
         torch.float32,
     )
     shape = shape_of(units, inner_model(loaded.module).config, dtype, options.kv_dtype)
+    shape = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes)
     machine = NOMINAL
     if offload.policy is not None:
         folder = None

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from verbatim.errors import UnsupportedModel
+from verbatim.errors import InvalidRequest, OutOfBlocks, UnsupportedModel
 from verbatim.heap import Heap
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
+from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
-from verbatim.model.mtp_source import Mtp
+from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.packing import choose_packings
 from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
@@ -29,6 +31,7 @@ from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.runner import Micro, Offloaded
 from verbatim.placement.offload.schedule import BlockSchedule, install_gates
 from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
@@ -57,6 +60,13 @@ def open_offloaded(
         scratch = Scratch(offload.disk, offload.disk_limit)
         undo.callback(scratch.close)
         expected = forecast(loaded, units, offload, options, limit)
+        if isinstance(draft, Mtp):
+            draft_bytes, token_bytes = _draft_bytes(loaded, draft, expected.shape)
+            smaller = _without(offload, draft_bytes)
+            try:
+                expected = forecast(loaded, units, smaller, options, limit, token_bytes)
+            except (InvalidRequest, OutOfBlocks) as error:
+                raise type(error)(f"{error}, beside MTP layers of {draft_bytes} bytes") from None
         plan, heap = expected.plan, Heap(expected.plan.heap_bytes)
         for slot, tier in zip(units.slots, plan.tiers, strict=True):
             slot.tier = "disk" if slot.rows_only else tier
@@ -94,8 +104,13 @@ def open_offloaded(
             max_batch_tokens=plan.max_batch_tokens,
             prompt_rows=plan.prompt_rows,
         )
-        store = _store(decoder.anatomy, units, offload, options, plan, limit, scratch, trace)
+        layers = open_draft_layers(draft, decoder, loaded)
+        store = _store(
+            decoder.anatomy, units, offload, options, plan, limit, scratch, trace, layers
+        )
         undo.callback(store.release)
+        kv_dtype = options.kv_dtype or decoder.anatomy.dtype
+        layers.open_stores(store.num_blocks, store.block_size, kv_dtype)
         runner = Offloaded(
             decoder,
             store,
@@ -107,10 +122,32 @@ def open_offloaded(
             trace=trace,
             scratch=scratch,
             compression=compression,
-            draft_layers=open_draft_layers(draft, decoder, loaded),
+            draft_layers=layers,
         )
         undo.pop_all()
     return Placed(runner, options)
+
+
+def _draft_bytes(loaded: LoadedModel, draft: Mtp, shape: ModelShape) -> tuple[int, int]:
+    """Return the bytes of MTP layers, which stay in memory, and about what they keep of a token."""
+    assert loaded.folder is not None
+    inner = inner_model(loaded.module)
+    count, nbytes = mtp_size(inner, loaded.folder, draft.beside)
+    hidden = shape.hidden * inner.dtype.itemsize
+    return nbytes, count * (shape.kv_bytes_per_token // shape.layers + hidden)
+
+
+def _without(offload: Offload, reserved: int) -> Offload:
+    """Return the options with a smaller budget; without one, the plan takes a share of the free memory."""
+    for name, budget in (("gpu", offload.gpu), ("cpu", offload.cpu)):
+        if budget and budget > reserved:
+            smaller: dict[str, Any] = {name: budget - reserved}
+            return replace(offload, **smaller)
+        if budget:
+            raise OutOfBlocks(
+                f"placement=Offload: MTP layers take {reserved} bytes; {name}={budget}"
+            )
+    return offload
 
 
 def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
@@ -137,10 +174,12 @@ def _store(
     limit: int | None,
     scratch: Scratch,
     trace: Trace,
+    layers: DraftLayers,
 ) -> TieredKVStore:
     dtype = options.kv_dtype or anatomy.dtype
-    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + recorded, limit)
+    beside = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    beside += layers.bytes_per_token(dtype)
+    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + beside, limit)
     return TieredKVStore(
         anatomy.layers,
         blocks,
