@@ -29,7 +29,9 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "local"
         return
     ray = pytest.importorskip("ray", reason="the extra verbatim[cluster] is not installed")
-    ray.init("local", include_dashboard=False, log_to_driver=False)
+    from verbatim.placement.cluster.contact import ray_options
+
+    ray.init("local", include_dashboard=False, **ray_options())
     yield "ray"
     assert ray.is_initialized(), "a program's own connection stays open"
     ray.shutdown()
@@ -51,7 +53,8 @@ def expected(folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def llm(folder: Path, launcher: str) -> Iterator[LLM]:
     placement = Cluster(stages=3, spares=2)
-    with LLM(folder, max_length=200, max_batch_tokens=64, placement=placement) as opened:
+    options: dict[str, Any] = dict(max_length=200, max_batch_tokens=64, prefix_cache=False)
+    with LLM(folder, placement=placement, **options) as opened:
         yield opened
 
 
@@ -72,8 +75,12 @@ def strike(llm: LLM, forward: int, places: list[int], number: int) -> Callable[[
                 os.kill(pid, number)
         return remote
 
+    def undo() -> None:
+        del runner.forward
+        assert seen > forward, "there were so few forwards that no stage was struck"
+
     runner.forward = counted  # type: ignore[method-assign]
-    return lambda: delattr(runner, "forward")
+    return undo
 
 
 def alive(pid: int) -> bool:

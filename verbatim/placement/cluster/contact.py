@@ -97,7 +97,7 @@ def begin_ray(given: str) -> None:
 
     try:
         _look_for(given)
-        ray.init(given, **_said())
+        ray.init(given, **ray_options())
     except NoHost:
         raise
     except ray.exceptions.AuthenticationError:
@@ -126,7 +126,7 @@ class _Fixed(list[str]):
         """Do nothing."""
 
 
-def _said() -> dict[str, Any]:
+def ray_options() -> dict[str, Any]:
     """Return the arguments of every `ray.init`.
 
     Ray lets its workers import from the folder that the program stands in before all others. Stages are to
