@@ -396,6 +396,7 @@ def launchers() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_pipeline_that_is_refused(folders: Folders) -> None:
     with LLM(folders("llama"), placement=PipelineParallel(2)) as llm:
         assert llm.generate([[5, 6]], GREEDY) and len(launchers()) == 1
