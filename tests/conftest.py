@@ -64,7 +64,7 @@ def one_thread(_threads_put_back: None) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch, free and newly taken blocks hold NaN, so that reading one shows in the answer."""
+    """Scratch, free and newly taken blocks, and slots of states, hold NaN, which shows in the answer."""
     from support.poison import poison_blocks
     from verbatim import opening
 
@@ -79,6 +79,8 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
             return opened
         # Looked up when it is called, as tests replace it.
         poison_blocks(pool, store, lambda blocks: store.poison(blocks), store.num_blocks)
+        if (states := store.states) is not None:
+            poison_blocks(opened.scheduler.states.pool, store, states.poison, states.num_slots)
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)

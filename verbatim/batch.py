@@ -18,6 +18,7 @@ from verbatim.params import SamplingParams
 _FEW = 512  # up to so many numbers, Python is faster than torch
 
 SCRATCH_BLOCK = 0  # never allocated to a sequence: padding reads and writes it
+ZERO_STATE = 0  # the slot of the state before the first token; never allocated to a sequence
 DRAW_FAILED = -1  # the id of a row with no drawable token
 
 
@@ -28,6 +29,9 @@ class Batch:
     The rows of a sequence are contiguous and in order: rows `query_starts[s]` to `query_starts[s + 1]`
     belong to sequence `s`. Its row `j` of `q` has position `context_lens[s] - q + j`, and attends to
     every earlier position of that sequence through `block_tables[s]`.
+
+    Of a model with recurrent layers, sequence `s` begins with the state in slot `state_sources[s]`, and its
+    state after row `state_rows[w]` is written to slot `state_targets[w]`; no slot is both read and written.
     """
 
     token_ids: Tensor  # [T] int64
@@ -39,6 +43,9 @@ class Batch:
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before all else
     wants_hidden: bool = False  # return the input of the LM head for the logit rows
     forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router is free
+    state_sources: Tensor | None = None  # [S] int32; None: the model keeps no states
+    state_rows: Tensor | None = None  # [W] int32, indices into the T rows, ascending
+    state_targets: Tensor | None = None  # [W] int32
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +85,22 @@ def block_tables(blocks: list[list[int]]) -> Tensor:
     width = max(map(len, blocks))
     padded = [row + [SCRATCH_BLOCK] * (width - len(row)) for row in blocks]
     return torch.tensor(padded, dtype=torch.int32)
+
+
+def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> dict[str, Any]:
+    """Return the fields of `Batch` for states; empty if there is no slot to write to.
+
+    Args:
+        targets: the slot for each of `rows`; `ZERO_STATE` leaves that row's state out.
+    """
+    writes = [(row, slot) for row, slot in zip(rows, targets, strict=True) if slot != ZERO_STATE]
+    if not writes:
+        return {}
+    return {
+        "state_sources": torch.tensor(sources, dtype=torch.int32),
+        "state_rows": torch.tensor([row for row, _ in writes], dtype=torch.int32),
+        "state_targets": torch.tensor([slot for _, slot in writes], dtype=torch.int32),
+    }
 
 
 def dummy_batch() -> Batch:

@@ -265,6 +265,10 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not
     num_computed: int = 0  # positions whose K and V are in the store
     num_indexed: int = 0  # leading blocks that are in the prefix cache
+    states: dict[int, int] = field(
+        default_factory=dict
+    )  # number of tokens to the slot of the state
+    snapshot: bytes | None = None  # key of its latest state that was cached while decoding
     # By MTP layer: positions whose K and V are in its blocks.
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     # Candidates of a beam's next token, until all beams of its request have theirs.
@@ -371,7 +375,7 @@ class SessionCache:
         idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
         token_ids: the tokens of which `blocks` hold K and V, one per position.
         blocks: held while the session is idle; during a turn its sequence holds them.
-        num_indexed, num_draft_computed: as in `Sequence`.
+        num_indexed, states, num_draft_computed: as in `Sequence`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
             before the prefix cache was cleared.
         num_reserved: number of pool blocks reserved for this session.
@@ -386,6 +390,7 @@ class SessionCache:
     token_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_indexed: int = 0
+    states: dict[int, int] = field(default_factory=dict)
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     is_private: bool = False
     num_reserved: int = 0

@@ -92,6 +92,7 @@ def _open_draft_model(
     if draft.kv_memory is None:
         per_token = bytes_per_token(anatomy.layers, options.kv_dtype or anatomy.dtype)
         full_bytes = runner.num_blocks * runner.block_size * per_token
+        full_bytes += 8 * options.max_sequences * sum(state.nbytes for state in anatomy.states)
         kv_bytes = min(full_bytes, int(available_memory() * _KV_SHARE))
     else:
         kv_bytes = memory_bytes(draft.kv_memory, total_memory())

@@ -413,6 +413,7 @@ class LLM:
             NotSupported: `weights` with a live module, or with weights that were changed since they were
                 read.
             ModelChanged: `weights`, and the files have changed.
+            TierFailed: `weights` with an Offload, and its disk has no room for updated or quantized weights.
         """
         self.engine.sleep(weights)
 
@@ -421,6 +422,7 @@ class LLM:
 
         Raises:
             ModelChanged: the files of the weights have changed. The engine stays asleep.
+            TierFailed: those of an offloaded model have changed or can't be read. The engine stays asleep.
         """
         self.engine.wake()
 

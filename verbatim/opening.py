@@ -17,6 +17,7 @@ from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.states import StateSlots
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
@@ -197,6 +198,7 @@ def open_runner(
         options.max_batch_tokens,
         options.max_sequences,
         min(prompt_rows, options.prompt_rows or prompt_rows),
+        states=StateSlots(runner.num_states),
         prefix_cache=options.prefix_cache,
     )
     engine = Engine(

@@ -28,6 +28,9 @@ class Runner(Protocol):
     vocab_size: int
     block_size: int
     num_blocks: int  # scratch included
+    num_states: (
+        int  # slots of recurrent states, that of the zero state included; 0: it has no such layers
+    )
     num_forwards: int  # since it was opened
     has_hidden: bool  # a batch may want hidden states
     hidden_reason: str | None  # why not

@@ -48,12 +48,14 @@ class SavedKV:
         layers: (K, V) of each layer, `[blocks, KV head, block size, width]`, as in the store.
         num_tokens: computed positions; the rest of the last block is zero.
         probe: `_probe` of the weights that computed them.
+        states: of each recurrent operation, the state after these tokens.
     """
 
     layers: list[tuple[Tensor, Tensor]]
     num_tokens: int
     dtype_name: str
     probe: str
+    states: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -93,10 +95,14 @@ class SavedSession:
         assert isinstance(runner, Resident)
 
         def put() -> None:
-            store, pool = runner.store, engine.scheduler.pool
+            store, pool, slots = runner.store, engine.scheduler.pool, engine.scheduler.states
             count = -(-kv.num_tokens // store.block_size)
-            if not _fits(kv, store, count) or pool.num_free < count or cache.closed:
+            has_room = pool.num_free >= count and slots.num_free(1)
+            if not _fits(kv, store, count) or not has_room or cache.closed:
                 return
+            slots.reserve(cache, [kv.num_tokens])
+            for stored, state in zip(_states(store), kv.states, strict=True):
+                stored[cache.states[kv.num_tokens]] = state
             blocks = pool.take(count)
             for (k, v), (saved_k, saved_v) in zip(store.layers, kv.layers, strict=True):
                 k[blocks], v[blocks] = saved_k, saved_v
@@ -135,12 +141,14 @@ def write_session(
     if kv is not None:
         plain["kv"] = {
             "num_layers": len(kv.layers),
+            "num_states": len(kv.states),
             "num_tokens": kv.num_tokens,
             "dtype": kv.dtype_name,
             "probe": kv.probe,
         }
         for i, (k, v) in enumerate(kv.layers):
             tensors[f"k.{i}"], tensors[f"v.{i}"] = k, v
+        tensors |= {f"state.{i}": state for i, state in enumerate(kv.states)}
     session = json.dumps(plain)
     metadata = {"format": FORMAT, "version": str(VERSION), "session": session}
     metadata["digest"] = _digest(session, tensors)
@@ -191,10 +199,12 @@ def read_session(path: str | os.PathLike[str], engine: EngineHandle) -> SavedSes
                 layers = [(file.get_tensor(k), file.get_tensor(v)) for k, v in names]
                 for pair, layer in zip(names, layers, strict=True):
                     tensors |= zip(pair, layer, strict=True)
+                states = [file.get_tensor(f"state.{i}") for i in range(kv.get("num_states", 0))]
+                tensors |= {f"state.{i}": state for i, state in enumerate(states)}
                 num_tokens = kv["num_tokens"]
                 if type(num_tokens) is not int or not 0 < num_tokens <= len(saved.token_ids):
                     raise ValueError(f"K and V of {num_tokens} tokens")
-                saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"])
+                saved.kv = SavedKV(layers, num_tokens, kv["dtype"], kv["probe"], states)
     except InvalidRequest:
         raise
     except SafetensorError:  # its message may quote the file
@@ -347,25 +357,36 @@ def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) ->
     runner = engine.runner
     assert isinstance(runner, Resident)
 
-    def take() -> tuple[list[tuple[Tensor, Tensor]], int]:
+    def take() -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], int]:
         num_tokens = num_in_common(cache.token_ids, token_ids)
         store = runner.store
+        if runner.num_states and num_tokens not in cache.states:
+            return [], [], 0
         blocks = cache.blocks[: -(-num_tokens // store.block_size)]
         layers = [(k[blocks], v[blocks]) for k, v in store.layers if blocks]
         used = num_tokens - (len(blocks) - 1) * store.block_size
         for tensor in (tensor for layer in layers for tensor in layer):
             tensor[-1, :, used:] = 0
-        return layers, num_tokens
+        states = [stored[cache.states[num_tokens]].clone() for stored in _states(store)]
+        return layers, states, num_tokens
 
-    layers, num_tokens = engine.call(take)
+    layers, states, num_tokens = engine.call(take)
     if not num_tokens:
         return None
-    return SavedKV(layers, num_tokens, runner.store.dtype_name, _probe(engine, token_ids))
+    probe = _probe(engine, token_ids)
+    return SavedKV(layers, num_tokens, runner.store.dtype_name, probe, states)
+
+
+def _states(store: KVStore) -> list[Tensor]:
+    return [] if store.states is None else store.states.tensors
 
 
 def _fits(kv: SavedKV, store: KVStore, count: int) -> bool:
     """Return whether the tensors have the layout of this store."""
     if kv.dtype_name != store.dtype_name or len(kv.layers) != len(store.layers):
+        return False
+    states = [(state.dtype, state.shape) for state in kv.states]
+    if states != [(stored.dtype, stored.shape[1:]) for stored in _states(store)]:
         return False
     pairs = zip(kv.layers, store.layers, strict=True)
     return all(

@@ -73,7 +73,7 @@ def test_no_weight_is_read_for_a_plan(run, folder, monkeypatch):
     def read(*_):
         raise AssertionError
 
-    monkeypatch.setattr("verbatim.weights.files.File.read", read)
+    monkeypatch.setattr("verbatim.weights.files.DirectFile.read", read)
     assert run("plan", folder, "--gpu", "1MB", *ROOMY).exit_code == 0
     measured = run("plan", folder, "--gpu", "1MB", "--max-length", "100", "--block-size", "4")
     assert isinstance(measured.exception, AssertionError) or measured.exit_code == 0

@@ -51,7 +51,7 @@ class Terminal:
             start_new_session=True,
         )
 
-    def until(self, text, within_s=20.0):
+    def until(self, text, within_s=60.0):
         """Read the output until it has a text after what was awaited before."""
         begun = time.monotonic()
         while (at := self.output.find(text, self._seen)) < 0:
@@ -69,7 +69,7 @@ class Terminal:
         """Wait until readline reads keys."""
         begun = time.monotonic()
         while termios.tcgetattr(self.fd)[3] & termios.ICANON:
-            assert time.monotonic() - begun < 20, self.output
+            assert time.monotonic() - begun < 60, self.output
             self._read(0.02)
         time.sleep(0.2)  # Python's readline misses a signal just before it waits for the first key
 
@@ -77,7 +77,7 @@ class Terminal:
         """Return the exit status; the terminal must be as it was, with the cursor at a line's start."""
         begun = time.monotonic()
         while self.process.poll() is None:
-            assert time.monotonic() - begun < 20, self.output
+            assert time.monotonic() - begun < 60, self.output
             self._read(0.05)
         self._read(0)
         assert termios.tcgetattr(self.fd) == self.found

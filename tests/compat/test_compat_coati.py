@@ -21,8 +21,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     DynamicCache,
-    MambaConfig,
-    MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     StaticCache,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -725,10 +725,10 @@ def test_an_actors_arguments_reach_its_forward_at_every_call(model):
 
 
 def test_a_model_that_keeps_a_state_runs_row_by_row():
-    config = MambaConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0
+    config = RwkvConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64, pad_token_id=0
     )
-    model = build(MambaForCausalLM, config)
+    model = build(RwkvForCausalLM, config)
     rows = [[id % 64 for id in row] for row in ROWS[:3]]
     with pytest.raises(UnsupportedModel, match="state"):
         LLM(model)

@@ -23,6 +23,7 @@ from support.requests_mixed import (
     mixed_requests,
     press_ctrl_c,
 )
+from support.stores import poisoned_store
 from support.sweep import UNBUILDABLE, cases, refusal
 from support.sweep import build as build_case
 from support.toys import TOYS, build, make_toy, random_ids
@@ -31,7 +32,6 @@ from verbatim.batch import Batch
 from verbatim.draft import EarlyExit
 from verbatim.draft.layers import EarlyExitProposer
 from verbatim.errors import ModelChanged, UnsupportedModel
-from verbatim.kv.store import KVStore
 from verbatim.model.borrow import borrow
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExitLayers
@@ -59,12 +59,6 @@ def one_row(length: int, vocab_size: int) -> Batch:
     )
 
 
-def empty_store(decoder: Decoder) -> KVStore:
-    store = KVStore(decoder.anatomy.layers, 2, 16, decoder.anatomy.dtype, torch.device("cpu"))
-    store.poison([0, 1])
-    return store
-
-
 def attributes(module: nn.Module) -> list[Any]:
     """Everything that a module and its children hold, by identity."""
     return [
@@ -82,7 +76,7 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
     before, config = attributes(model), copy.deepcopy(model.config.to_dict())
     decoder = Decoder(model)
     batch = one_row(12, decoder.anatomy.vocab_size)
-    whole = empty_store(decoder)
+    whole = poisoned_store(decoder, 2, 16)
     decoder.run(batch, whole)
     for count in (1, 2):
         small_config = copy.deepcopy(model.config)
@@ -92,8 +86,8 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
         small = build(type(model), small_config, seed=1)
         assert not small.load_state_dict(model.state_dict(), strict=False).missing_keys
         alone = Decoder(small)
-        expected = alone.forward(batch, empty_store(alone))
-        store, first = empty_store(decoder), EarlyExitLayers(decoder, count)
+        expected = alone.forward(batch, poisoned_store(alone, 2, 16))
+        store, first = poisoned_store(decoder, 2, 16), EarlyExitLayers(decoder, count)
         assert first.run(0, batch, store).equal(expected)
         for layer, (k, v) in enumerate(store.layers):
             if layer < count:  # the very K and V of the whole model, and nothing of the others
@@ -116,11 +110,12 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
         return
     first = EarlyExitLayers(decoder, 1)
     batch = one_row(12, decoder.anatomy.vocab_size)
-    whole, store = empty_store(decoder), empty_store(decoder)
+    whole, store = poisoned_store(decoder, 2, 16), poisoned_store(decoder, 2, 16)
     decoder.run(batch, whole)
     assert torch.isfinite(first.run(0, batch, store)).all()
-    count = len(first._short.anatomy.layers)
-    assert 0 < count < len(store.layers)
+    short, long = first._short.anatomy, decoder.anatomy
+    count = len(short.layers)
+    assert 0 < count + len(short.states) < len(long.layers) + len(long.states)
     for (k, v), (whole_k, whole_v) in zip(store.layers[:count], whole.layers, strict=False):
         assert k[1, :, :12].equal(whole_k[1, :, :12]) and v[1, :, :12].equal(whole_v[1, :, :12])
 

@@ -39,6 +39,7 @@ from verbatim.engine.handle import EngineHandle
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.states import StateSlots
 
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
@@ -743,7 +744,7 @@ class CountingEngine:
     def __init__(self) -> None:
         self.inside: dict[Request, Any] = {}
         self.runner = self
-        self.sessions = Sessions(BlockPool(2), 1)
+        self.sessions = Sessions(BlockPool(2), StateSlots(0), 1)
         self.busy = threading.Lock()
         self.steps = 0
 

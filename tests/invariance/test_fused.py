@@ -23,14 +23,17 @@ from verbatim.model.quantization import settle_quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import WeightPacking
 
-FUSED = (
-    "llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3 gpt_oss phi3 olmo2 glm4 granite"
-).split()
+RECURRENT = "qwen3_next qwen3_5 olmo_hybrid lfm2 granite_dense".split()
+FUSED = [
+    *"llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3 gpt_oss phi3 olmo2 glm4".split(),
+    *("granite", *RECURRENT),
+]
 # Of those that transformers lists, the ones whose layers must all be fused.
 ALL_FUSED = frozenset(
     """arcee aria_text dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma2 gemma3_text glm glm4 glm4_moe
-    gpt_oss granite granitemoe helium llama llama:dynamic ministral mistral mixtral olmo2 olmo3 olmoe phi3
-    phi3:longrope qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open""".split()
+    gpt_oss granite granitemoe helium lfm2 lfm2_moe llama llama:dynamic ministral mistral mixtral
+    olmo2 olmo3 olmo_hybrid olmoe phi3 phi3:longrope qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 solar_open""".split()
 )
 
 
@@ -93,8 +96,9 @@ def test_layers_without_rotation_are_fused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_layers_of_packed_weights_are_fused(kind: str, dtype: str) -> None:
-    model = make_toy("llama", dtype=DTYPES[dtype], attention_bias=True)
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_layers_of_packed_weights_are_fused(name: str, kind: str, dtype: str) -> None:
+    model = make_toy(name, dtype=DTYPES[dtype], attention_bias=True)
     quantization = settle_quantization(kind)
     assert quantization is not None
     for layer in [m for m in model.modules() if isinstance(m, nn.Linear)][:-1]:  # but the head
@@ -118,7 +122,7 @@ def test_layers_of_other_shapes_stay_plain_and_say_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "qwen3_next"])
 def test_the_whole_engine_says_the_same(name: str, dtype: str) -> None:
     prompts, params = mixed_requests(12)
     found = []
@@ -248,6 +252,47 @@ def test_edits_of_a_live_module_are_seen(edit: Callable[[Any], None]) -> None:
     assert outputs(fused) == after, "again"
 
 
+def update_decay(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].linear_attn.A_log.mul_(0.5)
+
+
+def replace_decay(model: Any) -> None:
+    mixer = model.model.layers[0].linear_attn
+    mixer.dt_bias = nn.Parameter(mixer.dt_bias.detach().flip(0).double())
+
+
+def replace_taps(model: Any) -> None:
+    conv = model.model.layers[2].linear_attn.conv1d
+    conv.weight = nn.Parameter(conv.weight.detach().flip(0).contiguous())
+
+
+def add_taps_bias(model: Any) -> None:
+    conv = model.model.layers[0].linear_attn.conv1d
+    conv.bias = nn.Parameter(torch.randn(len(conv.weight)))
+
+
+def change_gated_norm(model: Any) -> None:
+    model.model.layers[2].linear_attn.norm.variance_epsilon = 0.5
+
+
+DELTA_EDITS = (
+    *(train, update_in_place, replace_storage),
+    *(update_decay, replace_decay, replace_taps, add_taps_bias, change_gated_norm),
+)
+
+
+@pytest.mark.parametrize("edit", DELTA_EDITS, ids=lambda edit: edit.__name__)
+def test_edits_of_a_delta_rule_are_seen(edit: Callable[[Any], None]) -> None:
+    model = make_toy("qwen3_5")
+    fused, plain = fused_and_plain(model)
+    before = outputs(fused)
+    edit(model)
+    after = outputs(fused)
+    assert after == outputs(plain) != before
+    assert outputs(fused) == after, "again"
+
+
 @pytest.mark.parametrize("before", [None, 6])
 def test_an_edited_config_is_seen(before: int | None) -> None:
     model = make_toy("mistral", sliding_window=before)
@@ -347,12 +392,15 @@ PLACES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "layer": ("model.layers.1", lambda out, x: out + 0.001 * x),
     "norm": ("model.layers.1.input_layernorm", lambda out, x: out + 0.001 * x),
     "linear": ("model.layers.1.self_attn.q_proj", lambda out, x: out * 1.001),
+    "mixer": ("model.layers.2.linear_attn", lambda out, x: out + 0.001 * x),
+    "gated norm": ("model.layers.2.linear_attn.norm", lambda out, x: out * 1.001),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_layer_with_another_formula_is_not_fused(place: str) -> None:
-    model = wrong(make_toy("llama"), *PLACES[place])
+    recurrent = "linear_attn" in PLACES[place][0]
+    model = wrong(make_toy("qwen3_5" if recurrent else "llama"), *PLACES[place])
     decoder = Decoder(model)
     report = decoder.fused
     assert report is not None and (report["layers"], report["plain"]) == (2, 1)

@@ -113,7 +113,7 @@ def test_every_architecture_gives_the_logits_of_its_unpacked_matrices() -> None:
     import copy
 
     from support import sweep
-    from support.sweep_forward import forward, poisoned_store
+    from support.sweep_forward import empty_store, forward
     from verbatim.model.decoder import Decoder
     from verbatim.weights.lazy import Held
     from verbatim.weights.load import load_weights
@@ -121,7 +121,7 @@ def test_every_architecture_gives_the_logits_of_its_unpacked_matrices() -> None:
     def logits(module: Any) -> Any:
         decoder = Decoder(module)
         spans = [(0, 23), (0, 5), (0, 31)]
-        return torch.cat(forward(decoder, poisoned_store(decoder), [0, 1, 2], spans))
+        return torch.cat(forward(decoder, empty_store(decoder), [0, 1, 2], spans))
 
     torch.set_num_threads(1)
     kind, wrong = Quantization(4), []

@@ -14,20 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from support.layer_batches import BATCHES, outputs, wrong
+from support.layer_batches import BATCHES, STATES, outputs, wrong
 from support.odd_toys import DTYPES
 from support.programs import environment
+from support.stores import poisoned_store
 from support.toys import make_toy
 from verbatim import LLM, SamplingParams
 from verbatim.batch import Batch
-from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
 from verbatim.model.quantization import settle_quantization
 from verbatim.model.whole import WholeModel
 from verbatim.weights.lazy import Held
 from verbatim.weights.load import load_weights
 
-WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4".split()
+WHOLE = "llama mistral qwen2 qwen3 phi3 olmo2 glm4 qwen3_5 qwen3_next olmo_hybrid lfm2 granite_dense".split()
 
 
 @pytest.fixture
@@ -290,11 +290,11 @@ def test_only_rows_that_need_logits_go_through_the_end(
 
 
 def logits_of(decoder: Decoder, batch: Batch) -> torch.Tensor:
-    anatomy = decoder.anatomy
-    store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
-    for pair in store.layers:
-        for held in pair:
-            held.zero_()
+    store = poisoned_store(decoder, 40, 4, STATES)
+    for held in (held for pair in store.layers for held in pair):
+        held.zero_()
+    for held in () if store.states is None else store.states.tensors:
+        held.zero_()
     return decoder.forward(batch, store)
 
 
@@ -366,8 +366,7 @@ def test_hidden_states_are_what_the_head_saw() -> None:
     batch = replace(BATCHES[3], logit_rows=torch.tensor([0, 3, 30]), wants_hidden=True)
     found: list[Output] = []
     for decoder in (whole(model), Decoder(model, fused=False)):
-        anatomy = decoder.anatomy
-        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        store = poisoned_store(decoder, 40, 4)
         for held in (held for pair in store.layers for held in pair):
             held.zero_()
         found.append(decoder.run(batch, store))
@@ -381,8 +380,7 @@ def test_a_batch_without_rows_of_logits_writes_k_and_v() -> None:
     batch = replace(BATCHES[1], logit_rows=torch.empty(0, dtype=torch.int64))
     held = []
     for decoder in (whole(model), Decoder(model, fused=False)):
-        anatomy = decoder.anatomy
-        store = KVStore(anatomy.layers, 40, 4, anatomy.dtype, torch.device("cpu"))
+        store = poisoned_store(decoder, 40, 4)
         for k, v in store.layers:
             k.zero_(), v.zero_()
         assert decoder.forward(batch, store).shape == (0, 128)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from support.toys import make_toy
 from verbatim import kernels
 from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise, invariant, norms
-from verbatim.model.norms import formula, norm_forward, norm_parts
+from verbatim.model.norms import Gate, formula, norm_forward, norm_parts
 
 WIDTHS = (1, 15, 16, 17, 60, 128, 1000)
 KINDS = [NormKind.BARE, NormKind.ROUNDED, NormKind.WIDE, NormKind.ONE_PLUS]
@@ -60,18 +62,30 @@ def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
         torch.set_num_threads(before)
 
 
+EXACT: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: lambda x: x / (1 + torch.exp(-x)),
+    Activation.GELU_TANH: lambda x: (
+        0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
+    ),
+    Activation.SIGMOID: lambda x: 1 / (1 + torch.exp(-x)),
+    Activation.EXP: torch.exp,
+    Activation.SOFTPLUS: lambda x: x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())),
+}
+# Of infinity, 0, -0, 3e38 and -3e38.
+LIMITS = {
+    Activation.SIGMOID: [1.0, 0.5, 0.5, 1.0, 0.0],
+    Activation.EXP: [torch.inf, 1.0, 1.0, torch.inf, 0.0],
+    Activation.SOFTPLUS: [torch.inf, math.log(2), math.log(2), 3.0e38, 0.0],
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
 def test_activations_are_right_and_know_no_neighbours(activation: Activation, dtype: str) -> None:
     x = torch.cat([noise(5000) * 4, torch.linspace(-120, 120, 3001)]).to(DTYPES[dtype])
-    exact = x.double()
-    if activation is Activation.SILU:
-        exact = exact / (1 + torch.exp(-exact))
-    elif activation is Activation.SIGMOID:
-        exact = 1 / (1 + torch.exp(-exact))
-    else:
-        inner = 0.7978845608028654 * (exact + 0.044715 * exact**3)
-        exact = 0.5 * exact * (1 + torch.tanh(inner))
+    if activation is Activation.EXP:
+        x = x.clamp(max=86.5)  # infinite above 87
+    exact = EXACT[activation](x.double())
     ours = elementwise.activate(x, activation)
     digits = 2.0**-7 if dtype == "bfloat16" else 2e-6
     torch.testing.assert_close(ours.double(), exact, rtol=digits, atol=2e-6)
@@ -85,12 +99,9 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
 def test_activations_of_what_is_no_number(activation: Activation) -> None:
     odd = torch.tensor([torch.inf, torch.nan, 0.0, -0.0, 3.0e38, -3.0e38])
     ours = elementwise.activate(odd, activation)
-    if activation is Activation.SIGMOID:
-        assert ours[1].isnan()
-        assert ours[[0, 2, 3, 4, 5]].tolist() == [1.0, 0.5, 0.5, 1.0, 0.0]
-        return
-    assert ours[0] == torch.inf and ours[1].isnan() and (ours[2:4] == 0).all()
-    assert ours[4] == odd[4] and ours[5] == 0
+    assert ours[1].isnan()
+    expected = torch.tensor(LIMITS.get(activation, [torch.inf, 0.0, 0.0, 3.0e38, 0.0]))
+    torch.testing.assert_close(ours[[0, 2, 3, 4, 5]], expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("name", sorted(set(kernels.available())))
@@ -167,6 +178,49 @@ def test_norms_of_no_family_keep_their_forward() -> None:
 def test_a_class_may_be_of_a_family_by_its_settings() -> None:
     assert norm_parts(SwitchedNorm(bare=True)) is None
     parts = norm_parts(SwitchedNorm(bare=False))
+    assert parts is not None and parts.kind is NormKind.ROUNDED
+
+
+class GateFirstNorm(MeanNorm):
+    """As Mamba-2 has it: the gate is in the mean of squares."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = x.float() * nn.functional.silu(gate.float())
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "mixer", "gate"),
+    [
+        ("qwen3_5", "linear_attn", Gate.AFTER),
+        ("granite_hybrid", "mamba", Gate.BEFORE),
+        ("nemotron_h", "mixer", Gate.BEFORE),
+    ],
+)
+def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
+    name: str, mixer: str, gate: Gate, dtype: str
+) -> None:
+    model = make_toy(name, dtype=DTYPES[dtype])
+    norm = next(m for n, m in model.named_modules() if n.endswith(f"{mixer}.norm"))
+    parts, forward = norm_parts(norm, gate), norm_forward(norm)
+    assert parts is not None and parts.kind is NormKind.ROUNDED and forward is not None
+    assert [norm_parts(norm, other) for other in Gate if other and other is not gate] == [None]
+    norm.weight = nn.Parameter(noise(len(norm.weight), dtype=DTYPES[dtype], seed=3))
+    rows = [noise(40, len(norm.weight), dtype=DTYPES[dtype], seed=s) for s in (1, 2)]
+    with torch.no_grad():
+        ours, theirs = forward(*rows), type(norm).forward(norm, *rows)
+        pieces = [forward(*some) for some in zip(*(x.split(7) for x in rows), strict=True)]
+    torch.testing.assert_close(
+        ours, theirs, rtol=2.0**-6 if dtype == "bfloat16" else 3e-6, atol=1e-7
+    )
+    assert same_bits(torch.cat(pieces), ours)
+
+
+def test_a_norm_whose_gate_comes_first_is_of_another_family() -> None:
+    assert norm_parts(GateFirstNorm(), Gate.AFTER) is None
+    parts = norm_parts(GateFirstNorm(), Gate.BEFORE)
     assert parts is not None and parts.kind is NormKind.ROUNDED
 
 

@@ -21,8 +21,8 @@ from support.routing_cases import (
     other_experts,
     records,
 )
+from support.stores import poisoned_store
 from verbatim import kernels
-from verbatim.kv.store import KVStore
 from verbatim.model import experts as experts_module
 from verbatim.model.decoder import Decoder
 from verbatim.model.experts import flat_experts, parts_of, run_experts
@@ -239,7 +239,7 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
     fused, plain = opened(model), opened(model)
     anatomy = plain.decoder.anatomy
     plain.decoder = Decoder(model, fused=False)
-    plain.store = KVStore(anatomy.layers, 17, plain.block_size, anatomy.dtype, torch.device("cpu"))
+    plain.store = poisoned_store(plain.decoder, 17, plain.block_size)
     works = [batch([0, 1, 2], WHOLE)]
     if anatomy.replay_reason is None:
         works.append(batch([0, 1, 2], WHOLE, forced_experts=torch.cat(other_experts(fused))))

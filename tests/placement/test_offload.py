@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import gc
 import itertools
 import json
 import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +33,7 @@ from verbatim import (
     OutOfBlocks,
     SamplingParams,
     TierFailed,
+    VerbatimError,
     kernels,
 )
 from verbatim.batch import Batch
@@ -38,7 +43,7 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.weights import skeleton
 from verbatim.weights.files import (
     PAGE,
-    File,
+    DirectFile,
     buffer_bytes,
     bytes_of,
     pages,
@@ -47,6 +52,7 @@ from verbatim.weights.files import (
     up,
 )
 from verbatim.weights.lazy import Computed, Stored, materialize, rows_can_be_read, rows_of
+from verbatim.weights.update import overwrite
 
 ARCHITECTURES = ("llama", "qwen3_moe", "gpt2", "mistral", "gemma2")
 WEIGHTS = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
@@ -206,16 +212,160 @@ def test_what_cannot_be_offloaded_is_refused_by_name(
     weights.unlink()
     with pytest.raises(NotSupported, match=r"reads model\.safetensors"):
         LLM(tmp_path, placement=Offload(gpu=BUDGET))
-    with offloaded(folders("llama")) as llm:
-        with pytest.raises(NotSupported, match="can't be updated"):
-            llm.update_weights({})
-        with pytest.raises(NotSupported, match=r"sleep\(weights=True\)"):
-            llm.sleep(weights=True)
-        llm.sleep()
-        llm.wake()
-        llm.generate([[5]], GREEDY)
     with pytest.raises(NotSupported, match="LlamaForCausalLM has no MTP layers"):
         offloaded(folders("llama"), draft="mtp")
+
+
+def said(llm: LLM) -> Any:
+    return [facts(result) for result in llm.generate(*mixed_requests(5))]
+
+
+def unnamed_files() -> int:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum("(deleted)" in os.readlink(link) for link in links if os.path.exists(link))
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Return folders of two models that differ in their weights alone."""
+
+    @functools.cache
+    def both(name: str) -> tuple[Path, Path]:
+        top = tmp_path_factory.mktemp(name)
+        for seed in (0, 1):
+            toys.make_toy(name, seed=seed).save_pretrained(top / str(seed))
+        return top / "0", top / "1"
+
+    return both
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "w4a8"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt2"])
+def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
+    name: str,
+    quantization: str | None,
+    seeds: Callable[[str], tuple[Path, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
+    monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
+    folders, expected = seeds(name), []
+    before = [load_file(folder / "model.safetensors") for folder in folders]
+    for folder in folders:
+        with LLM(folder, max_length=200, quantization=quantization) as llm:
+            expected.append(said(llm))
+    assert expected[0] != expected[1]
+    for weights in WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]:
+        tiers = Offload(gpu=BUDGET, weights=weights, batch_size=3, micro_batches=2)
+        with LLM(folders[0], max_length=200, quantization=quantization, placement=tiers) as llm:
+            for seed in (1, 0, 1):
+                llm.update_weights(folders[seed])
+                assert said(llm) == expected[seed], (weights, seed)
+            llm.sleep(weights=True)
+            module = llm.engine.runner.module
+            assert all(p.untyped_storage().nbytes() <= 4 for p in module.parameters())
+            with pytest.raises(VerbatimError, match=r"call wake\(\)"):
+                llm.update_weights(folders[0])
+            llm.wake()
+            assert said(llm) == expected[1]
+            info = llm.info()["quantization"]
+        with LLM(folders[1], max_length=200, quantization=quantization, placement=tiers) as llm:
+            assert llm.info()["quantization"] == info
+    for folder, tensors in zip(folders, before, strict=True):
+        found = load_file(folder / "model.safetensors")
+        assert all(torch.equal(found[key], tensors[key]) for key in tensors)
+
+
+def test_an_update_that_cannot_be_written_leaves_the_old_weights(
+    seeds: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = seeds("llama")
+    size = (first / "model.safetensors").stat().st_size
+    with offloaded(first, disk_limit=size // 2) as llm:
+        files, expected = unnamed_files(), said(llm)
+        with pytest.raises(TierFailed, match=f"disk_limit is {size // 2}"):
+            llm.update_weights(second)
+        new = load_file(second / "model.safetensors")
+        with pytest.raises(InvalidRequest, match="are missing"):
+            llm.update_weights({key: new[key] for key in list(new)[1:]})
+        assert said(llm) == expected
+        assert (unnamed_files(), llm.stats()["weight_version"]) == (files, 0)
+    with offloaded(first) as llm:
+        files = unnamed_files()
+        for _ in range(3):
+            llm.update_weights(second)
+        assert unnamed_files() == files + 2  # the overlay, through the page cache and past it
+
+        def fail(*args: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr("verbatim.placement.offload.weights.lay_out", fail)
+            with pytest.raises(MemoryError):
+                llm.update_weights(first)
+        llm.update_weights(first)
+        assert said(llm) == expected
+        monkeypatch.setattr("verbatim.placement.offload.weights.lay_out", fail)
+        with pytest.raises(MemoryError):
+            llm.update_weights(second)
+        with pytest.raises(TierFailed, match="call update_weights again"):
+            said(llm)
+
+
+def test_ctrl_c_within_an_update_leaves_new_weights(
+    seeds: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = seeds("llama")
+    with LLM(second, dtype="float32", max_length=200) as llm:
+        expected = said(llm)
+    with offloaded(first, weights=(30, 40, 30)) as llm:
+        write = llm.engine.runner.new_weights
+
+        def interrupted(*args: Any, **settings: Any) -> Callable[[], None]:
+            put = write(*args, **settings)
+            monkeypatch.setattr(
+                "verbatim.placement.offload.weights.overwrite", overwrite_and_signal
+            )
+            return put
+
+        def overwrite_and_signal(pairs: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            overwrite(pairs)
+
+        monkeypatch.setattr(llm.engine.runner, "new_weights", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            llm.update_weights(second)
+        assert said(llm) == expected
+
+
+def test_weights_that_cannot_be_read_again_leave_it_asleep(
+    seeds: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(seeds("llama")[0], folder)
+    with offloaded(folder, weights=(30, 40, 30)) as llm:
+        expected = said(llm)
+        llm.sleep(weights=True)
+        (folder / "model.safetensors").rename(tmp_path / "away")
+        with pytest.raises(TierFailed, match=r"can't open .*model\.safetensors"):
+            llm.wake()
+        (tmp_path / "away").rename(folder / "model.safetensors")
+        llm.wake()
+        assert said(llm) == expected
+
+
+def test_a_full_disk_keeps_weights_that_are_in_no_file_awake(
+    seeds: Callable[[str], tuple[Path, Path]],
+) -> None:
+    tiers = Offload(gpu=BUDGET, weights=(100, 0, 0), disk_limit=PAGE)
+    with LLM(seeds("llama")[0], max_length=200, quantization="int8", placement=tiers) as llm:
+        files, expected = unnamed_files(), said(llm)
+        with pytest.raises(TierFailed, match=f"disk_limit is {PAGE}"):
+            llm.sleep(weights=True)
+        assert said(llm) == expected and unnamed_files() == files
+        llm.sleep()
+        llm.wake()
+        assert said(llm) == expected
 
 
 @pytest.mark.parametrize("tiers", ["budget", "disk"])
@@ -314,15 +464,15 @@ def _break_reads(
     monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException], after: int
 ) -> None:
     """Every read after the next `after` ones fails."""
-    plain, left = File.read, [after]
+    plain, left = DirectFile.read, [after]
 
-    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
         left[0] -= 1
         if left[0] < 0:
             raise error()
         return plain(self, into, offset, needed)
 
-    monkeypatch.setattr(File, "read", read)
+    monkeypatch.setattr(DirectFile, "read", read)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "inline"])
@@ -385,7 +535,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path, thread_names: set[st
 def test_a_file_that_ends_too_soon_is_an_error(direct: bool, tmp_path: Path) -> None:
     path = tmp_path / "short"
     path.write_bytes(b"x" * 5000)
-    file = File(path)
+    file = DirectFile(path)
     file.direct = file.direct and direct
     buffer = bytes_of(pages(3 * PAGE))
     assert file.read(buffer, 0, 5000) >= 5000
@@ -408,7 +558,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
         return plain(fd, buffers, offset)
 
     monkeypatch.setattr("verbatim.weights.files.os.preadv", preadv)
-    file, out = File(path), torch.empty(9000, dtype=torch.uint8)
+    file, out = DirectFile(path), torch.empty(9000, dtype=torch.uint8)
     read_into(out.numpy(), _piece(path, 300, 9000), file, pages(buffer_bytes(9000)))
     assert _is_what_lies_there(_piece(path, 300, 9000), out)
     assert len(refused) == 1 and not file.direct
@@ -713,14 +863,14 @@ def test_an_interrupted_wait_does_not_mix_old_reads_with_new_ones(
 ) -> None:
     """A reader that is slow goes on writing to the ring after its region was given up."""
     layouts = [lay_out(str(i), [_piece(blob, 20_000 * i, 4096)]) for i in range(4)]
-    slow, plain = threading.Event(), File.read
+    slow, plain = threading.Event(), DirectFile.read
 
-    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
         if offset < 4096:
             slow.wait(0.2)
         return plain(self, into, offset, needed)
 
-    monkeypatch.setattr(File, "read", read)
+    monkeypatch.setattr(DirectFile, "read", read)
     stream = Stream(layouts, 2 * PAGE, 2, Trace())
     try:
         assert all(_take(stream, index) for index in (2, 1, 3, 2))  # the readers began with 0

@@ -23,7 +23,7 @@ from verbatim.placement.offload import experts as cache_room
 from verbatim.placement.offload.experts import ExpertCache
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
-from verbatim.weights.files import File, read_whole
+from verbatim.weights.files import DirectFile, read_whole
 from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
 from verbatim.weights.skeleton import open_skeleton
 
@@ -138,8 +138,7 @@ def test_only_chosen_experts_are_read_and_only_once(moe: Callable[[str], Path]) 
     counts = [0, 3, 0, 0, 1, 0, 2, 0]
     out = share.run(layer.module, rows, counts)
     cache.next_of(len(units.experts) - 1)
-    for worker in cache._workers:
-        worker.finish()
+    cache._readers.finish()
     chosen = {e for e, count in enumerate(counts) if count}
     held = {e for e, slot in enumerate(share.slots.tolist()) if slot >= 0}
     assert held == chosen
@@ -323,8 +322,7 @@ def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str
                 layer.module.expert_share.run(  # type: ignore[operator]
                     layer.module, torch.zeros(64 * layer.count, 64), [64] * layer.count
                 )
-        for worker in cache._workers:
-            worker.finish()
+        cache._readers.finish()
         read[num_readers] = cache.bytes_read - before
         cache.close()
     assert read[2] <= 1.05 * read[0]
@@ -334,13 +332,13 @@ def test_reading_ahead_takes_nothing_from_the_layer_that_runs(moe: Callable[[str
 def test_waiting_for_experts_counts_as_loading(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = File.read
+    plain = DirectFile.read
 
-    def slowly(self: File, *args: Any) -> int:
+    def slowly(self: DirectFile, *args: Any) -> int:
         time.sleep(0.002)
         return plain(self, *args)
 
-    monkeypatch.setattr(File, "read", slowly)
+    monkeypatch.setattr(DirectFile, "read", slowly)
     with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
         runner: Any = llm.engine.runner
         assert runner.timings().compute_s >= 0
@@ -403,10 +401,10 @@ def test_an_expert_that_cannot_be_read_ends_the_engine(
     llm = offloaded(moe("qwen3_moe"), overlap=overlap)
     module: Any = llm.engine.runner.module
 
-    def read(self: File, *args: Any) -> int:
+    def read(self: DirectFile, *args: Any) -> int:
         raise TierFailed(f"disk tier: reading {self.path} failed")
 
-    monkeypatch.setattr(File, "read", read)
+    monkeypatch.setattr(DirectFile, "read", read)
     with pytest.raises(TierFailed, match="safetensors"):
         llm.generate([[5, 6, 7]] * 4, GREEDY)
     llm.close()

@@ -23,14 +23,13 @@ from verbatim import LLM, Offload, SamplingParams, TierFailed
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
-from verbatim.placement.offload.activations import HiddenStates
-from verbatim.placement.offload.jobs import Job, Worker
 from verbatim.placement.offload.kv import TieredKVStore, deal
-from verbatim.placement.offload.schedule import Part
+from verbatim.placement.offload.kv_disk import PrefetchSchedule
+from verbatim.placement.offload.prefetch import Job, Prefetcher
+from verbatim.placement.offload.schedule import HiddenStates, Part
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.trace import Trace
-from verbatim.placement.offload.visits import Visits
 from verbatim.weights.files import PAGE
 
 KV = ((100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30))
@@ -168,7 +167,7 @@ def test_prefixes_and_sleep(folders: Callable[[str], Path], no_thread_left: None
         assert facts(again) == expected and again.num_cached_tokens >= 32
         llm.sleep()
         assert not [t for t in threading.enumerate() if t.name.startswith("verbatim-kv")]
-        assert llm.engine.runner.store.window_bytes == 0
+        assert llm.engine.runner.store.staging_bytes == 0
         llm.wake()
         last = llm.generate([prompt], GREEDY)[0]
         assert facts(last) == expected and not last.num_cached_tokens
@@ -180,8 +179,8 @@ def test_ctrl_c_within_forwards_changes_no_word(
     expected, chance = resident(folders("gpt2"), dtype="float32"), random.Random(3)
     settings: dict[str, Any] = dict(kv=(0, 0, 100), activations=(0, 0, 100))
     with offloaded(folders("gpt2"), **settings) as llm, monkeypatch.context() as patch:
-        visits = ("begin", "take", "finish", "end", "drop", "_issue")
-        press_ctrl_c(patch, chance, 0.004, Visits, *visits)
+        calls = ("begin", "take", "finish", "end", "drop", "_issue")
+        press_ctrl_c(patch, chance, 0.004, PrefetchSchedule, *calls)
         press_ctrl_c(patch, chance, 0.004, HiddenStates, "send", "bring")
         results, raised = finish_despite_ctrl_c(llm, *mixed_requests(12))
     assert [facts(result) for result in results] == expected
@@ -365,7 +364,7 @@ def test_what_the_last_layer_could_not_write_is_told(
     failing(monkeypatch, "pwritev", errno.EIO, after=0)
 
     def forward() -> None:
-        with tiered.visited_by([batch]) as (store,):
+        with tiered.stores_for([batch]) as (store,):
             store.write(0, numbers[:, :2], numbers[:, 2:], batch.slots(4))
             lens = batch.query_starts, batch.context_lens
             store.attend(0, numbers, *lens, batch.block_tables, OPTIONS[0])
@@ -414,7 +413,7 @@ def test_a_store_goes_on_after_a_fault_that_has_passed(
 
 
 def test_what_a_job_raises_reaches_those_behind_it() -> None:
-    worker, done = Worker("verbatim-test", True), []
+    worker, done = Prefetcher("verbatim-test", 2), []
     worker.start()
     first = Job(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
     second = Job(lambda: done.append(2), [first])

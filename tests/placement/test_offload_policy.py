@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.requests_mixed import facts, mixed_requests
-from support.toys import TOYS, make_toy
+from support.toys import RECURRENT_TOYS, TOYS, make_toy
 from verbatim import LLM, InvalidRequest, Offload
 from verbatim.errors import OutOfBlocks
 from verbatim.heap import Heap
@@ -393,8 +393,8 @@ def test_amounts_are_rounded_into_their_unit():
 # Real models.
 
 
-@pytest.mark.parametrize("name", TOYS)
-def test_the_config_tells_what_attention_stores(name, folders):
+@pytest.mark.parametrize("name", [*TOYS, *RECURRENT_TOYS])
+def test_the_config_tells_what_layers_store(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
         layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
@@ -404,6 +404,7 @@ def test_the_config_tells_what_attention_stores(name, folders):
         assert expected <= shape.kv_bytes_per_token <= 1.1 * expected
         assert shape.nbytes == sum(p.nbytes for p in make_toy(name).parameters())
         assert shape.vocab == runner.vocab_size
+        assert shape.state_bytes == sum(s.nbytes for s in runner.decoder.anatomy.states)
 
 
 @pytest.mark.parametrize(

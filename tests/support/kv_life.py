@@ -28,7 +28,7 @@ OPTIONS = [
     AttentionOptions(scale=0.2, alibi=torch.tensor([0.1, 0.2, 0.3, 0.4])),
 ] * 2
 GROUPS = [[0], [1, 2], [3], [4], [5], [6, 7]]
-_OURS = ("kv", "visits", "jobs", "windows", "scratch")
+_OURS = ("kv", "kv_disk", "prefetch", "scratch")
 
 
 class BrokenOff(Exception):
@@ -98,7 +98,7 @@ class Life:
 
     def _forward(self, parts: list[Batch], groups: list[list[int]]) -> None:
         stop = self.random.randrange(200)  # most are not that long
-        with self.tiered.visited_by(parts) as stores, self.plain.visited_by(parts) as plains:
+        with self.tiered.stores_for(parts) as stores, self.plain.stores_for(parts) as plains:
             for group in groups:
                 for part, own, plain in zip(parts, stores, plains, strict=True):
                     for layer in group:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, block_tables
-from verbatim.kv.store import KVStore
+from support.stores import poisoned_store
+from verbatim.batch import ZERO_STATE, Batch, block_tables
 from verbatim.model.decoder import Decoder
 
 BLOCK = 4
+STATES = 100  # of three sequences
 
 
 def make_batch(lengths: list[int], before: list[int]) -> Batch:
@@ -29,7 +30,16 @@ def make_batch(lengths: list[int], before: list[int]) -> Batch:
         context_lens=torch.tensor(total, dtype=torch.int32),
         block_tables=block_tables(blocks),
         logit_rows=torch.arange(rows),
+        state_sources=_states(before),
+        state_rows=starts[1:] - 1,
+        state_targets=_states(total),
     )
+
+
+def _states(lengths: list[int]) -> Tensor:
+    """The slots of the states after so many rows of each sequence."""
+    slots = [1 + 32 * s + n if n else ZERO_STATE for s, n in enumerate(lengths)]
+    return torch.tensor(slots, dtype=torch.int32)
 
 
 # 1, 2, 7 and 33 rows.
@@ -42,17 +52,15 @@ BATCHES = [
 
 
 def outputs(decoder: Decoder, threads: int = 2) -> list[bytes]:
-    """Every bit of the logits and of all K and V, after each of `BATCHES`."""
-    anatomy = decoder.anatomy
-    store = KVStore(anatomy.layers, 40, BLOCK, anatomy.dtype, torch.device("cpu"))
-    for pair in store.layers:
-        for held in pair:
-            held.zero_()
+    """Every bit of the logits, and of all K, V and states, after each of `BATCHES`."""
+    store = poisoned_store(decoder, 40, BLOCK, STATES)
     found, before = [], torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found.extend(as_bytes(decoder.forward(batch, store)) for batch in BATCHES)
-        return [*found, *(as_bytes(held) for pair in store.layers for held in pair)]
+        held = [x for pair in store.layers for x in pair]
+        held += [] if store.states is None else store.states.tensors
+        return [*found, *map(as_bytes, held)]
     finally:
         torch.set_num_threads(before)
 

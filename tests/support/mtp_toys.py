@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from transformers.modeling_layers import MtpModel
 from support import toys
 
 CHANGES: dict[str, dict[str, Any]] = {"qwen3": {"mtp_layer_types": ["full_attention"] * 3}}
+HYBRID = dict(layer_types=["linear_attention", "linear_attention", "full_attention"])
 GLM4_MOE: dict[str, Any] = dict(
     head_dim=16,
     n_routed_experts=4,
@@ -45,6 +47,10 @@ def toy(name: str, layers: int = 1, dtype: torch.dtype = torch.float32) -> Toy:
         from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
         main = toys.build(Glm4MoeForCausalLM, Glm4MoeConfig(num_mtp_layers=layers, **GLM4_MOE))
+    elif name in toys.RECURRENT_TOYS:
+        assert layers == 1
+        main = toys.make_toy(name, **HYBRID)
+        main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
     else:
         changes = {k: v[:layers] for k, v in CHANGES.get(name, {}).items()}
         main = toys.make_toy(name, num_mtp_layers=layers, **changes)
@@ -65,6 +71,22 @@ def random_mtp(main: Any, layers: int) -> Any:
             assert name.endswith("e_score_correction_bias")
             buffer.zero_()
     return mtp
+
+
+def save_as_qwen(pair: Toy, folder: Path) -> None:
+    """A checkpoint with the names of Qwen3.5's, whose one MTP layer is below `mtp`."""
+    pair.main.save_pretrained(folder)
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    del config["num_mtp_layers"], config["mtp_layer_types"]
+    config["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    names = dict(eh_proj="fc", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden")
+    names |= dict(post_norm="norm", mtp_block="layers.0")
+    tensors = load_file(path)
+    for name, value in pair.mtp.layers[0].state_dict().items():
+        part, rest = name.split(".", 1)
+        tensors[f"mtp.{names[part]}.{rest}"] = value.clone()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def save_with_mtp(pair: Toy, folder: Path) -> None:

@@ -20,6 +20,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": dict(n_embd=60, n_head=3),
     "bloom": dict(hidden_size=60),
     "falcon": {},
+    "qwen3_next": dict(hidden_size=60, moe_intermediate_size=36),
+    "granite_hybrid": dict(mamba_d_state=9),
+    "lfm2": {},
 }
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from support import sweep, toys
+from support.stores import poisoned_store
 from verbatim.batch import Batch
-from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 from verbatim.placement.resident import Resident
 
@@ -40,12 +40,7 @@ def build(case: str) -> Any:
 
 def opened(model: Any) -> Resident:
     decoder = Decoder(model)
-    anatomy = decoder.anatomy
-    store = KVStore(anatomy.layers, 17, BLOCK_SIZE, anatomy.dtype, torch.device("cpu"))
-    for k, v in store.layers:
-        k.fill_(float("nan"))
-        v.fill_(float("nan"))
-    runner = Resident(decoder, store, None)
+    runner = Resident(decoder, poisoned_store(decoder, 17, BLOCK_SIZE), None)
     if runner._records is not None:
         runner._records.ids.fill_(99)
     return runner

@@ -39,6 +39,7 @@ class ScriptedRunner:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_states = 0
         self.num_forwards = 0
         self.held = torch.full((num_blocks, block_size), FREE)
         self.experts = torch.full((num_blocks, block_size, 2, 1), -1, dtype=torch.int16)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from support import toys
-from verbatim.batch import Batch
+from support.stores import poisoned_store
+from verbatim.batch import ZERO_STATE, Batch
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 
@@ -18,15 +19,14 @@ BLOCK_SIZE = 8
 BLOCKS = 4  # of each sequence
 
 
-def poisoned_store(decoder: Decoder) -> KVStore:
-    """A store in which every value that was never written is NaN."""
-    store = KVStore(
-        decoder.anatomy.layers, 1 + 3 * BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu")
-    )
-    for k, v in store.layers:
-        k.fill_(float("nan"))
-        v.fill_(float("nan"))
-    return store
+def empty_store(decoder: Decoder) -> KVStore:
+    """A store of all that the three sequences write."""
+    return poisoned_store(decoder, 1 + 3 * BLOCKS, BLOCK_SIZE, 3 * (max(LENGTHS) + 1))
+
+
+def _slot(which: int, position: int) -> int:
+    """The slot of a sequence's state after so many tokens."""
+    return which * (max(LENGTHS) + 1) + position if position else ZERO_STATE
 
 
 @functools.cache
@@ -46,6 +46,10 @@ def forward(
     """Logits of positions `spans[i]` of sequence `which[i]`, or of their last positions."""
     rows = [stop - start for start, stop in spans]
     ends = torch.tensor(rows).cumsum(0)
+
+    def slots(positions: list[int]) -> Tensor:
+        return torch.tensor([_slot(s, p) for s, p in zip(which, positions, strict=True)]).int()
+
     ids = [i for s, (a, b) in zip(which, spans, strict=True) for i in sequences()[s][a:b]]
     batch = Batch(
         token_ids=torch.tensor(ids),
@@ -54,6 +58,9 @@ def forward(
         context_lens=torch.tensor([b for _, b in spans], dtype=torch.int32),
         block_tables=block_tables()[which].contiguous(),
         logit_rows=ends - 1 if last_only else torch.arange(len(ids)),
+        state_sources=slots([a for a, _ in spans]),
+        state_rows=(ends - 1).int(),
+        state_targets=slots([b for _, b in spans]),
     )
     return decoder.forward(batch, store).split([1] * len(rows) if last_only else rows)
 

@@ -79,7 +79,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": dict(rope_parameters=_ROPE),
     "axk1": _LATENT,
     "axk2": _LATENT,
-    "bailing_hybrid": _LATENT,
+    "bailing_hybrid": dict(_LATENT, layer_types=["linear_attention", "full_attention"] * 2),
+    "bamba": dict(attn_layer_indices=[1, 3]),
     "blt": dict(
         encoder_hash_byte_group_vocab=64, encoder_config=dict(_BYTES, hidden_size_global=64),
         decoder_config=dict(_BYTES, hidden_size_global=64), global_config=_BYTES,
@@ -151,7 +152,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
         sliding_window_size=7, rel_extent=16, unpadded_vocab_size=VOCAB,
     ),
-    "kimi_linear": dict(_LATENT, linear_head_dim=8, linear_num_heads=4),
+    "kimi_linear": dict(
+        _LATENT, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
     "laguna": dict(layer_types=_MIXED, num_attention_heads_per_layer=[4, 8, 4, 8]),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention", "conv", "full_attention"]),

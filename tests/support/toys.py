@@ -120,6 +120,122 @@ TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_mqa": ("FalconConfig", "FalconForCausalLM", dict(multi_query=True)),
 }
 
+_DELTA: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+_MAMBA2: dict[str, Any] = dict(
+    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=12, mamba_chunk_size=16
+)
+_HYBRID = ["mamba", "attention", "mamba"]
+
+# Those with recurrent layers.
+RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        dict(
+            _DELTA,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        ),
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(_DELTA, head_dim=16)),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        dict(_DELTA, linear_num_key_heads=4),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        dict(layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_ff_dim=96),
+    ),
+    "bamba": ("BambaConfig", "BambaForCausalLM", dict(_MAMBA2, attn_layer_indices=[1])),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        dict(
+            _MAMBA2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=32,
+            layer_types=_HYBRID,
+        ),
+    ),
+    "granite_dense": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        dict(
+            _MAMBA2,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=32,
+            layer_types=_HYBRID,
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        dict(_MAMBA2, mamba_n_groups=1, mamba_d_ssm=128),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        dict(
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=12,
+            chunk_size=16,
+            layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        ),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        dict(
+            _MLA,
+            num_key_value_heads=4,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_token=2,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        dict(
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            block_size=16,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
+    ),
+    # Without attention.
+    "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
+    ),
+}
+
 
 def make_toy(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
@@ -127,7 +243,7 @@ def make_toy(
     """A toy of architecture `name`, in eval mode; `changes` go over its config."""
     import transformers
 
-    config_name, model_name, settings = TOYS[name]
+    config_name, model_name, settings = (TOYS | RECURRENT_TOYS)[name]
     config = getattr(transformers, config_name)(**{**_BASE, **settings, **changes})
     return build(getattr(transformers, model_name), config, dtype=dtype, seed=seed)
 

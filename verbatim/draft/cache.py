@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from verbatim.batch import SCRATCH_BLOCK
+from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE
 from verbatim.core import Sequence
 
 
@@ -17,11 +17,13 @@ class CacheEntry:
     Attributes:
         num_valid: leading positions that hold K and V of the sequence's own ids.
         draft_ids: ids of the positions behind them, of the last draft.
+        states: of a drafter with recurrent layers: a number of tokens to the slot of the state after them.
     """
 
     blocks: list[int] = field(default_factory=list)
     num_valid: int = 0
     draft_ids: list[int] = field(default_factory=list)
+    states: dict[int, int] = field(default_factory=dict)
 
     def update(self, sequence: Sequence) -> None:
         """Make the accepted prefix of `draft_ids` valid, and drop the rest."""
@@ -33,17 +35,25 @@ class CacheEntry:
                 break
             self.num_valid += 1
 
+    def start(self, num_tokens: int, has_states: bool) -> int:
+        """Return the first position to compute so that all of `num_tokens` are, the last one in any case."""
+        last = min(self.num_valid, num_tokens - 1)
+        if not has_states:
+            return last
+        return max((count for count in self.states if count <= last), default=0)
+
 
 class DraftCache:
-    """Allocates blocks 1 to `num_blocks - 1` to the entries of sequences.
+    """Allocates blocks 1 to `num_blocks - 1`, and slots of states, to the entries of sequences.
 
     Blocks are never freed explicitly: a block is free if no entry of a living sequence has it. So none
     leaks when a request is dropped or Ctrl-C interrupts an allocation, and the samples of a request share
     their prompt's blocks without reference counts.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_states = num_states
         self.block_size = block_size
         self.clear()
 
@@ -61,7 +71,7 @@ class DraftCache:
     def entry(self, sequence: Sequence) -> CacheEntry:
         """Return the entry of a sequence, and mark it as the most recently used."""
         entry = self._entries.pop(sequence, None) or CacheEntry()
-        if not entry.blocks:
+        if not entry.blocks and not self.num_states:
             self._share_prompt(entry, sequence)
         self._entries[sequence] = entry
         return entry
@@ -85,6 +95,35 @@ class DraftCache:
             for _ in range(min(missing, len(self._free))):
                 blocks.append(self._free.pop())
         return len(blocks) * size
+
+    def reserve_states(
+        self, entry: CacheEntry, num_tokens: int, length: int, using: Collection[Sequence]
+    ) -> int:
+        """Allocate slots for the states after the first `num_tokens` tokens and after drafted ones.
+
+        Of those of an earlier draft, the one that computation starts from is kept.
+
+        Returns:
+            The number of tokens that can be drafted, at most `length`.
+        """
+        if not self.num_states:
+            return length
+        kept = entry.start(num_tokens, True)
+        entry.states = {count: slot for count, slot in entry.states.items() if count == kept}
+        free = self._free_states()
+        while len(free) < length:
+            idle = next((s for s in self._entries if s not in using), None)
+            if idle is None:
+                break
+            del self._entries[idle]
+            free = self._free_states()
+        entry.states.update(zip(range(num_tokens, num_tokens + length), free, strict=False))
+        return min(length, len(free))
+
+    def _free_states(self) -> list[int]:
+        self._used()  # drops the entries of finished sequences
+        used = {slot for entry in self._entries.values() for slot in entry.states.values()}
+        return [slot for slot in range(ZERO_STATE + 1, self.num_states) if slot not in used]
 
     def _find_free(self, count: int, using: Collection[Sequence]) -> None:
         """Collect the free blocks, and evict entries while there are fewer than `count`."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verbatim.batch import Batch, Draws, SamplePlan, SampleRow, block_tables
+from verbatim.batch import (
+    ZERO_STATE,
+    Batch,
+    Draws,
+    SamplePlan,
+    SampleRow,
+    block_tables,
+    state_columns,
+)
 from verbatim.core import GrammarState, Sequence
 from verbatim.sampling.rows import draw_row
 from verbatim.sampling.stopping import single_stop_ids
@@ -20,6 +28,8 @@ class ActiveDraft:
     sequence: Sequence
     length: int  # desired number of tokens
     blocks: list[int]  # of the drafter's K and V
+    # Of a drafter with recurrent layers: a number of tokens to the slot of the state after them.
+    states: dict[int, int] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)  # drafted so far
     grammar: GrammarState | None = None  # state after `ids`
     stop_ids: frozenset[int] = frozenset()  # ids that end the sequence
@@ -31,6 +41,8 @@ class Rows:
 
     start: int  # slot of the first row in the drafter's blocks
     token_ids: list[int]
+    source: int = ZERO_STATE  # slot of the state before the first row
+    target: int = ZERO_STATE  # and of that after the last one
 
 
 class Chain:
@@ -106,9 +118,12 @@ class Chain:
 
         for draft, row in zip(drafts, rows, strict=True):
             start, left = row.start, row.token_ids
+            source = draft.states.get(start, ZERO_STATE)
+            target = draft.states.get(start + len(left), ZERO_STATE)
             while left:
                 piece, left = left[:room], left[room:]
-                pieces.append((draft, Rows(start, piece), not left))
+                pieces.append((draft, Rows(start, piece, source, target), not left))
+                source = target  # where an unfinished state is kept, too
                 start, room = start + len(piece), room - len(piece)
                 if not room:
                     flush()
@@ -156,4 +171,9 @@ def _batch(pieces: SequenceOf[tuple[ActiveDraft, Rows, bool]]) -> Batch:
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         block_tables=block_tables([draft.blocks for draft, _, _ in pieces]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        **state_columns(
+            [rows.source for _, rows, _ in pieces],
+            [end - 1 for end in query_starts[1:]],
+            [rows.target for _, rows, _ in pieces],
+        ),
     )

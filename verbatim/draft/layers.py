@@ -46,8 +46,14 @@ class EarlyExitProposer(LayersProposer):
 
     They have no cache of their own: positions computed by all layers are computed by the first ones. The K
     and V that they write for draft tokens are overwritten by the model's verifying forward; positions that
-    are not verified are never read before they are written again.
+    are not verified are never read before they are written again. The same is true of states: there is a slot
+    for each draft token that will be verified.
     """
+
+    def begin(self, sequences: list[Sequence], lengths: list[int]) -> list[ActiveDraft]:
+        return [
+            ActiveDraft(s, n, s.blocks, s.states) for s, n in zip(sequences, lengths, strict=True)
+        ]
 
     def rows(self, draft: ActiveDraft, step: int) -> Rows:
         sequence = draft.sequence

@@ -39,7 +39,7 @@ class DraftModelProposer(Chain):
     ) -> None:
         super().__init__(max_rows)
         self.runner = runner
-        self.cache = DraftCache(runner.num_blocks, runner.block_size)
+        self.cache = DraftCache(runner.num_blocks, runner.block_size, runner.num_states)
         self._vocab_size = vocab_size
         self._num_embeddings = num_embeddings
         self._max_length = max_length
@@ -68,13 +68,15 @@ class DraftModelProposer(Chain):
         if length > 0:
             num_slots = self.cache.reserve(entry, num_tokens, num_tokens + length - 1, using)
             length = min(length, num_slots - num_tokens + 1)
+        if length > 0:
+            length = self.cache.reserve_states(entry, num_tokens, length, using)
         if (
             length > 0
             and not entry.num_valid
             and len(sequence.request.prompt_ids) >= self.cache.block_size
         ):
             in_prefill.add(sequence.request)
-        return ActiveDraft(sequence, max(0, length), entry.blocks)
+        return ActiveDraft(sequence, max(0, length), entry.blocks, entry.states)
 
     def run(self, step: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
         forward = self.runner.forward(batch)
@@ -90,7 +92,8 @@ class DraftModelProposer(Chain):
             start, ids = sequence.num_tokens + step - 1, draft.ids[-1:]
         else:
             # At least the last row, whose logits are needed.
-            start = min(self.cache.entry(sequence).num_valid, sequence.num_tokens - 1)
+            entry = self.cache.entry(sequence)
+            start = entry.start(sequence.num_tokens, bool(self.cache.num_states))
             ids = sequence.token_ids(start, sequence.num_tokens)
         return Rows(start, [i if i < self._num_embeddings else 0 for i in ids])
 

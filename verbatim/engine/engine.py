@@ -82,7 +82,7 @@ class Engine:
     def add(self, request: Request, deliver: Callable[[Delta], None]) -> None:
         """Add a request; `deliver` is called with its deltas, within the steps that generate them."""
         if self.live and not self.has_work:
-            self.scheduler.pool.forget()
+            self.scheduler.forget_cached()
             self.sessions.make_private()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version

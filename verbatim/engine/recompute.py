@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from verbatim.batch import Batch, block_tables
+from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
 from verbatim.core import Sequence
 from verbatim.engine.work import Span, forced_experts
 
@@ -15,10 +15,11 @@ from verbatim.engine.work import Span, forced_experts
 def recompute_batches(
     sequences: Iterable[Sequence], block_size: int, max_batch_tokens: int
 ) -> list[Batch]:
-    """Return batches that recompute the K and V of all computed positions, without logits.
+    """Return batches that recompute the K, V and states of all computed positions, without logits.
 
-    Shared blocks are recomputed once.
+    Shared blocks are recomputed once. So are shared states, from the first token on.
     """
+    sequences = list({_state_of(s) or s: s for s in sequences}.values())
     covered: defaultdict[int, int] = defaultdict(int)  # recomputed rows of each block
     batches: list[Batch] = []
     pieces: list[Span] = []
@@ -31,7 +32,9 @@ def recompute_batches(
         pieces, room = [], max_batch_tokens
 
     for sequence in sequences:
-        begin, end = _uncovered(sequence, covered, block_size), sequence.num_computed
+        begin, end = 0, sequence.num_computed
+        if not sequence.states:
+            begin = _uncovered(sequence, covered, block_size)
         while begin < end:
             stop = min(end, begin + room)
             pieces.append((sequence, begin, stop))
@@ -44,6 +47,11 @@ def recompute_batches(
             covered[block] = max(covered[block], rows)
     flush()
     return batches
+
+
+def _state_of(sequence: Sequence) -> int | None:
+    """Return the slot of a sequence's state; sequences with the same one have computed the same tokens."""
+    return sequence.states.get(sequence.num_computed)
 
 
 def _uncovered(sequence: Sequence, covered: dict[int, int], block_size: int) -> int:
@@ -59,6 +67,11 @@ def _batch(pieces: list[Span]) -> Batch:
     token_ids: list[int] = []
     positions: list[int] = []
     query_starts = [0]
+    # An unfinished state is kept where the last one will be.
+    slots = [_state_of(sequence) or ZERO_STATE for sequence, _, _ in pieces]
+    sources = [
+        slot if begin else ZERO_STATE for slot, (_, begin, _) in zip(slots, pieces, strict=True)
+    ]
     for sequence, begin, end in pieces:
         token_ids += sequence.token_ids(begin, end)
         positions += range(begin, end)
@@ -71,4 +84,5 @@ def _batch(pieces: list[Span]) -> Batch:
         block_tables=block_tables([sequence.blocks for sequence, _, _ in pieces]),
         logit_rows=torch.empty(0, dtype=torch.int64),
         forced_experts=forced_experts(pieces),
+        **state_columns(sources, [end - 1 for end in query_starts[1:]], slots),
     )

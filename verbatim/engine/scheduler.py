@@ -19,6 +19,7 @@ from verbatim.engine.waiting import WaitingQueue
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.prefixes import Prefixes
+from verbatim.kv.states import StateSlots
 
 # The wait of a step for the masks that begin with it; those of slow structures are not waited for.
 MASK_WAIT_S = 5e-4
@@ -51,6 +52,7 @@ class Scheduler:
 
     Args:
         pool: the blocks of the KV store.
+        states: the slots of recurrent states.
         block_size: token positions per block.
         max_batch_tokens: maximum number of rows of a batch.
         max_sequences: maximum number of running sequences.
@@ -67,15 +69,17 @@ class Scheduler:
         max_sequences: int,
         max_prompt_rows: int,
         *,
+        states: StateSlots | None = None,
         prefix_cache: bool = False,
     ) -> None:
         self.pool = pool
+        self.states = states or StateSlots(0)
         self.block_size = block_size
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prompt_rows = max_prompt_rows
-        self.prefixes = Prefixes(pool, block_size, enabled=prefix_cache)
-        self.sessions = Sessions(pool, block_size)
+        self.prefixes = Prefixes(pool, self.states, block_size, enabled=prefix_cache)
+        self.sessions = Sessions(pool, self.states, block_size)
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}  # in the order of their start
         self.num_preemptions = 0
@@ -110,6 +114,7 @@ class Scheduler:
         child.num_computed = parent.num_computed
         self.pool.share(child.blocks)
         child.num_indexed = parent.num_indexed
+        self.states.fork(parent, child)
         if child.blocks and len(self.running) < self.max_sequences:
             self.running[child] = None
         else:
@@ -187,18 +192,26 @@ class Scheduler:
     def advance(self, chunk: Chunk) -> None:
         """Mark the rows of `chunk` as computed."""
         chunk.sequence.num_computed += chunk.num_rows
-        self.waiting.resume(self.prefixes.computed(chunk.sequence))
+        self._note_computed(chunk.sequence)
+        if not chunk.max_draft:  # else `accept` decides which states are kept
+            self.states.keep(chunk.sequence, chunk.sequence.num_computed)
 
     def accept(self, sequence: Sequence, num_drafts: int) -> None:
         """Mark `num_drafts` accepted draft rows as computed; free the blocks of the rejected ones."""
         sequence.num_computed += num_drafts
         self._truncate(sequence, sequence.num_computed)
+        self._note_computed(sequence)
+        self.states.keep(sequence, sequence.num_computed)
+
+    def _note_computed(self, sequence: Sequence) -> None:
+        """Cache newly full blocks, and let sequences start that wait for them."""
         self.waiting.resume(self.prefixes.computed(sequence))
 
     def roll_back(self, work: Schedule) -> None:
         """Undo a step that was interrupted before commit."""
         for chunk in work.chunks:
             sequence = chunk.sequence
+            self.states.keep(sequence, sequence.num_computed)
             if work.block_copies and sequence in self.running:
                 self._preempt(sequence)  # the copies may not have been made
             elif chunk.max_draft:  # the next step may have no draft, and need the blocks
@@ -211,7 +224,11 @@ class Scheduler:
         for sequence in list(self._parked):
             self._free(sequence)
         self.sessions.drop_kv()
-        self.pool.forget()
+        self.forget_cached()
+
+    def forget_cached(self) -> None:
+        """Clear the prefix cache; running sequences keep what they use."""
+        self.prefixes.forget()
 
     def keep_running_only(self) -> list[Sequence]:
         """Drop all KV but that of running and just finished sequences, and return those.
@@ -224,7 +241,7 @@ class Scheduler:
             if not sequence.finished:
                 self._free(sequence)
         self.sessions.drop_kv()
-        self.pool.drop_cached()
+        self.prefixes.drop_cached()
         for sequence in self.running:
             sequence.truncate_draft_cache(0)
         return [*self.running, *finished]
@@ -250,7 +267,7 @@ class Scheduler:
         chunk = self._chunk(sequence, budget)
         if not chunk.num_rows:
             return
-        while self._blocks_missing(sequence, chunk.num_rows) > self.pool.num_free:
+        while self._is_short(sequence, chunk.num_rows):
             if not self._reclaim_idle():
                 others = (s for s in self.running if s not in budget.scheduled)
                 last = max(others, key=_preemption_order)
@@ -271,7 +288,10 @@ class Scheduler:
                 continue
             end = sequence.num_computed + chunk.num_rows
             blocks = len(sequence.blocks) + self.pool.num_free
-            chunk.max_draft = min(wanted, blocks * self.block_size - end)
+            chunk.max_draft = min(
+                wanted, blocks * self.block_size - end, self.states.num_free(wanted)
+            )
+            self.states.reserve(sequence, range(end + 1, end + chunk.max_draft + 1))
             missing = -(-(end + chunk.max_draft) // self.block_size) - len(sequence.blocks)
             sequence.blocks += self.pool.take(max(0, missing))
             budget.rows -= chunk.max_draft
@@ -304,10 +324,10 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, rows: int, budget: _Budget) -> bool:
         """Free a sequence slot and blocks for `rows` of a waiting sequence; False if that is impossible."""
         while True:
-            short_of_blocks = self._blocks_missing(sequence, rows) > self.pool.num_free
-            if not short_of_blocks and len(self.running) < self.max_sequences:
+            is_short = self._is_short(sequence, rows)
+            if not is_short and len(self.running) < self.max_sequences:
                 return True
-            if short_of_blocks and self._reclaim_idle(but=sequence):
+            if is_short and self._reclaim_idle(but=sequence):
                 continue
             victims = [
                 s for s in self.running if s not in budget.scheduled and _may_preempt(sequence, s)
@@ -361,10 +381,16 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
+        self.states.keep(sequence, 0)
         sequence.num_computed = 0
         sequence.num_draft_computed.clear()
         self._parked.pop(sequence, None)
         self.waiting.resume(self.prefixes.withdraw(sequence))
+
+    def _is_short(self, sequence: Sequence, rows: int) -> bool:
+        """Return whether blocks, or a slot for its state, are missing for the next rows of a sequence."""
+        missing = self._blocks_missing(sequence, rows)
+        return missing > self.pool.num_free or not self.states.num_free(1)
 
     def _blocks_missing(self, sequence: Sequence, rows: int) -> int:
         needed = -(-(sequence.num_computed + rows) // self.block_size)
@@ -387,6 +413,10 @@ class Scheduler:
             sequence.blocks[index] = copy
             missing -= 1
         sequence.blocks += self.pool.take(missing)
+        end = sequence.num_computed + chunk.num_rows
+        self.states.reserve(sequence, [end])
+        snapshots = self.prefixes.snapshots(sequence, end)
+        self.states.reserve(sequence, snapshots[: self.states.num_free(len(snapshots))])
         budget.add(chunk)
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from verbatim.core import Sequence, SessionCache
 from verbatim.errors import EngineClosed, OutOfBlocks
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.states import StateSlots
 
 
 class Sessions:
@@ -25,8 +26,9 @@ class Sessions:
     recently used session first, from its last block back. Its next turn recomputes what was reclaimed.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, states: StateSlots, block_size: int) -> None:
         self.pool = pool
+        self.states = states
         self.block_size = block_size
         self.num_dropped = 0  # blocks reclaimed from idle sessions
         self._idle: dict[SessionCache, None] = {}  # with blocks, least recently used first
@@ -158,10 +160,13 @@ class Sessions:
             kept = min(kept, sequence.next_prompt_row)
         if request.params.replay_routing is not None:
             kept = 0  # the replayed routing changes K and V
-        self.pool.give_back(cache.cut(kept, self.block_size))
+        if self.states.enabled and kept not in cache.states:
+            kept = 0  # the blocks are found again where a state is cached
+        self._cut(cache, kept)
         if kept % self.block_size and not self.pool.is_shared(cache.blocks[-1]):
             self.pool.forget_block(cache.blocks[-1])  # the turn writes to it
         sequence.blocks, cache.blocks = cache.blocks, []
+        sequence.states, cache.states = cache.states, {}
         sequence.num_computed = kept
         sequence.num_indexed = cache.num_indexed
         sequence.num_draft_computed = cache.num_draft_computed.copy()
@@ -183,9 +188,10 @@ class Sessions:
             return
         cache.token_ids = sequence.token_ids(0, sequence.num_computed)
         cache.blocks, sequence.blocks = sequence.blocks, []
+        cache.states, sequence.states = sequence.states, {}
         cache.num_indexed = sequence.num_indexed
         cache.num_draft_computed = sequence.num_draft_computed.copy()
-        self.pool.give_back(cache.cut(sequence.num_computed, self.block_size))
+        self._cut(cache, sequence.num_computed)
         if cache.blocks:
             self._idle[cache] = None
 
@@ -201,7 +207,7 @@ class Sessions:
         if cache is None:
             return False
         kept = (len(cache.blocks) - 1) * self.block_size
-        self.pool.give_back(cache.cut(kept, self.block_size))
+        self._cut(cache, kept)
         self.num_dropped += 1
         if not cache.blocks:
             self._clear(cache)
@@ -231,8 +237,13 @@ class Sessions:
         self._lock = threading.RLock()
 
     def _drop(self, cache: SessionCache) -> None:
-        self.pool.give_back(cache.cut(0, self.block_size))
+        self._cut(cache, 0)
         self._clear(cache)
+
+    def _cut(self, cache: SessionCache, num_tokens: int) -> None:
+        """Free what a session keeps beyond its first tokens, and its state unless it is of these."""
+        self.pool.give_back(cache.cut(num_tokens, self.block_size))
+        self.states.keep(cache, num_tokens)
 
     def _clear(self, cache: SessionCache) -> None:
         """Reset a cache that holds no block."""

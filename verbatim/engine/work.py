@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verbatim.batch import Batch, block_tables
+from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
 from verbatim.core import Sequence
 
 Span = tuple[Sequence, int, int]  # positions from, to
@@ -56,6 +56,9 @@ class Schedule:
         query_starts = [0]
         context_lens: list[int] = []
         logit_rows: list[int] = []
+        state_sources: list[int] = []
+        state_rows: list[int] = []
+        state_targets: list[int] = []
         spans: list[Span] = []
         for chunk in self.chunks:
             sequence, draft = chunk.sequence, chunk.draft.ids
@@ -66,6 +69,11 @@ class Schedule:
             positions += range(start, stop + len(draft))
             query_starts.append(len(token_ids))
             context_lens.append(stop + len(draft))
+            states = sequence.states
+            state_sources.append(states[start] if start and states else ZERO_STATE)
+            for position in sorted(p for p in states if start < p <= context_lens[-1]):
+                state_rows.append(first_row + position - start - 1)
+                state_targets.append(states[position])
             chunk.first_logits_row = len(logit_rows)
             if chunk.num_prompt_rows:
                 first_prompt_row = first_row + sequence.request.num_prompt_rows_done - start
@@ -83,6 +91,7 @@ class Schedule:
             block_copies=self.block_copies,
             wants_hidden=any(request.params.hidden_states for request in requests),
             forced_experts=forced_experts(spans),
+            **state_columns(state_sources, state_rows, state_targets),
         )
 
 

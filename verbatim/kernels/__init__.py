@@ -10,11 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 VERSION = 4  # goes up whenever a kernel's arithmetic changes: part of the numerics key
 
@@ -62,6 +66,17 @@ def load(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(__file__).parent / f"verbatim_{name}.so"))
 
 
+# os.environ encodes the name for each lookup, and there are hundreds of them in a step.
+_environment: dict[bytes, bytes] = getattr(os.environ, "_data", {}) if os.name == "posix" else {}
+
+
+def _wanted() -> str | None:
+    if _environment:
+        value = _environment.get(b"VERBATIM_KERNELS")
+        return None if value is None else value.decode()
+    return os.environ.get("VERBATIM_KERNELS")
+
+
 def instruction_set() -> str | None:
     """The instruction set in use, part of the numerics key; None where nothing was built.
 
@@ -69,7 +84,7 @@ def instruction_set() -> str | None:
     references, and `VERBATIM_KERNELS=triton` those and, wherever a GPU would take them, the kernels in
     Triton, under its interpreter.
     """
-    wanted = os.environ.get("VERBATIM_KERNELS")
+    wanted = _wanted()
     names = available()
     if wanted in ("none", "triton"):
         return None
@@ -91,6 +106,20 @@ def triton_serves(device: torch.device) -> bool:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("VERBATIM_KERNELS=triton on the CPU needs TRITON_INTERPRET=1 besides")
     return True
+
+
+def without_overrides(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Run a function without torch-function overrides: each of its torch calls would pass through them."""
+    import torch
+
+    disabled = torch._C.DisableTorchFunction
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with disabled():
+            return function(*args, **kwargs)
+
+    return call
 
 
 MISSING = "installed without compiled kernels, so this will be slow (docs/install.md)"

@@ -30,7 +30,7 @@ struct Norm {
     int32_t kind;
 };
 
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SIGMOID_OF = 2 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SIGMOID_OF = 2, EXP_OF = 3, SOFTPLUS_OF = 4 };
 
 enum Rotation : int32_t {
     UNTURNED = 0,
@@ -105,6 +105,21 @@ static inline f32x16 sigmoid(f32x16 x) {
     return (x > 0.0f ? splat(1.0f) : e) / (1.0f + e);
 }
 
+// exp(x); infinite above 87.
+static inline f32x16 exponential(f32x16 x) {
+    f32x16 e = exp_nonpositive(x > 0.0f ? -x : x);
+    return x > 0.0f ? 1.0f / e : e;
+}
+
+// log(1 + exp(x)) = max(x, 0) + log(1 + e) with e = exp(-|x|). With s = e / (2 + e), at most 1/3,
+// log(1 + e) = 2 (s + s^3 / 3 + s^5 / 5 + ...), short by less than 3e-9 after s^15.
+static inline f32x16 softplus(f32x16 x) {
+    const f32x16 e = exp_nonpositive(x > 0.0f ? -x : x), s = e / (2.0f + e), square = s * s;
+    f32x16 series = splat(1.0f / 15);
+    for (int n = 13; n > 1; n -= 2) series = fma(series, square, splat(1.0f / (float)n));
+    return (x > 0.0f ? x : splat(0.0f)) + 2.0f * fma(series * square, s, s);
+}
+
 static inline f32x16 gelu_tanh(f32x16 x) {
     f32x16 inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
     return 0.5f * x * (1.0f + tanh(inner));
@@ -121,6 +136,8 @@ static inline void activate_row(T *out, const T *gate, const T *up, int64_t widt
     };
     if (activation == SILU) row([](f32x16 x) { return silu(x); });
     else if (activation == SIGMOID_OF) row([](f32x16 x) { return sigmoid(x); });
+    else if (activation == EXP_OF) row([](f32x16 x) { return exponential(x); });
+    else if (activation == SOFTPLUS_OF) row([](f32x16 x) { return softplus(x); });
     else row([](f32x16 x) { return gelu_tanh(x); });
 }
 

@@ -6,14 +6,50 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "recurrence.h"
 
 using namespace vb;
 
 namespace {
 
+// Where a row of products has values of the first key head, and how far behind them are the next one's.
+struct Slice {
+    int64_t at, stride;
+};
+
+// The gated delta rule (Yang et al. 2024, arXiv:2412.06464), in place of attention. The layer's kv_heads are
+// those of keys and queries, head_dim is their width, and heads and value_dim are those of values.
+struct DeltaRule {
+    Slice q, k, v, gate, beta, decay;
+    const void *weight;           // of the convolution, [channels, taps]
+    const void *a_log, *dt_bias;  // [heads]
+    Norm norm;                    // of a head's output, before its gate
+    int64_t taps;
+    float eps, q_scale, k_scale;  // of the norms of queries and keys
+    float beta_scale;
+};
+
+// Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), in place of attention, of a product with a gate, x, B, C and dt.
+// The layer's kv_heads are the groups of B and C, head_dim is their width, and heads and value_dim are those of x.
+struct Mamba2 {
+    const void *weight, *bias;        // of the convolution, [channels, taps], [channels] or null
+    const void *a_log, *dt_bias, *d;  // [heads]
+    const void *norm_weight;          // of the norm behind the gate
+    int64_t norm_width;               // of those that it norms together
+    int64_t taps;
+    float eps, dt_min, dt_max;
+};
+
+// A gated convolution in place of attention, of a product with B, C and x: C * convolution(B * x). The layer
+// has one head, whose value_dim is the number of channels.
+struct ShortConv {
+    const void *weight, *bias;  // [channels, taps], [channels] or null
+    int64_t taps;
+};
+
 // As verbatim/model/structs.py declares it.
 struct Layer {
-    Matrix inputs[3];  // of q, k and v; or one of all three
+    Matrix inputs[6];  // of q, k and v; one of all three; or those of a delta rule
     Matrix output;     // of attention
     Matrix gates[2];   // gate and up; or one of both
     Matrix down;
@@ -27,16 +63,32 @@ struct Layer {
     int64_t window;
     const void *sinks;       // of attention, [heads], or null
     const Mixture *mixture;  // in place of gates and down, or null; without either the MLP is elsewhere
+    const DeltaRule *delta;  // in place of attention, or null
+    const Mamba2 *mamba2;    // likewise
+    const ShortConv *conv;
+    int32_t gated;           // each head of q is followed by a gate of what it attends to
 
     bool has_mlp() const { return num_gates || mixture; }
+    int64_t q_width() const { return heads * head_dim; }
+    int64_t k_width() const { return kv_heads * head_dim; }
+    int64_t products() const {  // of a row with its inputs
+        int64_t width = 0;
+        for (int i = 0; i < num_inputs; i++) width += inputs[i].cols;
+        return width;
+    }
 };
 
-// The rows of one forward, and where their K and V go and are read, as verbatim/model/direct.py
+// The rows of one forward, and where their K, V and states go and are read, as verbatim/model/direct.py
 // declares it.
 struct Rows {
     const int64_t *slots;
     const int32_t *query_starts, *context_lens, *block_tables;
-    int64_t count, sequences, max_blocks, block_size;
+    const int32_t *state_sources, *state_rows, *state_targets;
+    int64_t count, sequences, max_blocks, block_size, state_writes;
+
+    StateRows states() const {
+        return {query_starts, state_sources, state_rows, state_targets, sequences, state_writes};
+    }
 };
 
 // As verbatim/model/whole.py declares it.
@@ -62,11 +114,9 @@ template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
     for (int64_t at = 0; at < width; at += norm.width) norm_row(x + at, x + at, norm);
 }
 
-template <typename T, typename A>
-void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles, T *qkv,
-            int threads) {
-    const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
-    const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
+// out[rows, products] = what the inputs make of (the norm of) hidden.
+template <typename T>
+void project(const Layer &l, const T *hidden, int64_t rows, T *out, int threads) {
     const T *x = hidden;
     Scratch<T> normed(l.before_attention.kind == NONE ? 0 : rows * l.hidden);
     if (l.before_attention.kind != NONE) {
@@ -75,7 +125,28 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles,
         });
         x = normed.data;
     }
-    multiply(x, rows, l.hidden, l.inputs, l.num_inputs, qkv, width, threads);
+    multiply(x, rows, l.hidden, l.inputs, l.num_inputs, out, l.products(), threads);
+}
+
+// qkv[rows, products]: q, k, v, and the gates if there are any.
+template <typename T, typename A>
+void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles, T *qkv,
+            int threads) {
+    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
+    if (l.gated) {
+        const Scratch<T> made(rows * width);
+        project(l, hidden, rows, made.data, threads);
+        const int64_t dim = l.head_dim, kv_width = width - 2 * q_width;
+        each_row(rows, width, threads, [&](int64_t r) {
+            const T *from = made.data + r * width;
+            T *row = qkv + r * width, *gates = row + q_width + kv_width;
+            for (int64_t h = 0; h < l.heads; h++, from += 2 * dim) {
+                std::memcpy(row + h * dim, from, dim * sizeof(T));
+                std::memcpy(gates + h * dim, from + dim, dim * sizeof(T));
+            }
+            std::memcpy(row + q_width, from, kv_width * sizeof(T));
+        });
+    } else project(l, hidden, rows, qkv, threads);
     if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.rotation == UNTURNED) return;
     each_row(rows, q_width + k_width, threads, [&](int64_t r) {
         T *row = qkv + r * width;
@@ -96,6 +167,176 @@ void before(const Layer &l, const void *hidden, int64_t rows, const Angles &angl
     else if (angles.is_f32)
         before<bf16, float>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
     else before<bf16, bf16>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
+}
+
+// attended *= the sigmoids of the gates in qkv.
+template <typename T>
+void apply_gates(const Layer &l, T *attended, const T *qkv, int64_t rows, int threads) {
+    const int64_t width = l.products(), gated = l.heads * l.value_dim;
+    each_row(rows, gated, threads, [&](int64_t r) {
+        T *row = attended + r * gated;
+        const T *gates = qkv + (r + 1) * width - gated;
+        each_lane(row, gated, [=](auto at) { return at(row) * rounded<T>(sigmoid(at(gates))); });
+    });
+}
+
+void apply_gates(const Layer &l, void *attended, const void *qkv, int64_t rows, int threads) {
+    if (!l.gated) return;
+    if (l.is_bf16) apply_gates(l, (bf16 *)attended, (const bf16 *)qkv, rows, threads);
+    else apply_gates(l, (float *)attended, (const float *)qkv, rows, threads);
+}
+
+// attended [rows, heads * value_dim] by the delta rule, as verbatim/model/recurrent.py computes it. The
+// states are those of the convolution and of the recurrence.
+template <typename T>
+void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
+           T *attended, int threads) {
+    const DeltaRule &d = *l.delta;
+    const int64_t count = rows.count, width = l.products(), depth = l.head_dim, value = l.value_dim;
+    const int64_t k_width = l.k_width(), v_width = l.heads * value, group = l.heads / l.kv_heads;
+    const int64_t channels = 2 * k_width + v_width;
+    const Scratch<T> made(count * width), mixed(count * channels);
+    project(l, hidden, count, made.data, threads);
+    each_row(count, channels, threads, [&](int64_t r) {
+        const T *row = made.data + r * width;
+        T *to = mixed.data + r * channels;
+        for (const auto [slice, size] : {std::pair(d.q, depth), std::pair(d.k, depth),
+                                         std::pair(d.v, group * value)})
+            for (int64_t h = 0; h < l.kv_heads; h++, to += size)
+                std::memcpy(to, row + slice.at + h * slice.stride, size * sizeof(T));
+    });
+    const Scratch<float> convolved(count * channels);
+    convolve(convolved.data, mixed.data, (const T *)d.weight, (const T *)nullptr, conv_state,
+             rows.states(), channels, d.taps, threads);
+
+    const Scratch<float> q(count * k_width), k(count * k_width), v(count * v_width);
+    const Scratch<float> decay(count * l.heads), beta(count * l.heads), out(count * v_width);
+    const Norm norm{nullptr, depth, d.eps, BARE};
+    each_row(count, channels, threads, [&](int64_t r) {
+        float *x = convolved.data + r * channels;
+        each_lane(x, channels, [=](auto at) { return rounded<T>(silu(rounded<T>(at(x)))); });
+        for (const auto [to, scale] : {std::pair(q.data, d.q_scale), std::pair(k.data, d.k_scale)})
+            for (int64_t h = 0; h < l.kv_heads; h++, x += depth) {
+                float *head = to + r * k_width + h * depth;
+                norm_row(head, x, norm);
+                each_lane(head, depth, [=](auto at) { return at(head) * scale; });
+            }
+        std::memcpy(v.data + r * v_width, x, v_width * sizeof(float));
+        const T *row = made.data + r * width;
+        float *b = beta.data + r * l.heads, *a = decay.data + r * l.heads;
+        for (int64_t h = 0; h < l.heads; h++) {
+            b[h] = to_float(row[d.beta.at + h / group * d.beta.stride + h % group]);
+            a[h] = to_float(row[d.decay.at + h / group * d.decay.stride + h % group]);
+        }
+        each_lane(b, l.heads, [=](auto at) { return rounded<T>(sigmoid(at(b))) * d.beta_scale; });
+        const T *a_log = (const T *)d.a_log, *dt_bias = (const T *)d.dt_bias;
+        each_lane(a, l.heads, [=](auto at) {
+            return exponential(-exponential(at(a_log)) * softplus(at(a) + at(dt_bias)));
+        });
+    });
+    run_recurrence({out.data, q.data, k.data, v.data, decay.data, beta.data, state, l.heads,
+                    l.kv_heads, depth, value, false},
+                   rows.states(), threads);
+    each_row(count, v_width, threads, [&](int64_t r) {
+        for (int64_t h = 0; h < l.heads; h++) {
+            const float *x = out.data + r * v_width + h * value;
+            T *head = attended + r * v_width + h * value;
+            const T *gate = made.data + r * width + d.gate.at + h / group * d.gate.stride +
+                            h % group * value;
+            each_lane(head, value, [=](auto at) { return at(x); });
+            norm_row(head, head, d.norm);
+            each_lane(head, value, [=](auto at) { return at(head) * silu(at(gate)); });
+        }
+    });
+}
+
+// attended [rows, heads * value_dim] by Mamba-2, as verbatim/model/recurrent.py computes it.
+template <typename T>
+void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, const T *hidden,
+                T *attended, int threads) {
+    const Mamba2 &m = *l.mamba2;
+    const int64_t count = rows.count, width = l.products(), value = l.value_dim;
+    const int64_t k_width = l.k_width(), v_width = l.heads * value;
+    const int64_t channels = v_width + 2 * k_width;
+    const Scratch<T> made(count * width), mixed(count * channels);
+    project(l, hidden, count, made.data, threads);
+    each_row(count, channels, threads, [&](int64_t r) {
+        std::memcpy(mixed.data + r * channels, made.data + r * width + v_width, channels * sizeof(T));
+    });
+    const Scratch<float> convolved(count * channels);
+    convolve(convolved.data, mixed.data, (const T *)m.weight, (const T *)m.bias, conv_state,
+             rows.states(), channels, m.taps, threads);
+
+    const Scratch<float> q(count * k_width), k(count * k_width), v(count * v_width);
+    const Scratch<float> decay(count * l.heads), out(count * v_width);
+    each_row(count, channels, threads, [&](int64_t r) {
+        float *x = convolved.data + r * channels;
+        each_lane(x, channels, [=](auto at) { return rounded<T>(silu(rounded<T>(at(x)))); });
+        std::memcpy(k.data + r * k_width, x + v_width, k_width * sizeof(float));
+        std::memcpy(q.data + r * k_width, x + v_width + k_width, k_width * sizeof(float));
+        float *step = decay.data + r * l.heads;
+        const T *dt = made.data + r * width + v_width + channels, *bias = (const T *)m.dt_bias;
+        each_lane(step, l.heads, [=](auto at) {
+            const f32x16 s = softplus(at(dt) + at(bias));
+            return s < m.dt_min ? splat(m.dt_min) : s > m.dt_max ? splat(m.dt_max) : s;
+        });
+        for (int64_t h = 0; h < l.heads; h++) {
+            const float *from = x + h * value;
+            each_lane(v.data + r * v_width + h * value, value,
+                      [=](auto at) { return at(from) * step[h]; });
+        }
+        const T *a_log = (const T *)m.a_log;
+        each_lane(step, l.heads,
+                  [=](auto at) { return exponential(at(step) * -exponential(at(a_log))); });
+    });
+    run_recurrence({out.data, q.data, k.data, v.data, decay.data, nullptr, state, l.heads,
+                    l.kv_heads, l.head_dim, value, false},
+                   rows.states(), threads);
+    const Norm norm{nullptr, m.norm_width, m.eps, BARE};
+    each_row(count, v_width, threads, [&](int64_t r) {
+        float *y = out.data + r * v_width;
+        const T *gate = made.data + r * width, *weight = (const T *)m.norm_weight;
+        for (int64_t h = 0; h < l.heads; h++) {
+            float *head = y + h * value;
+            const float *x = convolved.data + r * channels + h * value;
+            const float d = to_float(((const T *)m.d)[h]);
+            each_lane(head, value, [=](auto at) { return rounded<T>(at(head) + at(x) * d); });
+        }
+        each_lane(y, v_width, [=](auto at) { return at(y) * silu(at(gate)); });
+        norm_heads(y, v_width, norm);
+        each_lane(attended + r * v_width, v_width,
+                  [=](auto at) { return at(weight) * rounded<T>(at(y)); });
+    });
+}
+
+// attended [rows, value_dim] by the convolution.
+template <typename T>
+void run_short_conv(const Layer &l, const Rows &rows, T *state, const T *hidden, T *attended, int threads) {
+    const int64_t count = rows.count, channels = l.value_dim, width = 3 * channels;
+    const Scratch<T> made(count * width), mixed(count * channels);
+    project(l, hidden, count, made.data, threads);
+    each_row(count, channels, threads, [&](int64_t r) {
+        const T *b = made.data + r * width, *x = b + 2 * channels;
+        each_lane(mixed.data + r * channels, channels, [=](auto at) { return at(b) * at(x); });
+    });
+    const Scratch<float> out(count * channels);
+    convolve(out.data, mixed.data, (const T *)l.conv->weight, (const T *)l.conv->bias, state,
+             rows.states(), channels, l.conv->taps, threads);
+    each_row(count, channels, threads, [&](int64_t r) {
+        const T *c = made.data + r * width + channels;
+        const float *y = out.data + r * channels;
+        each_lane(attended + r * channels, channels,
+                  [=](auto at) { return at(c) * rounded<T>(at(y)); });
+    });
+}
+
+// What stands in place of attention; the stores are its states.
+template <typename T>
+void mix(const Layer &l, const Rows &rows, void *first, void *second, const T *hidden, T *attended,
+         int threads) {
+    if (l.conv) run_short_conv(l, rows, (T *)first, hidden, attended, threads);
+    else if (l.mamba2) run_mamba2(l, rows, (T *)first, (float *)second, hidden, attended, threads);
+    else run_delta_rule(l, rows, (T *)first, (float *)second, hidden, attended, threads);
 }
 
 // hidden + (norm of) the product: the residual after attention, and after the MLP.
@@ -171,10 +412,16 @@ void after(const Layer &l, const void *hidden, const void *attended, int64_t row
 }
 
 // The rows' K and V are written to the stores, and `attended` [rows, heads * value_dim] is what they attend to.
+// Of a layer without attention, the stores are its states.
 void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, const void *hidden,
             const Angles &angles, char *attended, int threads) {
-    const int64_t q_width = l.heads * l.head_dim, k_width = l.kv_heads * l.head_dim;
-    const int64_t width = q_width + k_width + l.kv_heads * l.value_dim;
+    if (l.delta || l.mamba2 || l.conv) {
+        if (l.is_bf16)
+            mix(l, rows, k_store, v_store, (const bf16 *)hidden, (bf16 *)attended, threads);
+        else mix(l, rows, k_store, v_store, (const float *)hidden, (float *)attended, threads);
+        return;
+    }
+    const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
     const int64_t size = l.is_bf16 ? 2 : 4;
     Scratch<char> qkv(rows.count * width * size);
     before(l, hidden, rows.count, angles, qkv.data, threads);
@@ -189,6 +436,7 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
                  l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.is_bf16,
                  l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, nullptr, threads);
+    apply_gates(l, (void *)attended, (const void *)qkv.data, rows.count, threads);
 }
 
 // Bytes of a row of `attended`.
@@ -254,12 +502,14 @@ extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows
     before(*l, hidden, rows, Angles{cos, sin, angles, angles_f32, nullptr}, qkv, threads);
 }
 
-// out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim].
+// out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim], which the
+// gates in `qkv` change.
 // `normed` [rows, hidden] is what the MLP must be given, where it is not in the layer; else null. The rows'
 // experts are recorded in `chosen`, or taken from `forced`, `stride` apart (experts.h); both may be null.
-extern "C" void vb_layer_after(const Layer *l, const void *hidden, const void *attended,
+extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attended, const void *qkv,
                                int64_t rows, int16_t *chosen, const int16_t *forced, int64_t stride,
                                void *out, void *normed, int threads) {
+    apply_gates(*l, attended, qkv, rows, threads);
     after(*l, hidden, attended, rows, {chosen, forced, stride}, out, normed, threads);
 }
 
@@ -328,7 +578,10 @@ extern "C" void vb_model(const Model *m, const Rows *rows, void *const *stores, 
     else run();
 }
 
-// Bytes of a Layer, of a Mixture, and of a Model, for the one who declares them elsewhere.
+// Bytes of a Layer, of what may be in place of attention, of a Mixture, and of a Model, for the one who declares them elsewhere.
 extern "C" int64_t vb_layer_size() { return sizeof(Layer); }
+extern "C" int64_t vb_delta_size() { return sizeof(DeltaRule); }
+extern "C" int64_t vb_mamba2_size() { return sizeof(Mamba2); }
+extern "C" int64_t vb_conv_size() { return sizeof(ShortConv); }
 extern "C" int64_t vb_mixture_size() { return sizeof(Mixture); }
 extern "C" int64_t vb_model_size() { return sizeof(Model); }

@@ -63,8 +63,10 @@ class NormKind(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """Activation of a gated MLP; as in `kernels/elementwise.h`."""
+    """Functions of one number; as in `kernels/elementwise.h`."""
 
     SILU = 0
     GELU_TANH = 1
-    SIGMOID = 2  # of gates: no MLP has it
+    SIGMOID = 2  # this and what follows: no MLP has it
+    EXP = 3
+    SOFTPLUS = 4

@@ -25,6 +25,7 @@ _MAX_PRODUCTS = 1 << 22  # elements of the reference's largest temporary
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
+@kernels.without_overrides
 def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tensor) -> None:
     """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` to the stores.
 
@@ -66,6 +67,7 @@ def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tens
     )
 
 
+@kernels.without_overrides
 def paged_attention(
     q: Tensor,
     k_store: Tensor,

@@ -21,7 +21,7 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Allocates block numbers 1 to `num_blocks - 1`; block 0 is scratch.
+    """Allocates block numbers 1 to `num_blocks - 1`; block 0 is scratch. Also allocates slots of states.
 
     A block is *used* while its reference count is above 0 (samples and equal prefixes share blocks),
     *cached* if its count is 0 but its contents are indexed by key, and *free* otherwise. When no block
@@ -108,6 +108,16 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def has(self, key: bytes) -> bool:
+        """Return whether a block is indexed by this key."""
+        return key in self._by_key
+
+    def drop(self, key: bytes) -> None:
+        """Free the block with this key if it is cached and unused."""
+        block = self._by_key.get(key)
+        if block is not None and block in self._cached:
+            self._discard(block)
 
     def forget_block(self, block: int) -> None:
         """Remove a block from the index, before its only user writes to it."""

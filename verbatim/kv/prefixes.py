@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verbatim.core import Sequence
 from verbatim.kv.blocks import BlockPool, chain_key, root_key
+from verbatim.kv.states import StateSlots
 
 
 class Prefixes:
@@ -14,8 +15,11 @@ class Prefixes:
     and so are those of private sessions, with K and V from before the cache was cleared.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, states: StateSlots, block_size: int, *, enabled: bool
+    ) -> None:
         self.pool = pool
+        self.states = states
         self.block_size = block_size
         self.enabled = enabled
         self.num_hits = 0  # cached tokens found since it was opened
@@ -28,8 +32,11 @@ class Prefixes:
         """Attach the longest cached prefix to a sequence without blocks."""
         if not self._is_shareable(sequence):
             return
-        blocks = self.pool.find(self._reusable_keys(sequence))
+        keys = self._reusable_keys(sequence)
+        found = self.pool.find(keys)
+        blocks = found[: self.states.longest(keys[: len(found)])]
         self.pool.share(blocks)
+        self.states.attach(sequence, len(blocks) * self.block_size, keys[: len(blocks)])
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.block_size
         sequence.num_indexed = len(blocks)
@@ -41,15 +48,18 @@ class Prefixes:
         keys = self._reusable_keys(sequence)
         awaited = None
         for key in keys[len(self.pool.find(keys)) :]:
-            if key not in self._in_flight:
+            if key in self._in_flight:
+                awaited = key
+            elif not self.states.enabled:
                 break
-            awaited = key
         return awaited
 
     def promise(self, sequence: Sequence) -> None:
         """Register the blocks of a starting prefill as in flight."""
         if self._is_shareable(sequence):
             uncomputed = self._keys(sequence)[len(sequence.blocks) :]
+            if self.states.enabled:  # others can only go on from where a state is cached
+                uncomputed = self._reusable_keys(sequence)[len(sequence.blocks) :][-1:]
             own_keys = [key for key in uncomputed if key not in self._in_flight]
             self._in_flight.update((key, sequence) for key in own_keys)
             if own_keys:
@@ -70,12 +80,52 @@ class Prefixes:
                 sequence.blocks[i] = block
                 sequence.truncate_draft_cache(i * self.block_size)
         sequence.num_indexed = full
+        self._snapshot(sequence, first, full)
         return self._drop(sequence, set(keys[first:full]))
 
     def withdraw(self, sequence: Sequence) -> list[bytes]:
         """Unregister a sequence that lost its blocks; return its keys still in flight."""
         sequence.num_indexed = 0
         return self._drop(sequence, None)
+
+    def snapshots(self, sequence: Sequence, end: int) -> list[int]:
+        """Return after how many tokens to cache the state, among the rows up to `end` of a prefill.
+
+        That is where an equal prompt could go on from, and where this prompt leaves another one's.
+        """
+        if not self.states.enabled or not self._is_shareable(sequence):
+            return []
+        size, start = self.block_size, sequence.num_computed
+        keys = self._reusable_keys(sequence)[: end // size]
+        known = start // size + len(self.pool.find(keys[start // size :]))
+        ends = {known, (sequence.num_tokens - 1) // size}
+        return sorted(n * size for n in ends if start < n * size <= end)
+
+    def _snapshot(self, sequence: Sequence, first: int, full: int) -> None:
+        """Cache the states that were written at the ends of blocks `first` to `full`.
+
+        Of those in the completion only the latest is kept, where the next turn of a conversation begins.
+        """
+        for position in sorted(sequence.states):
+            blocks, offset = divmod(position, self.block_size)
+            if offset or not first < blocks <= full:
+                continue
+            key = sequence.keys[blocks - 1]
+            self.states.remember(sequence, position, key)
+            if position >= sequence.request.num_input_tokens:
+                if sequence.snapshot is not None:
+                    self.states.drop(sequence.snapshot)
+                sequence.snapshot = key
+
+    def drop_cached(self) -> None:
+        """Drop what is cached and not used."""
+        self.pool.drop_cached()
+        self.states.drop_cached()
+
+    def forget(self) -> None:
+        """Clear the cache; running sequences keep what they use."""
+        self.pool.forget()
+        self.states.forget()
 
     def _drop(self, sequence: Sequence, computed: set[bytes] | None) -> list[bytes]:
         """Unregister the keys in `computed`, or all if it is None; return them."""

@@ -15,6 +15,7 @@ from verbatim.batch import Batch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
+from verbatim.kv.states import StateStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,11 @@ class KVStore:
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
         same_bits: as for `paged_attention`.
+        states: of the model's recurrent layers; None: it has none.
     """
 
     same_bits = True
+    states: StateStore | None = None
     device = torch.device("cpu")
 
     def __init__(
@@ -119,7 +122,7 @@ class KVStore:
         )
 
     @contextmanager
-    def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
+    def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
         """Yield the store to use for each micro-batch of one forward."""
         yield [self] * len(batches)
 
@@ -140,12 +143,16 @@ class KVStore:
             v[blocks] = torch.nan
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory, that of the states included."""
+        if self.states is not None:
+            self.states.release()
         self.layers.clear()
         self._addresses = None
 
     def allocate(self) -> None:
         """Allocate memory again after `release`, uninitialized."""
+        if self.states is not None:
+            self.states.allocate()
         if not self.layers:
             self.layers.extend(self._all_blocks())
 

@@ -8,20 +8,24 @@ run on flat batches. A class that is not in the list of verified ones must pass 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.errors import TierFailed, UnsupportedModel
+from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
 from verbatim.model.borrow import borrow, configs_of, replaced_forwards
-from verbatim.model.context import activate
+from verbatim.model.context import Update, activate
 from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
 from verbatim.model.invariant import Recorder
+from verbatim.model.positions import counts_by_padding, patch_positions
+from verbatim.model.recurrent import patch
 from verbatim.model.refusals import reason_to_refuse
 from verbatim.model.routing import UNKNOWN_ROUTER, Call, RoutedLayers, routed_layers_of
 from verbatim.model.trial import try_out
@@ -36,6 +40,7 @@ class Anatomy:
         slots: (id of the attention module, its n-th call in a forward) to the layer of the store.
         layers: what each layer of the store holds for a token.
         query_heads: of each of them.
+        states: what each recurrent operation keeps of a sequence, in the order they run.
         dtype: of the keys, and so of the store unless told otherwise.
         vocab_size: width of the logits.
         needs_safety_net: functions the model calls directly that must be swapped; usually none.
@@ -52,6 +57,7 @@ class Anatomy:
     slots: dict[tuple[int, int], int]
     layers: list[LayerShape]
     query_heads: list[int]
+    states: list[StateShape]
     dtype: torch.dtype
     vocab_size: int
     needs_safety_net: frozenset[str]
@@ -63,6 +69,11 @@ class Anatomy:
     hidden_reason: str | None
     finite: bool
 
+    def refuse_states(self, what: str) -> None:
+        """Raise NotSupported if the model has recurrent layers, which `what` does not support."""
+        if self.states:
+            raise NotSupported(f"{what}: not supported for models with recurrent layers")
+
 
 class Look:
     """A pass that notes every attention call and lets values flow through in their place."""
@@ -71,11 +82,18 @@ class Look:
         self.slots: dict[tuple[int, int], int] = {}
         self.layers: list[LayerShape] = []
         self.query_heads: list[int] = []
+        self.states: list[StateShape] = []
         self.calls: dict[int, int] = {}
         self.routed: list[Call] = []
         self.choices = 0  # of routers of a known form
         self.dtype: torch.dtype | None = None
         self.needs_positions = False
+        self.counts_positions = False  # itself, so it has asked for those of the rows
+
+    @property
+    def positions(self) -> Tensor:
+        self.counts_positions = True
+        return torch.tensor(_POSITIONS)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -95,6 +113,12 @@ class Look:
         group = q.shape[1] // v.shape[1]
         turn = q.float().sum(-1) + k.float().sum(-1).repeat_interleave(group, dim=1)
         return v.repeat_interleave(group, dim=1) * torch.cos(turn)[..., None].to(v.dtype)
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        self.states.append(shape)
+        return rowwise()
 
     def route(self, experts: Any, index: Tensor) -> None:
         count: int = getattr(experts, "total_experts", None) or experts.num_experts
@@ -164,9 +188,9 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
     with recorder:
         logits, seen = look_forward(module, inner, look, positions=positions)
     ids = torch.tensor(_IDS)
-    if not look.layers:
+    if not look.layers and not look.states:
         raise UnsupportedModel(_NO_INTERFACE)
-    if look.needs_positions and not positions:
+    if look.needs_positions and not (positions or look.counts_positions):
         if any(p.kind is p.VAR_KEYWORD for p in signature.values()):  # a wrapper may pass them on
             return _look_through(module, inner, positions=True)
         raise UnsupportedModel(_NO_POSITIONS)
@@ -180,13 +204,15 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
             if named
             else _NO_POSITIONS
         )
-    assert look.dtype is not None
+    if look.states and recorder.calls_exp:
+        recorder.swapped.add("exp")
     routed, routing_reason = routed_layers_of(look.routed, ids.numel())
     return Anatomy(
         slots=look.slots,
         layers=look.layers,
         query_heads=look.query_heads,
-        dtype=look.dtype,
+        states=look.states,
+        dtype=look.dtype or logits.dtype,
         vocab_size=logits.shape[-1],
         needs_safety_net=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
@@ -201,8 +227,9 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
 
 
 def takes_positions(inner: Any) -> bool:
-    """Return whether the forward of a transformers model takes `position_ids`."""
-    return "position_ids" in inspect.signature(inner.forward).parameters
+    """Return whether the forward of a transformers model takes `position_ids`, counted from 0."""
+    signature = inspect.signature(inner.forward).parameters
+    return "position_ids" in signature and not counts_by_padding(inner)
 
 
 def look_forward(
@@ -222,6 +249,8 @@ def look_forward(
         UnsupportedModel: what the look says, or the forward failed.
     """
     masks.register()
+    patch(module)
+    patch_positions(module)
     configs, device = configs_of(module), next(module.parameters()).device
     inputs: dict[str, Any] = {"input_ids": torch.tensor(_IDS, device=device)}
     if positions:

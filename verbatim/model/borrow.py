@@ -152,6 +152,23 @@ def plain_numbers() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet(*, progress: bool) -> Iterator[None]:
+    """Silence transformers' report of unused keys, and its progress bar unless `progress`."""
+    from transformers.utils import logging
+
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not progress:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
 def _give_back(
     forwards: Forwards,
     settings: list[tuple[Any, dict[str, Any]]],

@@ -8,7 +8,7 @@ There is none outside of the engine's forwards, so a trainer's forward in the sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
+from verbatim.kv.states import StateRows, StateShape
 
 IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
 
@@ -34,13 +35,38 @@ _HARMLESS = frozenset(
 )
 
 
+# A recurrent operation: reads and writes the slots `[slots, *shape]` of its state, and returns its outputs.
+Update = Callable[[Tensor, StateRows], Tensor]
+
+
 class Pass(Protocol):
-    """The context of one forward."""
+    """The context of one forward.
+
+    Attributes:
+        positions: `[B, T]` of its rows, for models that count positions themselves.
+    """
+
+    @property
+    def positions(self) -> Tensor: ...
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]`, attend with `q` `[T, H, Dk]`: `[T, H, Dv]`."""
+        ...
+
+
+class RecurrentPass(Pass, Protocol):
+    """The context of a forward of a model with recurrent layers."""
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run the next recurrent operation on its state; return its outputs.
+
+        Args:
+            rowwise: what to return where a model is only inspected, from each row alone.
+        """
         ...
 
 

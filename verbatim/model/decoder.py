@@ -16,6 +16,7 @@ from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.hidden import HiddenStore
+from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
 from verbatim.model.anatomy import Anatomy, inner_model, look_at
 from verbatim.model.borrow import (
@@ -25,7 +26,7 @@ from verbatim.model.borrow import (
     plain_numbers,
     replaced_forwards,
 )
-from verbatim.model.context import IMPLEMENTATION, Pass, activate, flat_attention
+from verbatim.model.context import IMPLEMENTATION, Pass, Update, activate, flat_attention
 from verbatim.model.direct import direct_rows
 from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
@@ -158,6 +159,7 @@ class Decoder:
             before, now = self.anatomy, look_at(module)
             for name, old, new in (
                 ("layers", before.layers, now.layers),
+                ("recurrent states", before.states, now.states),
                 ("vocabulary", before.vocab_size, now.vocab_size),
                 ("dtype", before.dtype, now.dtype),
                 ("routed layers", before.routed, now.routed),
@@ -239,7 +241,7 @@ class Decoder:
                 records.copy_blocks(batch.block_copies)
             store.copy_blocks(batch.block_copies)
             batches = self._order.cut(batch)
-            with store.visited_by(batches) as stores:
+            with store.stores_for(batches) as stores:
                 walks = [
                     FlatPass(
                         self.anatomy.slots,
@@ -260,7 +262,8 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.look_again()
-            return self.anatomy.routed is None and not self._tree.has_hooks()
+            anatomy = self.anatomy
+            return anatomy.routed is None and not anatomy.states and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
         """Run `forward` on a batch on the store's device, with its slots `rows`, without copies.
@@ -313,7 +316,9 @@ class Decoder:
 
     def _trial_store(self) -> KVStore:
         anatomy, device = self.anatomy, next(self.held.parameters()).device
-        return KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
+        store = KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
+        store.states = open_states(anatomy.states, 1, device)
+        return store
 
     def _trial_batch(self) -> Batch:
         tokens = _TRIAL_TOKENS
@@ -396,7 +401,7 @@ def _mode(tree: Tree, anatomy: Anatomy, same_bits: bool) -> AbstractContextManag
     """Return the torch-function override that this forward needs; usually none."""
     # Functions called by hooks were not inspected, so they need the override.
     safety_net = same_bits and (bool(anatomy.needs_safety_net) or tree.has_hooks())
-    return InvariantMode() if safety_net else nullcontext()
+    return InvariantMode(bool(anatomy.states)) if safety_net else nullcontext()
 
 
 def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
@@ -437,6 +442,20 @@ class FlatPass:
         self.routing = routing
         self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
+        self.positions = batch.positions[None]
+        self._num_states = 0  # recurrent operations run
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        states = self._store.states
+        assert states is not None
+        return update(states.tensors[self.next_states(1)], StateRows.of(self.batch))
+
+    def next_states(self, count: int) -> int:
+        """Return the number of recurrent operations that have run, and count `count` more."""
+        self._num_states += count
+        return self._num_states - count
 
     def route(self, experts: nn.Module, index: Tensor) -> None:
         if self.routing is not None:

@@ -120,15 +120,16 @@ def _resolve_num_layers(wanted: int | None, num_layers: int, name: str) -> int:
 
 
 def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
-    """Return the innermost list of modules that contains all attention."""
+    """Return the innermost list of modules that contains all attention; without any, the first list."""
     attending = {owner for owner, _ in anatomy.slots}
-    found: nn.ModuleList | None = None
-    for candidate in module.modules():  # parents before children
-        if isinstance(candidate, nn.ModuleList) and attending <= set(map(id, candidate.modules())):
-            found = candidate
-    if found is None:
+    found = [
+        candidate
+        for candidate in module.modules()  # parents before children
+        if isinstance(candidate, nn.ModuleList) and attending <= set(map(id, candidate.modules()))
+    ]
+    if not found:
         raise UnsupportedModel("its layers are not in one list")
-    return found
+    return found[-1 if attending else 0]
 
 
 def copy_path(module: nn.Module, layers: nn.ModuleList) -> nn.Module:
@@ -168,20 +169,22 @@ def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _check_prefix(short: Anatomy, long: Anatomy, num_layers: int, *, whole: bool) -> None:
-    """Raise UnsupportedModel unless the short model stores a prefix of the long one's K and V.
+    """Raise UnsupportedModel unless the short model stores a prefix of the long one's K, V and states.
 
     Args:
         whole: the long one has all layers and the head, not only as many layers as this process holds.
     """
     count = len(short.layers)
-    if count > len(long.layers) - whole:
+    stored, all_stored = (len(anatomy.layers) + len(anatomy.states) for anatomy in (short, long))
+    if stored > all_stored - whole:
         raise UnsupportedModel(
-            f"with {num_layers} layers in its list it attends {count} times, and {len(long.layers)} "
+            f"with {num_layers} layers in its list it attends or recurs {stored} times, and {all_stored} "
             "times with all of them"
         )
     if (
         any(long.slots.get(key) != layer for key, layer in short.slots.items())
         or short.layers != long.layers[:count]
+        or short.states != long.states[: len(short.states)]
         or short.dtype != long.dtype
         or (whole and short.vocab_size != long.vocab_size)
     ):

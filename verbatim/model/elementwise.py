@@ -50,6 +50,7 @@ def served(x: Tensor) -> bool:
     )
 
 
+@kernels.without_overrides
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Tensor:
     """Compute the norm over the last dimension of `x` `[..., N]`; `weight` `[N]` has its dtype, or is None.
 
@@ -73,6 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kind: NormKind) -> Te
     return out
 
 
+@kernels.without_overrides
 def activate(gate: Tensor, activation: Activation, up: Tensor | None = None) -> Tensor:
     """Compute the activation of `gate`, rounded to its dtype, times `up` of the same shape, if given.
 

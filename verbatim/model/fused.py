@@ -28,15 +28,19 @@ from verbatim.model.invariant import InvariantMode
 from verbatim.model.layer import FusedLayer, Trust
 from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import LayerTrial, Watch
+from verbatim.model.mixers import mixer_of, recurs
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.structs import NotFusable
-from verbatim.model.whole import ModelPart, WholeModel, in_order
+from verbatim.model.whole import ModelPart, WholeModel
 
 _ROWS = 5  # of a trial
 _dtype = attrgetter("dtype")
 
-_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe")
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "moe", "shared_mlp")
+_GATE_NAMES = ("gate_proj", "up_proj"), ("gate_up_proj",), ("w1", "w3"), ("input_linear",)
+_DOWN_NAMES = ("down_proj", "w2", "output_linear")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
+_HEAD_NORMS = {"of_queries": ("q_norm", "q_layernorm"), "of_keys": ("k_norm", "k_layernorm")}
 # What norms stand where, by the names that tell: the first line that fits whole is taken.
 _NORM_NAMES: tuple[dict[str, str], ...] = (
     dict(  # Gemma
@@ -57,6 +61,8 @@ _NORM_NAMES: tuple[dict[str, str], ...] = (
     ),
     dict(before_attention="input_layernorm", before_mlp="post_attention_layernorm"),
     dict(before_attention="input_layernorm", before_mlp="pre_mlp_layernorm"),
+    dict(before_attention="operator_norm", before_mlp="ffn_norm"),
+    dict(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
 )
 
 
@@ -99,13 +105,16 @@ class FusedLayers:
         if kernels.library() is None:
             self._plain["there are no compiled kernels"] = len({i for i, _ in anatomy.slots})
             return
-        trials = []
+        trials: list[LayerTrial] = []
+        called: list[LayerTrial] = []
         for layer, attention in _layers_of(module, anatomy):
             try:
                 if layer is None:
                     raise NotFusable("its attention is not in a layer with an MLP")
-                slot = anatomy.layers[anatomy.slots[id(attention), 0]]
-                trials.append(LayerTrial(take_apart(layer, attention), slot, self._trust))
+                place = anatomy.slots.get((id(attention), 0))
+                slot = None if place is None else anatomy.layers[place]
+                parts = take_apart(layer, attention)
+                trials.append(LayerTrial(parts, slot, self._trust, called))
             except NotFusable as reason:
                 self._plain[str(reason)] += 1
         if not trials:
@@ -122,7 +131,8 @@ class FusedLayers:
             for trial in trials:
                 trial.reason = trial.reason or failure
                 trial.fused = None
-        for trial in trials:
+        order = {id(trial): place for place, trial in reversed([*enumerate(called)])}
+        for trial in sorted(trials, key=lambda trial: order.get(id(trial), len(called))):
             if trial.fused is None:
                 self._plain[trial.reason or "it was not called in the trial"] += 1
             else:
@@ -134,7 +144,7 @@ class FusedLayers:
     def _try_whole(
         self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
     ) -> None:
-        layers = in_order(self._layers, anatomy)
+        layers = self._layers
         places = {
             id(layer): place for layer, (place, _) in zip(self._layers, self.forwards, strict=True)
         }
@@ -160,6 +170,8 @@ class FusedLayers:
         trials = []
         for layer, attention in _layers_of(module, anatomy):
             try:
+                if recurs(attention):
+                    raise NotFusable("it is recurrent")
                 trials.append(GpuTrial(take_apart(fits(layer), attention)))
             except NotFusable as reason:
                 self._plain[str(reason)] += 1
@@ -278,8 +290,9 @@ class _Look:
 
 
 def _layers_of(module: nn.Module, anatomy: Anatomy) -> list[tuple[nn.Module | None, nn.Module]]:
-    """Each module that attends, with the layer that it is a direct part of."""
+    """Each module that attends or recurs, with the layer that it is a direct part of."""
     attending = {owner for owner, _ in anatomy.slots}
+    attending |= {id(mixer) for mixer in module.modules() if anatomy.states and recurs(mixer)}
     parents: dict[int, tuple[nn.Module | None, nn.Module]] = {}
     for parent in module.modules():
         if id(parent) in attending:
@@ -301,15 +314,21 @@ def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
         if "forward" in part.__dict__:
             raise NotFusable("the forward of a part of it was replaced by its owner")
     inputs = _named(attention, ("q_proj", "k_proj", "v_proj")) or _named(attention, ("qkv_proj",))
-    output = _named(attention, ("o_proj",))
+    output = _named(attention, ("o_proj",)) or _named(attention, ("out_proj",))
+    mixer = mixer_of(attention) if recurs(attention) else None
+    if mixer is not None:
+        inputs = _named(attention, tuple(mixer.inputs))
     if not inputs or not output:
         raise NotFusable(f"{type(attention).__name__} has no q_proj, k_proj, v_proj and o_proj")
     norms = _norms_of(layer, attention)
     mlp = next(m for n in _MLP_NAMES if (m := layer._modules.get(n)) is not None)
-    gates = _named(mlp, ("gate_proj", "up_proj")) or _named(mlp, ("gate_up_proj",))
-    down = _named(mlp, ("down_proj",))
-    activation = next((activation_of(m) for m in _named(mlp, _ACTIVATION_NAMES, any_of=True)), None)
-    if len(mlp._modules) != len(gates) + 2 or not down or activation is None:
+    gates = next((found for names in _GATE_NAMES if (found := _named(mlp, names))), [])
+    down = _named(mlp, _DOWN_NAMES, any_of=True)
+    functions = _named(mlp, _ACTIVATION_NAMES, any_of=True)
+    # Without a module for it, it is silu, or the trial finds out.
+    activation = activation_of(functions[0]) if functions else Activation.SILU
+    others = len(gates) + len(functions[:1]) + 1
+    if not gates or len(mlp._modules) != others or not down or activation is None:
         gates, down = [], []  # experts, or a gate more: it runs as it is
     scale = layer.__dict__.get("residual_multiplier", 1.0)
     return LayerParts(
@@ -323,6 +342,7 @@ def take_apart(layer: nn.Module, attention: nn.Module) -> LayerParts:
         activation=activation or Activation.SILU,
         norms=norms,
         residual_scale=float(scale) if isinstance(scale, int | float) else 1.0,
+        mixer=mixer,
     )
 
 
@@ -339,8 +359,8 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
             break
     else:
         raise NotFusable("its norms have other names")
-    for role, name in (("of_queries", "q_norm"), ("of_keys", "k_norm")):
-        if (module := attention._modules.get(name)) is not None:
+    for role, own in _HEAD_NORMS.items():
+        for module in _named(attention, own, any_of=True):
             modules[role] = module
     norms = {}
     for role, module in modules.items():
@@ -370,13 +390,15 @@ def _run(
     positions = torch.tensor([[0, 1, last // 3, 2 * last // 3, last]], device=device)
     if anatomy.takes_positions:
         inputs["position_ids"] = positions
+    watch = Watch()
+    watch.positions = positions
     rows = torch.tensor([0, _ROWS - 1], device=device)
     if anatomy.takes_logit_rows:
         inputs["logits_to_keep"] = rows
     with (
         borrow(module, forwards, configs, hooks=False),
-        activate(Watch()),
-        InvariantMode() if anatomy.needs_safety_net else nullcontext(),
+        activate(watch),
+        InvariantMode(bool(anatomy.states)) if anatomy.needs_safety_net else nullcontext(),
     ):
         logits: Tensor = module(**inputs).logits[0]
     return ids[None], positions, rows, logits if anatomy.takes_logit_rows else logits[rows]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.model.quantize import find_library, unpack
+from verbatim.model.quantize import find_library, pack_and_measure, unpack
 from verbatim.model.weight_packing import WeightPacking, stretches
 
 BLOCK = 32  # columns per block, also in `WeightPacking.nbytes`
@@ -53,6 +53,19 @@ def interleave(
     for source, target in zip(sources, out.view(len(sources), -1), strict=True):
         _interleave_one(source, one, target, backend)
     return out, laid
+
+
+def pack_as_held(
+    weight: Tensor, packing: WeightPacking, name: str
+) -> tuple[Tensor, tuple[float, float]]:
+    """Quantize a matrix into the layout that a layer holds; return it and `pack_and_measure`'s squares.
+
+    Raises:
+        ModelError: it holds NaN, an infinity or a number too large; the message has `name`.
+    """
+    plain = replace(packing, interleaved=False)
+    packed, squares = pack_and_measure(weight, plain, name)
+    return interleave(packed, plain)[0] if packing.interleaved else packed, squares
 
 
 def _interleave_one(packed: Tensor, packing: WeightPacking, out: Tensor, backend: str) -> None:

@@ -58,6 +58,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """Return log(1 + exp(beta x)) / beta, or x where beta x is over the threshold."""
+    if beta == 1.0 and threshold == 20.0 and elementwise.served(x):
+        return elementwise.activate(x, Activation.SOFTPLUS)
     scaled = x.float() * beta
     smooth = (torch.clamp(scaled, min=0.0) + torch.log1p(torch.exp(-scaled.abs()))) / beta
     return torch.where(scaled > threshold, x.float(), smooth).to(x.dtype)
@@ -92,6 +94,11 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
     return value * sigmoid(gate)
 
 
+def exp(x: Tensor) -> Tensor:
+    """Return exp(x); torch's is batch-invariant, but not the function of the kernels."""
+    return elementwise.activate(x, Activation.EXP) if elementwise.served(x) else torch.exp(x)
+
+
 def rsqrt(x: Tensor) -> Tensor:
     """Return 1 / sqrt(x), computed in float32: torch's bfloat16 loop and its tail round differently."""
     return torch.sqrt(x.float()).reciprocal().to(x.dtype)
@@ -121,6 +128,8 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
         product: Tensor = products.matmul(a, b).unflatten(0, batch)
         return product
+    if a.dim() == 2 and b.dim() == 3:  # a weight [M, K] and columns [B, K, N]
+        return products.linear(b.transpose(1, 2), a).transpose(1, 2)
     return products.matmul(a, b)
 
 
@@ -161,6 +170,9 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.conv1d: _refused("conv1d"),
 }
 
+# In models with recurrent layers, whose kernels have an exponential of their own; torch's is batch-invariant.
+_EXP = frozenset({torch.exp, Tensor.exp})
+
 # For half precision only: in float32 torch rounds correctly everywhere.
 _HALF_ONLY: dict[Any, Callable[..., Any]] = {
     torch.rsqrt: rsqrt,
@@ -193,12 +205,20 @@ def replacement(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
 
 
 class InvariantMode(TorchFunctionMode):
-    """Torch-function override that replaces every function that is not batch-invariant."""
+    """Torch-function override that replaces every function that is not batch-invariant.
+
+    Args:
+        recurrent: the model has recurrent layers.
+    """
+
+    def __init__(self, recurrent: bool = False) -> None:
+        super().__init__()
+        self._recurrent = recurrent
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = replacement(func, args)
+        found = exp if self._recurrent and func in _EXP else replacement(func, args)
         return (found or func)(*args, **(kwargs or {}))
 
 
@@ -242,11 +262,13 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.swapped: set[str] = set()
+        self.calls_exp = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         found = replacement(func, args)
+        self.calls_exp |= func in _EXP
         if found is not None and not isinstance(args[0], GateTensor):
             self.swapped.add(getattr(func, "__name__", repr(func)))
         return (found or func)(*args, **(kwargs or {}))

@@ -23,6 +23,7 @@ from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model.context import active_pass
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
+from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
@@ -37,13 +38,15 @@ _hooks, _pre_hooks = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hook
 @functools.cache
 def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
     assert library is not None
-    library.vb_layer_size.restype = library.vb_mixture_size.restype = _LONG
-    assert library.vb_layer_size() == ctypes.sizeof(LayerStruct)
-    assert library.vb_mixture_size() == ctypes.sizeof(MixtureStruct)
+    structs = dict(layer=LayerStruct, mixture=MixtureStruct) | MIXER_STRUCTS
+    for name, struct in structs.items():
+        size = getattr(library, f"vb_{name}_size")
+        size.restype = _LONG
+        assert size() == ctypes.sizeof(struct)
     angles = [*[_POINTER] * 2, _LONG, _INT]
     arguments = {
         "before": [*[_POINTER] * 2, _LONG, *angles, _POINTER, _INT],
-        "after": [*[_POINTER] * 3, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
+        "after": [*[_POINTER] * 4, _LONG, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
         "": [*[_POINTER] * 5, *angles, *[_POINTER] * 2, _LONG, *[_POINTER] * 2, _INT],
     }
     found = []
@@ -91,12 +94,15 @@ class FusedLayer:
         ]
         if shape.sinks:
             self.places.append((parts.attention._parameters, "sinks"))
-        if parts.mixture is not None:
-            self.places += parts.mixture.places()
+        for part in (parts.mixture, parts.mixer):
+            if part is not None:
+                self.places += part.places()
         modules = parts.modules()
         self._fields = [m.__dict__ for m in modules]
         owners = [parts.layer, parts.attention, parts.mlp]
         owners += [n.module for n in parts.norms.values()]
+        if parts.mixer is not None:
+            owners += parts.mixer.norms
         if parts.mixture is not None:
             owners += parts.mlp.children()
         self.numbers = numbers_of(owners)
@@ -105,17 +111,23 @@ class FusedLayer:
         self.codes = [cls.forward for cls in self.classes]
         self.found: list[Lying] | None = None
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
+        self._mixer = None if parts.mixer is None else parts.mixer.struct()
         self._prepare()
 
     @property
     def attention(self) -> nn.Module:
-        """The module that attends in it."""
+        """The module that attends or recurs in it."""
         return self.parts.attention
 
     @property
     def turns(self) -> bool:
         """Whether it takes rotary cos and sin."""
         return self._shape.rotation is not Rotation.UNTURNED
+
+    @property
+    def num_states(self) -> int:
+        """Number of states that it keeps; 0: it keeps K and V."""
+        return 0 if self.parts.mixer is None else self.parts.mixer.num_states
 
     @property
     def is_complete(self) -> bool:
@@ -174,9 +186,11 @@ class FusedLayer:
         struct.output = matrix_of(parts.output, dtype)
         struct.hidden = struct.output.cols
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        widths = [queries, keys, shape.kv_heads * shape.value_dim]
+        widths = [queries * (1 + shape.gated), keys, shape.kv_heads * shape.value_dim]
         if len(parts.inputs) == 1:
             widths = [sum(widths)]
+        if parts.mixer is not None:
+            widths = parts.mixer.widths
         fits = [m.cols for m in struct.inputs][: len(widths)] == widths
         fits &= all(struct.inputs[i].depth == struct.hidden for i in range(len(widths)))
         fits &= struct.output.depth == shape.heads * shape.value_dim
@@ -192,6 +206,7 @@ class FusedLayer:
             found = norm_of(norm, dtype, width or struct.hidden, shape.head_dim if width else None)
             setattr(struct, role, found)
         struct.sinks = struct.mixture = None
+        struct.gated = shape.gated
         if shape.sinks:
             sinks = parts.attention._parameters["sinks"]
             fits &= sinks is not None and sinks.shape == (shape.heads,)
@@ -200,6 +215,9 @@ class FusedLayer:
             fits &= parts.mixture.experts.hidden == struct.hidden
             parts.mixture.fill(self._mixture, dtype)
             struct.mixture = ctypes.addressof(self._mixture)
+        if parts.mixer is not None and self._mixer is not None:
+            parts.mixer.fill(self._mixer, dtype)
+            setattr(struct, parts.mixer.field, ctypes.addressof(self._mixer))
         if not fits:
             raise NotFusable("its matrices do not fit together")
         self.found = self._found_now()
@@ -225,7 +243,8 @@ class FusedLayer:
             shape.value_dim,
         )
         widths = [heads * head_dim, kv_heads * head_dim, kv_heads * value_dim]
-        width = sum(widths)
+        widths += [heads * head_dim] * shape.gated
+        width, num_states = sum(widths), self.num_states
         turns, hidden_size = shape.rotation is not Rotation.UNTURNED, struct.hidden
         get_num_threads, empty, empty_like = torch.get_num_threads, torch.empty, torch.empty_like
         with_sinks = attention if shape.sinks else None
@@ -244,6 +263,11 @@ class FusedLayer:
                 return plain(hidden_states, *args, **kwargs)
             x = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
             rows, threads = x.numel() // hidden_size, get_num_threads()
+            direct = getattr(walk, "direct", None)
+            if direct is not None and (direct.dtype is not dtype or direct.count != rows):
+                direct = None
+            if num_states and direct is None:
+                return plain(hidden_states, **kwargs)
             cos_at = sin_at = None
             angles = wide = 0
             if turns:
@@ -264,9 +288,12 @@ class FusedLayer:
             if routing is not None:
                 assert rows == len(routing.chosen)
                 record = routing.addresses(experts)
-            direct = getattr(walk, "direct", None)
-            if direct is not None and direct.dtype is dtype and direct.count == rows:
-                k_at, v_at = direct.stores(walk.layer_of(attention))  # type: ignore[attr-defined]
+            if direct is not None:
+                if num_states:
+                    first = walk.next_states(num_states)  # type: ignore[attr-defined]
+                    k_at, v_at = direct.states(first, num_states)
+                else:
+                    k_at, v_at = direct.stores(walk.layer_of(attention))  # type: ignore[attr-defined]
                 whole(
                     address,
                     direct.address,
@@ -284,8 +311,9 @@ class FusedLayer:
                 )
             else:
                 qkv = empty((rows, width), dtype=dtype)
-                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv.data_ptr(), threads)
-                q, k, v = qkv.split(widths, dim=1)
+                qkv_at = qkv.data_ptr()
+                before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv_at, threads)
+                q, k, v, *_ = qkv.split(widths, dim=1)
                 own = options if with_sinks is None else add_sinks(options, with_sinks)
                 attended = walk.attend(
                     attention,
@@ -294,14 +322,13 @@ class FusedLayer:
                     v.unflatten(1, (kv_heads, value_dim)),
                     own,
                 ).contiguous()
-                attended_at = attended.data_ptr()
-                out_at = out.data_ptr()
-                after(address, x_at, attended_at, rows, *record, out_at, normed_at, threads)
+                made = attended.data_ptr(), qkv_at
+                after(address, x_at, *made, rows, *record, out.data_ptr(), normed_at, threads)
             if finish is None:
                 return out
             assert mlp is not None
-            made = mlp(normed)
-            return finish(out, made[0] if isinstance(made, tuple) else made)
+            of_mlp = mlp(normed)
+            return finish(out, of_mlp[0] if isinstance(of_mlp, tuple) else of_mlp)
 
         return forward
 

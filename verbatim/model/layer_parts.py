@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from verbatim.kernels.options import Activation, AttentionOptions
+from verbatim.model.mixers import Mixer
 from verbatim.model.mixture import MixtureParts
 from verbatim.model.norms import Norm
 
@@ -26,11 +27,13 @@ class LayerParts:
     """The parts of a layer of the common structure.
 
     Attributes:
-        inputs: projections of attention: q, k and v, or one for all three.
+        attention: the module that attends; or `mixer`'s.
+        inputs: projections of attention: q, k and v, or one for all three; or those of `mixer`.
         gates: gate and up, or one for both; empty if `mlp` runs unchanged, or is a mixture of experts.
         mixture: the parts of a mixture of experts; None without one, or if it runs unchanged.
         norms: by role: before_attention, of_queries, of_keys, after_attention, before_mlp, after_mlp.
         residual_scale: factor of the terms added to the residual.
+        mixer: what stands in place of attention, and keeps states.
     """
 
     layer: nn.Module
@@ -44,6 +47,7 @@ class LayerParts:
     norms: dict[str, Norm]
     residual_scale: float
     mixture: MixtureParts | None = None
+    mixer: Mixer | None = None
 
     @property
     def has_mlp(self) -> bool:
@@ -67,3 +71,4 @@ class Shape:
     rotation: Rotation
     options: AttentionOptions  # without sinks, which are read each time
     sinks: bool
+    gated: bool = False  # q_proj also makes a gate of what each head attends to

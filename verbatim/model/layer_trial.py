@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.batch import ZERO_STATE, Batch
 from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions
-from verbatim.kv.store import LayerShape
+from verbatim.kv.states import StateRows, StateShape, StateStore
+from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.borrow import replaced_forwards
-from verbatim.model.context import activate
+from verbatim.model.context import Update, activate
+from verbatim.model.direct import DirectRows
 from verbatim.model.layer import FusedLayer, Trust, add_sinks
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
+from verbatim.model.mixers import mixer_of
 from verbatim.model.mixture import MixtureParts, mixtures_of
 from verbatim.model.norms import Norm
 from verbatim.model.structs import NotFusable
@@ -35,12 +39,72 @@ class Watch:
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tensor, Tensor, AttentionOptions]] = []
+        self.positions = torch.empty(1, 0, dtype=torch.int64)
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     ) -> Tensor:
         self.seen.append((q, k, v, options))
         return noise((*q.shape[:2], v.shape[2]), q.dtype).to(q.device)
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        return rowwise()
+
+
+class _StateWatch(Watch):
+    """A pass with states, for the recurrent operations of one layer over two sequences.
+
+    Args:
+        rows: of both together; the second one begins with a state.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        cut = rows // 2
+        ends = torch.tensor([cut - 1, rows - 1], dtype=torch.int32)
+        batch = Batch(
+            token_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.arange(rows),
+            query_starts=torch.tensor([0, cut, rows], dtype=torch.int32),
+            context_lens=torch.tensor([cut, rows - cut], dtype=torch.int32),
+            block_tables=torch.zeros(2, 1, dtype=torch.int32),
+            logit_rows=torch.zeros(0, dtype=torch.int64),
+            state_sources=torch.tensor([ZERO_STATE, 1], dtype=torch.int32),
+            state_rows=ends,
+            state_targets=torch.tensor([2, 3], dtype=torch.int32),
+        )
+        store = KVStore([LayerShape(1, 1, 1)], 1, 1, dtype, torch.device("cpu"))
+        store.states = self._states = StateStore([], 4, torch.device("cpu"))
+        self._rows = StateRows.of(batch)
+        self.direct: DirectRows | None = DirectRows(store, batch, torch.arange(rows))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states."""
+        return self._states.tensors
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        self.prepare([shape])
+        return update(self.tensors[-1], self._rows)
+
+    def prepare(self, shapes: list[StateShape]) -> None:
+        """Add the states of these shapes, with noise in the slots."""
+        for shape in shapes:
+            state = noise((4, *shape.shape), shape.dtype, seed=len(self.tensors))
+            state[ZERO_STATE] = 0
+            self._states.shapes.append(shape)
+            self.tensors.append(state)
+
+    @property
+    def shapes(self) -> list[StateShape]:
+        return self._states.shapes
+
+    def next_states(self, count: int) -> int:
+        return 0
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -57,13 +121,16 @@ class LayerTrial:
         reason: why it can't.
 
     Args:
-        slot: what the layer stores for a token.
+        slot: what the layer stores for a token; None: it keeps states.
         trust: for `FusedLayer`.
+        called: where the trials put themselves as their layers are called.
     """
 
-    def __init__(self, parts: LayerParts, slot: LayerShape, trust: Trust) -> None:
+    def __init__(
+        self, parts: LayerParts, slot: LayerShape | None, trust: Trust, called: list[LayerTrial]
+    ) -> None:
         self.parts = parts
-        self._slot, self._trust = slot, trust
+        self._slot, self._trust, self._called = slot, trust, called
         self._mixtures = [*self._mixtures_of(parts), None]
         self.fused: FusedLayer | None = None
         self.reason: str | None = None
@@ -75,6 +142,7 @@ class LayerTrial:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer = self.parts.layer
+        self._called.append(self)
         if self.fused is None and self.reason is None:
             try:
                 if args:
@@ -100,7 +168,10 @@ class LayerTrial:
         x = noise(tuple(hidden_states.shape), hidden_states.dtype)
         rows = x.flatten(0, -2)
         rows *= torch.logspace(-2, 1, len(rows))[:, None].to(x.dtype)
-        expected, (seen,) = _watched(partial(type(twin).forward, twin, x, **kwargs))
+        call = partial(type(twin).forward, twin, x, **kwargs)
+        if self._slot is None:
+            return self._fuse_recurrent(own, mixtures, call, x, kwargs)
+        expected, (seen,) = _watched(call)
         if not isinstance(expected, Tensor):
             raise NotFusable("it returns more than hidden states")
         q, k, v, options = seen
@@ -112,6 +183,7 @@ class LayerTrial:
             rotation=Rotation.UNTURNED,
             options=replace(options, sinks=None),
             sinks=options.sinks is not None,
+            gated=len(own.inputs) == 3 and _columns(own.inputs[0]) == 2 * q.shape[1] * q.shape[2],
         )
         if self._slot != LayerShape(shape.kv_heads, shape.head_dim, shape.value_dim):
             raise NotFusable("it does not always store the same")
@@ -137,6 +209,44 @@ class LayerTrial:
             else:
                 raise NotFusable("what it makes of its attention is not what the kernels make")
         raise NotFusable("its queries, keys and values are not what the kernels make")
+
+    def _fuse_recurrent(
+        self,
+        own: LayerParts,
+        mixtures: list[MixtureParts | None],
+        call: Callable[[], Any],
+        x: Tensor,
+        kwargs: dict[str, Any],
+    ) -> FusedLayer:
+        arguments = frozenset(kwargs)
+        assert own.mixer is not None
+        shape = Shape(*own.mixer.sizes, Rotation.UNTURNED, AttentionOptions(scale=1.0), sinks=False)
+        theirs = _StateWatch(x.shape[1], x.dtype)
+        theirs.direct = None
+        with activate(theirs):
+            expected = call()
+        if not isinstance(expected, Tensor):
+            raise NotFusable("it returns more than hidden states")
+        for number, mixture in enumerate(mixtures):
+            ours = _StateWatch(x.shape[1], x.dtype)
+            ours.prepare(theirs.shapes)
+            try:
+                layer = FusedLayer(replace(own, mixture=mixture), shape, arguments, Trust())
+            except NotFusable:
+                if mixture is None:
+                    raise
+                continue
+            with activate(ours):
+                made = layer.forward(_refuse)(x, **kwargs)
+            states = zip(ours.tensors, theirs.tensors, strict=True)
+            if same_bits(made, expected) and all(same_bits(a, b) for a, b in states):
+                final = replace(self.parts, mixture=self._mixtures[number])
+                return FusedLayer(final, shape, arguments, self._trust)
+        raise NotFusable("what it computes is not what the kernels compute")
+
+
+def _columns(linear: Any) -> int:
+    return linear.out_features  # type: ignore[no-any-return]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -237,4 +347,5 @@ def _in_twin(parts: LayerParts, twins: dict[int, nn.Module]) -> LayerParts:
         gates=[*map(of, parts.gates)],
         down=of(parts.down),
         norms={role: Norm(of(n.module), n.parts) for role, n in parts.norms.items()},
+        mixer=None if parts.mixer is None else mixer_of(of(parts.attention)),
     )

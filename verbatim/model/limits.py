@@ -15,6 +15,12 @@ _LENGTH_FIELDS = (
 )
 
 
+# Models whose positions begin behind the padding id.
+_BEHIND_PADDING = frozenset(
+    "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
+)
+
+
 def max_length_of(config: Any) -> tuple[int | None, str]:
     """Return the maximum sequence length, None for no limit, and the source of the number.
 
@@ -29,6 +35,8 @@ def max_length_of(config: Any) -> tuple[int | None, str]:
         if isinstance(value, int) and value > 0:
             limit, source = value, field
             break
+    if limit is not None and text.model_type in _BEHIND_PADDING:
+        limit -= text.pad_token_id + 1
     for rope in _rope_settings(text):
         kind = rope.get("rope_type", rope.get("type")) or ""
         if kind == "longrope" or "dynamic" in kind:

@@ -11,8 +11,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from verbatim.errors import (
     VerbatimError,
     first_line,
 )
+from verbatim.model.borrow import quiet
 from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import drop_weights, packed_buffers
 from verbatim.model.quantization import Quantization
@@ -474,23 +474,6 @@ def _weight_bytes(source: str) -> int:
     if not os.path.isdir(source):
         return _BIG + 1
     return sum(f.stat().st_size for f in Path(source).rglob("*") if f.suffix in _WEIGHTS)
-
-
-@contextmanager
-def quiet(*, progress: bool) -> Iterator[None]:
-    """Silence transformers' report of unused keys, and its progress bar unless `progress`."""
-    from transformers.utils import logging
-
-    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if not progress:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bar:
-            logging.enable_progress_bar()
 
 
 def _tokenizer(source: str, where: dict[str, Any]) -> Any:

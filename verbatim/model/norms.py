@@ -1,4 +1,4 @@
-"""RMS norms by the compiled kernels.
+"""RMS norms by the compiled kernels, some of them followed by a gate.
 
 transformers has a class of its own for nearly every model, of a few families that differ in where they
 round. Which one a class belongs to is tried and not read: its own forward on random rows against each
@@ -7,15 +7,17 @@ family's formula in torch. A class that is of none keeps its forward.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.kernels.options import NormKind
+from verbatim.kernels.options import Activation, NormKind
 from verbatim.model import elementwise
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
@@ -32,6 +34,14 @@ class NormParts(NamedTuple):
     eps: str  # an attribute's name
 
 
+class Gate(enum.IntEnum):
+    """Where a norm multiplies with the SiLU of its gate."""
+
+    NONE = 0
+    AFTER = 1
+    BEFORE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """A norm of a layer and how it is computed."""
@@ -40,12 +50,18 @@ class Norm:
     parts: NormParts
 
 
-def norm_parts(module: nn.Module) -> NormParts | None:
-    """Return the parts of an RMS norm of a known family; None for other modules."""
+def norm_parts(module: nn.Module, gate: Gate = Gate.NONE) -> NormParts | None:
+    """Return the parts of an RMS norm of a known family; None for other modules.
+
+    Args:
+        gate: where it multiplies with the SiLU of a gate, which it is given beside its input.
+    """
     fields = module.__dict__
     if "Norm" not in type(module).__name__ or "forward" in fields or module._modules:
         return None
     if type(module) is nn.LayerNorm or not _has_kernels(module):
+        return None
+    if gate is not Gate.NONE and "gate" not in signature(type(module).forward).parameters:
         return None
     eps = next((n for n in _EPS_NAMES if type(fields.get(n)) in (float, int)), None)
     names = [name for name, p in module._parameters.items() if p is not None]
@@ -63,8 +79,15 @@ def norm_parts(module: nn.Module) -> NormParts | None:
             if n != "training" and type(v) in (bool, str, int) and v != width
         )
     )
-    kind = _family(_Case(type(module), type(module).forward, weight, eps, flags), module)
+    case = _Case(type(module), type(module).forward, weight, eps, flags, gate)
+    kind = _family(case, module)
     return None if kind is None else NormParts(kind, weight, eps)
+
+
+def group_width(module: Any) -> int:
+    """Return how many elements a gated norm norms together."""
+    width: int = module.__dict__.get("group_size") or module.weight.shape[-1]
+    return width
 
 
 def _has_kernels(module: nn.Module) -> bool:
@@ -78,7 +101,10 @@ def _has_kernels(module: nn.Module) -> bool:
 
 def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
     """A forward by the kernels for a norm of a known family, else None."""
-    parts = norm_parts(module)
+    plain = norm_parts(module)
+    gates = [(gate, own) for gate in Gate if gate and (own := norm_parts(module, gate))]
+    gate, gated = gates[0] if gates else (Gate.NONE, None)
+    parts = plain or gated
     if parts is None:
         return None
     original, fields, parameters = type(module).forward, module.__dict__, module._parameters
@@ -90,7 +116,16 @@ def norm_forward(module: nn.Module) -> Callable[..., Any] | None:
             weight is None
             or (weight.dtype is x.dtype and weight.is_contiguous() and x.shape[-1:] == weight.shape)
         )
-        if not args and not kwargs and fits:
+        if gated is not None and len(args) == 1 and not kwargs:
+            if fits and elementwise.served(x):
+                factor = elementwise.activate(args[0].float(), Activation.SILU)
+                if gate is Gate.AFTER:
+                    return (elementwise.rms_norm(x, weight, fields[eps], kind) * factor).to(x.dtype)
+                assert weight is not None
+                grouped = (x.float() * factor).unflatten(-1, (-1, group_width(module)))
+                normed = elementwise.rms_norm(grouped, None, fields[eps], NormKind.BARE)
+                return weight * normed.flatten(-2).to(x.dtype)
+        elif plain is not None and not args and not kwargs and fits:
             if elementwise.served(x):
                 return elementwise.rms_norm(x, weight, fields[eps], kind)
             if kernels.triton_serves(x.device):
@@ -111,6 +146,7 @@ class _Case(NamedTuple):
     weight: str | None
     eps: str
     flags: tuple[tuple[str, Any], ...]
+    gate: Gate
 
 
 _families: dict[_Case, NormKind | None] = {}
@@ -127,6 +163,8 @@ def _family(case: _Case, module: nn.Module) -> NormKind | None:
 
 def _tried(case: _Case, module: nn.Module) -> NormKind | None:
     kinds = [NormKind.BARE] if case.weight is None else list(NormKind)[2:]
+    if case.gate is Gate.BEFORE:  # the other ones are not met
+        kinds = [kind for kind in kinds if kind is NormKind.ROUNDED]
     for dtype in _TRIED:
         kinds = [kind for kind in kinds if _agrees(kind, case, module, dtype)]
     # In float32 two families round alike; in bfloat16 they don't.
@@ -143,6 +181,7 @@ def _agrees(kind: NormKind, case: _Case, module: nn.Module, dtype: torch.dtype) 
     x *= torch.logspace(-3, 1, rows)[:, None]  # the small ones show where eps stands
     x = x.to(dtype)
     weight = torch.randn(width, generator=noise).to(dtype) if parameter is not None else None
+    gate = torch.randn(rows, width, generator=noise).to(dtype)
     twin = object.__new__(case.cls)
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_parameters"] = {}
@@ -150,10 +189,17 @@ def _agrees(kind: NormKind, case: _Case, module: nn.Module, dtype: torch.dtype) 
         assert weight is not None
         twin._parameters[case.weight] = nn.Parameter(weight, requires_grad=False)
     try:
-        theirs = case.forward(twin, x)
+        theirs = case.forward(twin, x, gate) if case.gate else case.forward(twin, x)
     except Exception:  # it is whatever bears such a name
         return False
-    ours = formula(kind, x, weight, module.__dict__[case.eps])
+    eps, factor = module.__dict__[case.eps], nn.functional.silu(gate.float())
+    if case.gate is Gate.BEFORE:
+        assert weight is not None
+        grouped = (x.float() * factor).unflatten(-1, (-1, group_width(module)))
+        ours = weight * formula(NormKind.BARE, grouped, None, eps).flatten(-2).to(dtype)
+    else:
+        ours = formula(kind, x, weight, eps)
+        ours = (ours * factor).to(dtype) if case.gate else ours
     if not isinstance(theirs, Tensor) or theirs.dtype != dtype or theirs.shape != x.shape:
         return False
     if dtype is torch.float32:

@@ -62,6 +62,7 @@ def _functions(name: str | None) -> Mapping[tuple[torch.dtype, bool], _Function]
     return found
 
 
+@kernels.without_overrides
 def linear(
     x: Tensor,
     weight: Tensor,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from verbatim.model.recurrent import has_supported_states
+
 # Substrings of layer types, and the reason to refuse them.
 _STATE = "keep a recurrent state, which is not in K and V"
 _INDEXER = "choose the keys they attend to by an indexer with keys of its own"
@@ -21,6 +23,7 @@ _KINDS = {
     "indexed": _INDEXER,
     "sparse": _INDEXER,
 }
+_RECURRENT = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
 _WITHOUT_STATE = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
 
 _CODEBOOKS = "every position holds an id of each codebook, not one id"
@@ -30,6 +33,7 @@ _CLASSES = {
     "Gemma4AssistantForCausalLM": _ASSISTANT,
     "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
     "MusicgenForCausalLM": _CODEBOOKS,
+    "RoFormerForCausalLM": "its attention does not go through transformers' attention interface",
     "MusicgenMelodyForCausalLM": _CODEBOOKS,
 }
 
@@ -43,19 +47,19 @@ def reason_to_refuse(inner: Any) -> str | None:
     if known is not None:
         return known
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    run_here = has_supported_states(inner)
     for part, what in _KINDS.items():
         for kind in kinds:
-            if part in kind:
+            if part in kind and not (run_here and part in _RECURRENT):
                 return f"its {kind} layers {what}"
-    if getattr(inner, "_is_stateful", False) and not (kinds and _WITHOUT_STATE.issuperset(kinds)):
+    stateless = kinds and _WITHOUT_STATE.issuperset(kinds)
+    if getattr(inner, "_is_stateful", False) and not (run_here or stateless):
         return "it keeps a recurrent state, which is not in K and V"
     for layer in inner.modules():
         if "Indexer" in type(layer).__name__:
             return (
                 f"its attention chooses keys by {type(layer).__name__}, which has keys of its own"
             )
-        if hasattr(layer, "create_position_ids_from_input_ids"):
-            return "it counts positions by ids that are not padding, from the padding id on"
         if getattr(layer, "attn_temperature_tuning", False) and not getattr(
             layer, "use_rope", True
         ):

@@ -42,7 +42,7 @@ class LayerStruct(ctypes.Structure):
     """`Layer` of kernels/layer.cpp."""
 
     _fields_ = [
-        ("inputs", Matrix * 3),
+        ("inputs", Matrix * 6),
         ("output", Matrix),
         ("gates", Matrix * 2),
         ("down", Matrix),
@@ -56,6 +56,10 @@ class LayerStruct(ctypes.Structure):
         ("window", _LONG),
         ("sinks", _POINTER),
         ("mixture", _POINTER),
+        ("delta", _POINTER),
+        ("mamba2", _POINTER),
+        ("conv", _POINTER),
+        ("gated", _INT),
     ]
 
 

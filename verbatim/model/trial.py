@@ -9,6 +9,7 @@ elsewhere, keyword arguments that mean something, a scale taken over all rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
-from verbatim.model.borrow import Forwards, borrow, configs_of
-from verbatim.model.context import activate
+from verbatim.kv.states import StateRows, StateShape
+from verbatim.model.borrow import Forwards, borrow, configs_of, quiet
+from verbatim.model.context import Update, activate
 from verbatim.model.invariant import InvariantMode
 
 _LENGTHS = (9, 6)
@@ -28,13 +30,36 @@ _CUT = (4, 1)
 class _TrialPass:
     """Attention of the plainest kind, over keys and values kept in lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.positions = torch.empty(1, 0, dtype=torch.int64)
         self.lengths: list[int] = []  # rows of each sequence in this forward
         self._calls: dict[int, int] = {}
         self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._states: list[Tensor] = []  # of each recurrent operation
+        self._num_states = 0  # operations run in this forward
+        self._num_forwards = 0
 
     def start(self, lengths: list[int]) -> None:
         self.lengths, self._calls = lengths, {}
+        self._num_states = 0
+        self._num_forwards += 1
+
+    def update_state(
+        self, shape: StateShape, update: Update, rowwise: Callable[[], Tensor]
+    ) -> Tensor:
+        count = len(self.lengths)
+        if self._num_states == len(self._states):
+            zeros = torch.zeros(1 + 2 * count, *shape.shape, dtype=shape.dtype)
+            self._states.append(zeros.to(self._device))
+        state = self._states[self._num_states]
+        self._num_states += 1
+        starts = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        # Each sequence has two slots, which it reads and writes in turns.
+        slots = 1 + torch.arange(count, dtype=torch.int32)
+        turn = self._num_forwards % 2
+        sources = torch.zeros_like(slots) if self._num_forwards == 1 else slots + (1 - turn) * count
+        return update(state, StateRows(starts, sources, starts[1:] - 1, slots + turn * count))
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
@@ -104,12 +129,13 @@ def try_out(
         """Logits of each piece, in one flat forward."""
         walk.start([len(piece) for piece in pieces])
         inputs: dict[str, Any] = {"input_ids": torch.cat(pieces)[None]}
+        ranges = [
+            torch.arange(start, start + len(piece), device=device)
+            for start, piece in zip(starts, pieces, strict=True)
+        ]
+        walk.positions = torch.cat(ranges)[None]
         if positions:
-            ranges = [
-                torch.arange(start, start + len(piece), device=device)
-                for start, piece in zip(starts, pieces, strict=True)
-            ]
-            inputs["position_ids"] = torch.cat(ranges)[None]
+            inputs["position_ids"] = walk.positions
         with (
             borrow(module, forwards, configs_of(module), hooks=False),
             activate(walk),
@@ -118,12 +144,12 @@ def try_out(
             logits: Tensor = module(**inputs, use_cache=False).logits[0]
         return list(logits.split(walk.lengths))
 
-    together = flat(_TrialPass(), whole, [0] * len(whole))
+    together = flat(_TrialPass(device), whole, [0] * len(whole))
     for ids, beside in zip(whole, together, strict=True):
-        if not torch.equal(flat(_TrialPass(), [ids], [0])[0], beside):
+        if not torch.equal(flat(_TrialPass(device), [ids], [0])[0], beside):
             raise UnsupportedModel("in a trial its logits changed with the rows beside them")
     for cuts in ((_LENGTHS,), (_CUT, _LENGTHS)):
-        walk = _TrialPass()
+        walk = _TrialPass(device)
         starts = [0] * len(whole)
         for stops in cuts:
             spans = list(zip(starts, stops, strict=True))
@@ -150,7 +176,7 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 def _plain(module: nn.Module, ids: Tensor) -> Tensor:
     """Logits `[T, V]` of the module's own forward, with eager attention."""
     configs = configs_of(module)
-    with borrow(module, [], configs, hooks=False):
+    with quiet(progress=True), borrow(module, [], configs, hooks=False):
         for config in configs:  # borrow puts it back
             config.__dict__["_attn_implementation_internal"] = "eager"
             config.__dict__["_experts_implementation_internal"] = "eager"

@@ -11,12 +11,18 @@ VERIFIED = frozenset(
     ArceeForCausalLM
     AriaTextForCausalLM
     AXK1ForCausalLM
+    BailingHybridForCausalLM
+    BambaForCausalLM
+    BartForCausalLM
     BeamForCausalLM
     BertGenerationDecoder
     BertLMHeadModel
     BioGptForCausalLM
     BitNetForCausalLM
+    BlenderbotForCausalLM
+    BlenderbotSmallForCausalLM
     BloomForCausalLM
+    CamembertForCausalLM
     CodeGenForCausalLM
     Cohere2ForCausalLM
     Cohere2MoeForCausalLM
@@ -24,6 +30,7 @@ VERIFIED = frozenset(
     CohereForCausalLM
     CTRLLMHeadModel
     CwmForCausalLM
+    Data2VecTextForCausalLM
     DbrxForCausalLM
     DeepseekV2ForCausalLM
     DeepseekV3ForCausalLM
@@ -37,6 +44,8 @@ VERIFIED = frozenset(
     Exaone4ForCausalLM
     ExaoneMoeForCausalLM
     FalconForCausalLM
+    FalconH1ForCausalLM
+    FalconMambaForCausalLM
     FlexOlmoForCausalLM
     FlintForCausalLM
     FuyuForCausalLM
@@ -73,15 +82,25 @@ VERIFIED = frozenset(
     HyperCLOVAXForCausalLM
     HYV3ForCausalLM
     Jais2ForCausalLM
+    JambaForCausalLM
     JetMoeForCausalLM
+    KimiLinearForCausalLM
     Kolibri1ForCausalLM
     LagunaForCausalLM
+    Lfm2ForCausalLM
+    Lfm2MoeForCausalLM
+    Lfm3ForCausalLM
     LlamaForCausalLM
     LongcatFlashForCausalLM
+    Mamba2ForCausalLM
+    MambaForCausalLM
+    MarianForCausalLM
+    MBartForCausalLM
     MegatronBertForCausalLM
     MellumForCausalLM
     MiMoV2FlashForCausalLM
     MiniCPM3ForCausalLM
+    MiniMaxForCausalLM
     MiniMaxM2ForCausalLM
     Ministral3ForCausalLM
     MinistralForCausalLM
@@ -94,22 +113,31 @@ VERIFIED = frozenset(
     MptForCausalLM
     NanoChatForCausalLM
     NemotronForCausalLM
+    NemotronHForCausalLM
     Olmo2ForCausalLM
     Olmo3ForCausalLM
     OlmoeForCausalLM
     OlmoForCausalLM
+    OlmoHybridForCausalLM
     OpenAIGPTLMHeadModel
     OPTForCausalLM
+    PegasusForCausalLM
     PersimmonForCausalLM
     Phi3ForCausalLM
     Phi4MultimodalForCausalLM
     PhiForCausalLM
     PhimoeForCausalLM
+    PLBartForCausalLM
     Qwen2ForCausalLM
     Qwen2MoeForCausalLM
+    Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM
     Qwen3ForCausalLM
     Qwen3MoeForCausalLM
+    Qwen3NextForCausalLM
     RemBertForCausalLM
+    RobertaForCausalLM
+    RobertaPreLayerNormForCausalLM
     RoCBertForCausalLM
     SeedOssForCausalLM
     SmolLM3ForCausalLM
@@ -119,7 +147,12 @@ VERIFIED = frozenset(
     VaultGemmaForCausalLM
     WhisperForCausalLM
     XGLMForCausalLM
+    XLMRobertaForCausalLM
+    XLMRobertaXLForCausalLM
+    XmodForCausalLM
     YoutuForCausalLM
+    Zamba2ForCausalLM
+    ZambaForCausalLM
     """.split()
 )
 

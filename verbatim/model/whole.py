@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,7 +38,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # Multiplications of one call of the kernels, for which Ctrl-C waits: a second on two cores. Where there are
 # more, the layers take long, and a call each costs nothing.
 _MOST_WORK = 1 << 39
-_NORM_NAMES = ("norm", "final_layernorm", "ln_f")
+_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "embedding_norm")
 
 # A forward with these callables in the layers' places: ids, positions, the rows that have logits, logits.
 Forward = Callable[[list[Callable[..., Any]]], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -125,9 +125,11 @@ class WholeModel:
         inner = inner_model(module)
         if id(module) != id(inner):
             raise NotFusable("the model is wrapped")
-        if not (anatomy.takes_positions and anatomy.takes_logit_rows) or anatomy.needs_safety_net:
-            raise NotFusable("its forward has no position_ids and logits_to_keep, or needs a net")
-        slots = [anatomy.slots[id(layer.attention), 0] for layer in layers]
+        if not (anatomy.takes_positions and anatomy.takes_logit_rows):
+            raise NotFusable("its forward has no position_ids and logits_to_keep")
+        slots = [anatomy.slots[id(layer.attention), 0] for layer in layers if not layer.num_states]
+        if len(anatomy.states) != sum(layer.num_states for layer in layers):
+            raise NotFusable("states are kept elsewhere than in its layers")
         if slots != [*range(len(anatomy.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         experts = [x.experts for x in layers if x.experts is not None]
@@ -159,6 +161,7 @@ class WholeModel:
         self.dtype = layers[0].dtype
         self._layers, self._head, self._norm = layers, head, Norm(norm, parts)
         self._ends = ends
+        self._num_states = [layer.num_states for layer in layers]
         if part is not None and not part.is_first:
             self._embed = part.entering
         else:
@@ -245,7 +248,7 @@ class WholeModel:
         _function(kernels.library())(
             ctypes.addressof(self._struct),
             direct.address,
-            direct.all_stores(),
+            direct.all_stores(self._num_states),
             hidden.data_ptr(),
             None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(),
@@ -310,8 +313,3 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return a module's forward as the engine runs it, without its hooks."""
     ours = forward_for(module)
     return ours if ours is not None else lambda *args: type(module).forward(module, *args)
-
-
-def in_order(layers: Sequence[FusedLayer], anatomy: Anatomy) -> list[FusedLayer]:
-    """Return layers in the order of their calls."""
-    return sorted(layers, key=lambda layer: anatomy.slots[id(layer.attention), 0])

@@ -81,6 +81,7 @@ class Foreign:
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_states = 0
         self.num_forwards = 0
         name = type(module).__name__
         self.hidden_reason: str | None = f"{name} is run through its own forward, which hides them"

@@ -13,6 +13,8 @@ from verbatim.options import memory_bytes, positive, switch, thread_count
 from verbatim.protocols import Runner
 
 _MAX_BATCH_TOKENS = 2048
+_MAX_FREE_BLOCKS = 1 << 20  # of a model that keeps nothing in them and names no limit
+_SNAPSHOTS = 64  # slots of recurrent states for cached prefixes, beside those of running sequences
 DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
 
 
@@ -35,14 +37,43 @@ class EngineOptions:
     prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
     device: Device = CPU
 
-    def num_blocks(self, bytes_per_token: int, max_length: int | None) -> int:
+    @property
+    def kv_budget(self) -> int:
+        """The bytes for K, V and states."""
+        return self.kv_bytes or int(self.device.available_memory * DEFAULT_KV_SHARE)
+
+    def num_states(self, state_bytes: int) -> int:
+        """Return the number of slots of recurrent states, including that of the zero state.
+
+        A running sequence needs two, and a cached prefix one. At most half of the memory is used.
+
+        Args:
+            state_bytes: of one slot; 0 for a model without such layers.
+
+        Raises:
+            OutOfBlocks: the memory doesn't hold the slots of one sequence.
+        """
+        if not state_bytes:
+            return 0
+        slots = self.kv_budget // 2 // state_bytes
+        if slots < 3:
+            raise OutOfBlocks(
+                f"kv_memory of {self.kv_budget} bytes is too small: half of it is for the recurrent states, "
+                f"and a sequence needs 3 slots of {state_bytes} bytes"
+            )
+        return min(slots, 3 * self.max_sequences + _SNAPSHOTS)
+
+    def num_blocks(self, bytes_per_token: int, max_length: int | None, state_bytes: int = 0) -> int:
         """Return the number of blocks that fit and can be used at once, including the scratch block.
+
+        Args:
+            state_bytes: of the slots of recurrent states, in the same memory.
 
         Raises:
             OutOfBlocks: the memory doesn't hold one block.
         """
-        block_bytes = self.block_size * bytes_per_token
-        budget = self.kv_bytes or int(self.device.available_memory * DEFAULT_KV_SHARE)
+        block_bytes = self.block_size * max(1, bytes_per_token)  # 0 for a model without attention
+        budget = self.kv_budget - state_bytes
         blocks = budget // block_bytes - 1
         if blocks < 1:
             raise OutOfBlocks(
@@ -51,6 +82,8 @@ class EngineOptions:
             )
         if max_length is not None:
             blocks = min(blocks, self.max_sequences * -(-max_length // self.block_size))
+        elif not bytes_per_token:
+            blocks = min(blocks, _MAX_FREE_BLOCKS)
         return blocks + 1
 
 

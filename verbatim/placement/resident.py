@@ -15,6 +15,7 @@ from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.anatomy import inner_model
 from verbatim.model.borrow import threads
@@ -64,6 +65,7 @@ class Resident:
         self.vocab_size = decoder.anatomy.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
+        self.num_states = 0 if store.states is None else store.states.num_slots
         self.num_forwards = 0
         anatomy = decoder.anatomy
         self.hidden_reason = anatomy.hidden_reason
@@ -139,7 +141,7 @@ class Resident:
 
     def info(self) -> dict[str, Any]:
         module, anatomy, drafts = self.decoder.held, self.decoder.anatomy, self.draft_layers
-        kv_dtype = settle_kv_dtype(self.store.dtype_name)
+        kv_dtype, states = settle_kv_dtype(self.store.dtype_name), self.store.states
         gpu: dict[str, Any] | None = None
         if self.store.device.type == "cuda":
             name = torch.cuda.get_device_name(self.store.device)
@@ -155,10 +157,12 @@ class Resident:
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": len(anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
-            "kv_bytes": self.store.nbytes + drafts.nbytes,
+            "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
             "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype)
             + drafts.bytes_per_token(kv_dtype),
+            **({} if states is None else {"state_slots": states.num_slots}),
+            "state_bytes": 0 if states is None else states.nbytes // states.num_slots,
             **self.draft_info,
             "safety_net": sorted(anatomy.needs_safety_net),
             "fused": self.decoder.fused,
@@ -252,11 +256,14 @@ def _make_store(
     recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
     token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded
     token_bytes += draft_layers.bytes_per_token(dtype)
-    blocks = options.num_blocks(token_bytes, max_length)
+    state_bytes = sum(shape.nbytes for shape in anatomy.states)
+    num_states = options.num_states(state_bytes)
+    blocks = options.num_blocks(token_bytes, max_length, num_states * state_bytes)
     draft_layers.open_stores(blocks, options.block_size, dtype)
     device = options.device
     try:
         store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)
+        store.states = open_states(anatomy.states, num_states, device.torch)
     except RuntimeError as error:  # of torch's allocators, also on a GPU
         nbytes = blocks * options.block_size * token_bytes
         raise OutOfBlocks(

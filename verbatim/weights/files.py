@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from verbatim.weights.lazy import Stamp, Stored, stamp_of
 
 PAGE = 4096  # offsets, lengths and addresses of direct reads are multiples of it
 CHUNK = 8 << 20  # bytes of one read
+_VIEWS = 1024  # that one call of the system takes
 
 
 def up(nbytes: int) -> int:
@@ -25,41 +26,32 @@ def up(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class File:
-    """A file that is read in whole pages.
+class DirectFile:
+    """A file that is read, and perhaps written, past the page cache.
 
     Attributes:
-        direct: it is read by O_DIRECT. Where the file system can't, the page cache is told to forget
-            what was read.
+        direct: O_DIRECT is used for whole pages. Else, where the file system can't, the page cache is told to
+            forget what was moved.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        stamp: Stamp | None = None,
-        fd: int | None = None,
-        again: str | None = None,
-    ) -> None:
+    def __init__(self, path: Path, *, stamp: Stamp | None = None, fd: int | None = None) -> None:
         """Args:
         path: of the file, for messages as well.
         stamp: what it must be; None: anything.
-        fd: the file, where it has no name any more; it is closed by `close`.
-        again: where to open it again by O_DIRECT, if it has no name.
+        fd: the open file, if it has no name: read and written, and closed by `close`.
         """
         self.path = path
-        self.direct = True
-        self._stamp = stamp
+        self._stamp, self._direct = stamp, -1
         try:
-            try:
-                self._fd = os.open(again or path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-                if fd is not None:
-                    os.close(fd)
-            except OSError:
-                self.direct = False
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         except OSError as error:
             raise TierFailed(f"disk tier: can't open {path}: {error.strerror}") from error
+        try:
+            mode = (os.O_RDONLY if fd is None else os.O_RDWR) | os.O_DIRECT | os.O_CLOEXEC
+            self._direct = os.open(f"/proc/self/fd/{self._fd}", mode)
+        except (OSError, AttributeError):  # not by this file system, or no Linux
+            pass
+        self.direct = self._direct >= 0
         try:
             self.check()
         except TierFailed:
@@ -70,7 +62,7 @@ class File:
         """Check that the file is unchanged.
 
         Raises:
-            TierFailed: somebody has written to it, or it is another file.
+            TierFailed: it was written to, or it is another file.
         """
         if self._stamp is not None and stamp_of(self._fd) != self._stamp:
             raise TierFailed(f"disk tier: {self.path} changed since the model was opened")
@@ -86,39 +78,61 @@ class File:
         Raises:
             TierFailed: an error of the system, or the file ends too soon.
         """
-        done = 0
+        return self._move(os.preadv, "reading", [into], offset, needed, direct=True)
+
+    def _move(
+        self,
+        move: Callable[[int, list[memoryview], int], int],
+        doing: str,
+        views: list[memoryview],
+        offset: int,
+        needed: int,
+        *,
+        direct: bool,
+    ) -> int:
+        """Move at least `needed` bytes between `views`, one after the other, and the file."""
+        done, is_cached = 0, False
         while done < needed:
+            direct = direct and self.direct and done % PAGE == 0
             try:
-                count = os.preadv(self._fd, [into[done:]], offset + done)
+                count = move(self._direct if direct else self._fd, views[:_VIEWS], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:
-                    self._read_through_the_cache()
+                if (
+                    direct and error.errno == errno.EINVAL
+                ):  # opened for direct reads, and refuses them
+                    self.direct = False
                     continue
                 raise TierFailed(
-                    f"disk tier: reading {self.path} at byte {offset + done} failed: "
+                    f"disk tier: {doing} {self.path} at byte {offset + done} failed: "
                     f"{error.strerror or error}"
                 ) from error
-            done += count
-            # A direct read goes on at whole pages, so one that stops within a page has met the end.
-            if done < needed and (count == 0 or (self.direct and done % PAGE)):
+            if not count:
                 raise TierFailed(
-                    f"disk tier: {self.path} ends at byte {offset + done}, and {needed - done} bytes of "
-                    "weights should follow: it was cut short since it was opened"
+                    f"disk tier: {self.path} ends at byte {offset + done}, and {needed - done} bytes "
+                    "should follow: it was cut short since it was opened"
                 )
-        if not self.direct:
+            done += count
+            is_cached |= not direct
+            views = _behind(views, count)
+        if is_cached:
             os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
         return done
 
-    def _read_through_the_cache(self) -> None:
-        """Some file systems let a file be opened for direct reads, and then refuse them."""
-        self.direct = False
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-
     def close(self) -> None:
-        """Close the file; again does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file; a second call does nothing."""
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+
+def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return the rest of `views` after `nbytes` bytes."""
+    for i, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[i + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 def pages(nbytes: int) -> Tensor:
@@ -140,7 +154,7 @@ def buffer_bytes(nbytes: int) -> int:
     return up(min(nbytes + PAGE, CHUNK + PAGE))
 
 
-def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: File, buffer: Tensor) -> int:
+def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: DirectFile, buffer: Tensor) -> int:
     """Read one tensor of a file, through a buffer of whole pages.
 
     Args:
@@ -163,16 +177,20 @@ def read_into(out: npt.NDArray[np.uint8], stored: Stored, file: File, buffer: Te
     return total
 
 
-def read_whole(stored: Stored) -> Tensor:
-    """Read one tensor of a file with O_DIRECT.
+def read_whole(stored: Stored, file: DirectFile | None = None) -> Tensor:
+    """Read one tensor of a file past the page cache.
+
+    Args:
+        file: the open file; None: opened by its path.
 
     Raises:
         TierFailed: it can't be read.
     """
     out = torch.empty(stored.nbytes, dtype=torch.uint8)
-    file = File(stored.path, stamp=stored.stamp)
+    opened = DirectFile(stored.path, stamp=stored.stamp) if file is None else file
     try:
-        read_into(out.numpy(), stored, file, pages(buffer_bytes(stored.nbytes)))
+        read_into(out.numpy(), stored, opened, pages(buffer_bytes(stored.nbytes)))
     finally:
-        file.close()
+        if file is None:
+            opened.close()
     return out.view(stored.dtype).view(stored.shape)

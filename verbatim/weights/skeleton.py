@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.loader import building, quiet
+from verbatim.model.borrow import quiet
+from verbatim.model.loader import building
 from verbatim.model.packed import placeholder
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.model.borrow import exclusive
-from verbatim.model.integers import interleave
+from verbatim.model.integers import pack_as_held
 from verbatim.model.packed import packed_buffers
-from verbatim.model.quantize import pack_and_measure
 from verbatim.model.shard import Columns
 from verbatim.model.weight_packing import WeightPacking
 
@@ -215,10 +213,8 @@ class WeightWriter:
 
         def pack(name: str) -> tuple[Tensor, tuple[float, float]]:
             _, packing = self._packings[name]
-            plain = replace(packing, interleaved=False)
             part = self._part(name, tensors[name]).to(packing.dtype).contiguous()
-            packed, squares = pack_and_measure(part, plain, name)
-            return interleave(packed, plain)[0] if packing.interleaved else packed, squares
+            return pack_as_held(part, packing, name)
 
         names = [name for name in self.packed if name in tensors]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -237,18 +233,23 @@ class WeightWriter:
         ]
         pairs += [(self._packings[name][0], packed) for name, packed in self._prepared.items()]
         self._prepared = {}
-        pairs = _untangled(pairs)
-        with exclusive:
-            for inference in (False, True):
-                some = [pair for pair in pairs if pair[0].is_inference() is inference]
-                if some:
-                    targets, new = zip(*some, strict=True)
-                    with torch.inference_mode(inference), torch.no_grad():
-                        torch._foreach_copy_(targets, new)
+        overwrite(pairs)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         cut = self._cuts.get(name)
         return tensor if cut is None else tensor.narrow(cut[0], cut[1], cut[2] - cut[1])
+
+
+def overwrite(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy new tensors over others, (target, new); no other engine and no signal handler runs meanwhile."""
+    pairs = _untangled(pairs)
+    with exclusive:
+        for inference in (False, True):
+            some = [pair for pair in pairs if pair[0].is_inference() is inference]
+            if some:
+                targets, new = zip(*some, strict=True)
+                with torch.inference_mode(inference), torch.no_grad():
+                    torch._foreach_copy_(targets, new)
 
 
 def _untangled(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -95,7 +95,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 _ENUMS = [kind for (_, name), kind in _ALLOWED.items() if name.endswith("MEM_FORMAT_ENCODING")]
 _ALLOWED["torch", "Size"] = _Size
-_ALLOWED["builtins", "getattr"] = _Member
+_ALLOWED["builtins", "getattr"] = _ALLOWED["__builtin__", "getattr"] = (
+    _Member  # the latter in protocol 2
+)
 _ALLOWED |= {("torch", n): d for n, d in vars(torch).items() if isinstance(d, torch.dtype)}
 
 

@@ -18,6 +18,7 @@ from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.borrow import threads
 from verbatim.model.draft_layers import DraftLayers
@@ -119,6 +120,7 @@ class Layers:
             "kv_dtype": name_of(dtype),
             "kv_bytes_per_token": bytes_per_token(part.shape.layers, dtype)
             + self._drafts.bytes_per_token(dtype),
+            "state_bytes": sum(state.nbytes for state in part.shape.states),
             "draft": self._drafts.info(),
             "numerics_key": numerics_key(
                 dtype_name(part.shape.dtype),
@@ -133,8 +135,8 @@ class Layers:
         """Allocate the KV store, and the store of recent outputs.
 
         Args:
-            message: `num_blocks`, `block_size`, `kv_dtype`, `keep_bytes` and `first_routed`, the number of
-                routed layers before this part.
+            message: `num_blocks`, `block_size`, `num_states`, `kv_dtype`, `keep_bytes` and `first_routed`,
+                the number of routed layers before this part.
         """
         part = self._opened()
         shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
@@ -144,6 +146,7 @@ class Layers:
         self.store = make_store(
             shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
         )
+        self.store.states = open_states(shape.states, message["num_states"])
         self._open_draft_stores()
         self._records = None
         if part.routed is not None:

@@ -92,11 +92,14 @@ def open_cluster(
         launcher.open(members, ranges)
         options = _with_kv(options, members)
         token_bytes = sum(member.shape["kv_bytes_per_token"] for member in members)
-        blocks = options.num_blocks(token_bytes, limit)
+        state_bytes = sum(member.shape["state_bytes"] for member in members)
+        num_states = options.num_states(state_bytes)
+        blocks = options.num_blocks(token_bytes, limit, num_states * state_bytes)
         launcher.allocate(
             {
                 "num_blocks": blocks,
                 "block_size": options.block_size,
+                "num_states": num_states,
                 "kv_dtype": model["kv_dtype"],
                 "keep_bytes": cluster.keep_bytes,
             }
@@ -109,6 +112,7 @@ def open_cluster(
             loaded.module.state_dict(keep_vars=True),
             num_blocks=blocks,
             block_size=options.block_size,
+            num_states=num_states,
         )
         undo.pop_all()
     return Placed(runner, options)
@@ -176,12 +180,15 @@ def _with_kv(options: EngineOptions, members: list[StageHandle]) -> EngineOption
     by_machine: dict[str, list[StageHandle]] = {}
     for member in members:
         by_machine.setdefault(member.host.machine, []).append(member)
-    tokens = min(
-        DEFAULT_KV_SHARE
-        * min(member.shape["memory"] for member in own)
-        / sum(member.shape["kv_bytes_per_token"] for member in own)
+
+    def weight(of: list[StageHandle]) -> int:
+        """Bytes that a stage needs in proportion to others: of a token, or else of a state."""
+        by_token: int = sum(member.shape["kv_bytes_per_token"] for member in of)
+        by_state: int = sum(member.shape["state_bytes"] for member in of)
+        return by_token or by_state
+
+    share = min(
+        DEFAULT_KV_SHARE * min(member.shape["memory"] for member in own) / weight(own)
         for own in by_machine.values()
     )
-    return replace(
-        options, kv_bytes=int(tokens * sum(m.shape["kv_bytes_per_token"] for m in members))
-    )
+    return replace(options, kv_bytes=int(share * weight(members)))

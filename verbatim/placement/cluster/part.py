@@ -149,6 +149,7 @@ class Part:
             end=self.end,
             num_layers=split.num_layers,
             layers=anatomy.layers,
+            states=anatomy.states,
             kv_dtype=anatomy.dtype,
             hidden_size=split.hidden_size,
             hidden_dtype=split.hidden_dtype,

@@ -61,6 +61,7 @@ class Clustered:
         *,
         num_blocks: int,
         block_size: int,
+        num_states: int,
     ) -> None:
         self.supervisor = supervisor
         self._targets = targets
@@ -70,6 +71,7 @@ class Clustered:
         last = shapes[-1]
         self.vocab_size: int = last["vocab_size"]
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_states = num_states
         self.num_forwards = 0
         self.hidden_reason: str | None = last["hidden_reason"]
         self.has_hidden = self.hidden_reason is None
@@ -334,6 +336,8 @@ class Clustered:
             * self.block_size,
             "kv_dtype": shapes[0]["kv_dtype"],
             "kv_bytes_per_token": sum(shape["kv_bytes_per_token"] for shape in shapes),
+            "state_bytes": sum(shape["state_bytes"] for shape in shapes),
+            **({"state_slots": self.num_states} if self.num_states else {}),
             **self.draft_info,
             "stages": [
                 {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.options import dtype_name
 
@@ -28,6 +29,7 @@ class PartShape:
         first, end: its layers, as `Split` counts them.
         num_layers: of the whole model.
         layers: what each attention call of its own layers stores for a token, in their order.
+        states: what each of its recurrent operations keeps of a sequence, in their order.
         kv_dtype: of the keys.
         hidden_size, hidden_dtype: of what enters and leaves, for each token.
         vocab_size: of the whole model.
@@ -44,6 +46,7 @@ class PartShape:
     end: int
     num_layers: int
     layers: list[LayerShape]
+    states: list[StateShape]
     kv_dtype: torch.dtype
     hidden_size: int
     hidden_dtype: torch.dtype
@@ -66,6 +69,7 @@ class PartShape:
         """Convert to plain data."""
         plain = asdict(self)
         plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
+        plain["states"] = [[list(x.shape), dtype_name(x.dtype)] for x in self.states]
         plain["routed"] = None if self.routed is None else list(self.routed)
         for name in ("kv_dtype", "hidden_dtype"):
             plain[name] = dtype_name(plain[name])
@@ -76,6 +80,7 @@ class PartShape:
         """Convert from the result of `as_dict`; other keys are ignored."""
         own = {name: plain[name] for name in cls.__dataclass_fields__}
         own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
+        own["states"] = [StateShape(tuple(s), getattr(torch, d)) for s, d in own["states"]]
         own["routed"] = None if own["routed"] is None else tuple(own["routed"])
         for name in ("kv_dtype", "hidden_dtype"):
             own[name] = getattr(torch, own[name])

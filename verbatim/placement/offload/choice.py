@@ -91,15 +91,15 @@ class Offload:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        def settle(name: str, value: Any) -> None:
+        def assign(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
         for name in ("gpu", "cpu", "disk_limit"):
             value = getattr(self, name)
-            settle(name, None if value is None else budget(name, value))
+            assign(name, None if value is None else budget(name, value))
         for name in ("weights", "kv", "activations"):
             value = getattr(self, name)
-            settle(name, None if value is None else percents(name, value))
+            assign(name, None if value is None else percents(name, value))
         for name in ("batch_size", "micro_batches", "attention_top_k"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
@@ -112,14 +112,14 @@ class Offload:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):
                 raise InvalidRequest(f"{name}={value!r}: must be a path")
-            settle(name, None if value is None else Path(os.path.expanduser(value)))
+            assign(name, None if value is None else Path(os.path.expanduser(value)))
         try:
             prompt, new = self.workload
         except (TypeError, ValueError):
             raise InvalidRequest(
                 f"workload={self.workload!r}: must be (prompt tokens, new tokens)"
             ) from None
-        settle("workload", (positive("workload[0]", prompt), positive("workload[1]", new)))
+        assign("workload", (positive("workload[0]", prompt), positive("workload[1]", new)))
 
     def replace(self, **changes: Any) -> Offload:
         """Return a copy with some fields changed."""
@@ -128,18 +128,18 @@ class Offload:
 
 def percents(name: str, value: Any) -> Percents:
     """Return two or three percents as three with sum 100."""
-    said = (
+    message = (
         f"{name}={value!r}: must be percents in (gpu, cpu, disk) with sum 100, such as (20, 50, 30)"
     )
     value = value.tolist() if hasattr(value, "tolist") else value  # an array
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) not in (2, 3):
-        raise InvalidRequest(said)
+        raise InvalidRequest(message)
     for share in value:
         is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
         if not is_number or not math.isfinite(share) or not 0 <= share <= 100:
-            raise InvalidRequest(said)
+            raise InvalidRequest(message)
     gpu, cpu = float(value[0]), float(value[1])
     disk = float(value[2]) if len(value) == 3 else 100.0 - gpu - cpu
     if disk < 0 or abs(gpu + cpu + disk - 100) > 1e-6:
-        raise InvalidRequest(said)
+        raise InvalidRequest(message)
     return gpu, cpu, disk

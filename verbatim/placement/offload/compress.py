@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.integers import interleave
+from verbatim.model.integers import pack_as_held
 from verbatim.model.packed import hold_packed, placeholder, replace_children
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
-from verbatim.model.quantize import pack_and_measure, rounded
+from verbatim.model.quantize import rounded
 from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
@@ -27,10 +27,10 @@ class Compression:
     """The quantized weights, and their errors.
 
     Attributes:
-        packed: weights in few bits.
-        rounded: those of which rows are looked up where they lie, or that are small and stay in memory: each
-            number is what packing and unpacking leave of it, and they take no fewer bytes.
-        exact: matrices that stayed as they were.
+        packed: quantized weights.
+        rounded: weights whose rows are read from the checkpoint, or that are small and stay in memory: each
+            number is rounded to its quantized value, and they take no fewer bytes.
+        exact: matrices that are not quantized.
     """
 
     quantization: Quantization
@@ -47,30 +47,28 @@ class Compression:
         return report.info()
 
     def pack(self, units: Units, module: nn.Module, scratch: Scratch) -> None:
-        """Read what was chosen, one parameter at a time, and put it quantized where its tier is.
+        """Quantize the chosen weights, one parameter at a time, into their tiers.
 
         Linear layers of `module` become quantized ones.
 
         Raises:
             ModelError: one holds NaN, an infinity or a number too large; the message names it.
-            TierFailed: it can't be read, or the disk tier has no room.
+            TierFailed: one can't be read, or the disk tier has no room.
         """
         streamed = {slot for unit in units.order if not unit.gathers for slot in unit.slots}
+        gathered = {slot for unit in units.order if unit.gathers for slot in unit.slots}
         streamed.update(slot for layer in units.experts for slot in layer.slots)
         for slot in list(self.packed):
             assert slot.packing is not None
-            plain = replace(slot.packing, interleaved=False)
-            if slot.tier == "disk":
-                slot.rows, slot.rounding = slot.lazy, plain
-                if slot not in streamed:  # its rows are looked up, and that is all
+            if slot.tier == "disk" and slot in gathered:
+                slot.rows, slot.rounding = slot.lazy, replace(slot.packing, interleaved=False)
+                if slot not in streamed:  # only its rows are looked up
                     slot.packing = None
                     self.packed.remove(slot)
                     self.rounded.append(slot)
                     continue
             weight = materialize(slot.lazy, read_whole)
-            packed, self.squares[slot.name] = pack_and_measure(weight, plain, slot.name)
-            if slot.packing.interleaved:
-                packed, _ = interleave(packed, plain)
+            packed, self.squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
             on_disk = slot.tier == "disk"
             slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
             slot.in_place = False
@@ -91,7 +89,7 @@ def choose(
     """Choose which slots are quantized, and how, without reading anything.
 
     Args:
-        packings: what `choose_packings` found in the model that the units are of.
+        packings: from `choose_packings`, for the same model.
     """
     packed, rounded_ = [], []
     of_experts = {slot for layer in units.experts for slot in layer.slots}
@@ -124,7 +122,7 @@ def choose(
 
 
 def _hold(units: Units, module: nn.Module, slots: list[Slot]) -> None:
-    """Put quantized layers in place of those that use these weights."""
+    """Replace the layers that use these weights by quantized ones."""
     replaced: dict[nn.Module, nn.Module] = {}
     for slot in slots:
         assert slot.packing is not None
@@ -144,5 +142,5 @@ def _hold(units: Units, module: nn.Module, slots: list[Slot]) -> None:
 
 
 def rounded_rows(slot: Slot, rows: Tensor) -> Tensor:
-    """Rows `[n, K]` that were read as they were, with the numbers that they have in few bits."""
+    """Return unquantized rows `[n, K]`, rounded as the weight is when it is quantized."""
     return rows if slot.rounding is None else rounded(rows, slot.rounding, slot.name)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import Batch, state_columns
 
 
 def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
@@ -33,11 +34,42 @@ def cut(batch: Batch, max_sequences: int, max_rows: int) -> list[Batch]:
             parts.append([piece])
     if len(parts) == 1:
         return [batch]
-    return [_part(batch, part, starts, lens) for part in parts]
+    states = None if batch.state_rows is None else _States(batch)
+    return [_part(batch, part, starts, lens, states) for part in parts]
+
+
+class _States:
+    """The slots of states that the parts of a batch read and write, taken in order.
+
+    A piece of a sequence hands its state to the next one in the slot that its last row will be written to.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        assert batch.state_sources is not None
+        assert batch.state_rows is not None and batch.state_targets is not None
+        self._sources: list[int] = batch.state_sources.tolist()
+        rows, targets = batch.state_rows.tolist(), batch.state_targets.tolist()
+        self._targets: dict[int, int] = dict(zip(rows, targets, strict=True))
+        self._ends: list[int] = (batch.query_starts[1:] - 1).tolist()
+
+    def of(self, pieces: list[tuple[int, int, int]]) -> dict[str, Any]:
+        """Return the fields of `Batch` for a part."""
+        sources = [self._sources[s] for s, _, _ in pieces]
+        writes: dict[int, int] = {}
+        for s, begin, end in pieces:
+            writes |= {row: self._targets[row] for row in range(begin, end) if row in self._targets}
+            if self._ends[s] in self._targets:
+                self._sources[s] = writes.setdefault(end - 1, self._targets[self._ends[s]])
+        rows = [row - pieces[0][1] for row in writes]
+        return state_columns(sources, rows, list(writes.values()))
 
 
 def _part(
-    batch: Batch, pieces: list[tuple[int, int, int]], starts: list[int], lens: list[int]
+    batch: Batch,
+    pieces: list[tuple[int, int, int]],
+    starts: list[int],
+    lens: list[int],
+    states: _States | None,
 ) -> Batch:
     first, end = pieces[0][1], pieces[-1][2]
     sequences = [s for s, _, _ in pieces]
@@ -54,4 +86,5 @@ def _part(
         logit_rows=wanted[(wanted >= first) & (wanted < end)] - first,
         wants_hidden=batch.wants_hidden,
         forced_experts=None if forced is None else forced[first:end],
+        **({} if states is None else states.of(pieces)),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,12 +28,12 @@ from torch import Tensor, nn
 from verbatim.model.experts import ExpertShare, run_experts
 from verbatim.model.packed import hold_packed, placeholder
 from verbatim.placement.offload.cost import LIKELY
-from verbatim.placement.offload.jobs import Job, Worker
+from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import ExpertLayer
 from verbatim.shield import Shield
-from verbatim.weights.files import CHUNK, PAGE, File, pages, read_into
+from verbatim.weights.files import CHUNK, PAGE, DirectFile, pages, read_into
 from verbatim.weights.lazy import Held, Stored, materialize, pieces_of, sources
 
 Ints = npt.NDArray[np.int64]
@@ -48,14 +49,16 @@ class ExpertCache:
         layers: in the order of a forward.
         nbytes: of memory for experts. One of each shape is held in any case.
         num_readers: threads that read, ahead and while experts compute; 0 reads experts when they are needed.
-        trace: takes note of reads and waits.
-        scratch: holds quantized experts.
+        trace: records reads and waits.
+        scratch: holds experts that are in no file of the checkpoint.
 
     Attributes:
         shares: `[layers, experts]`, the share of a layer's choices that fell on an expert of late.
         capacity: experts that are held at most.
-        visits_left: micro-batches of this forward that come to the same layer behind the one that computes.
-        wait_s: seconds in which the thread that computes waited for reads.
+        later_parts: micro-batches of this forward that run the same layer after the present one.
+        bytes_read: bytes read from files, in whole pages.
+        buffer_bytes: memory through which experts are read.
+        wait_s: seconds in which the computing thread waited for reads.
 
     Raises:
         TierFailed: a file can't be opened.
@@ -70,24 +73,26 @@ class ExpertCache:
         scratch: Scratch | None = None,
     ) -> None:
         self.threaded = num_readers > 0
-        self.visits_left = 0
+        self.later_parts = 0
         self.wait_s = 0.0
         self.shield = Shield()  # Ctrl-C could leave a slot with another expert than is noted
         self.shares: Floats = np.zeros((len(layers), max(layer.count for layer in layers)))
         self._trace = trace
-        self._files: dict[Path, File] = {} if scratch is None else {scratch.path: scratch.file()}
-        self._workers = [
-            Worker(f"verbatim-experts-{i}", self.threaded) for i in range(max(1, num_readers))
-        ]
+        self._files: dict[Path, DirectFile] = {} if scratch is None else {scratch.path: scratch}
+        self._opened: list[DirectFile] = []
+        self._readers = Prefetcher("verbatim-experts", num_readers)
         most = max(layer.buffer_bytes for layer in layers)
-        self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in self._workers]
-        self._read_bytes = [0] * len(self._workers)
-        self._turn = 0
+        self._buffers = [pages(min(most, CHUNK + PAGE)) for _ in range(max(1, num_readers))]
+        self.buffer_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self.bytes_read = 0
+        self._counting = threading.Lock()
         self._layers: list[CachedLayer] = []
         try:
             for stored in {s for layer in layers for t in layer.slots for s in sources(t.lazy)}:
                 if stored.path not in self._files:
-                    self._files[stored.path] = File(stored.path, stamp=stored.stamp)
+                    file = DirectFile(stored.path, stamp=stored.stamp)
+                    self._files[stored.path] = file
+                    self._opened.append(file)
             self._layers = self._share_out(layers, nbytes)
         except BaseException:
             self.close()
@@ -95,8 +100,7 @@ class ExpertCache:
         self.capacity = sum(pool.count for pool in {layer.pool for layer in self._layers})
         for layer in self._layers:
             layer.where = f"read when chosen, {self.capacity} of {self.num_experts} held in memory"
-        for worker in self._workers:
-            worker.start()
+        self._readers.start()
 
     def _share_out(self, layers: Sequence[ExpertLayer], nbytes: int) -> list[CachedLayer]:
         """Share the memory out among the shapes of experts, by what they come to."""
@@ -112,19 +116,9 @@ class ExpertCache:
         return [CachedLayer(self, i, layer, pools[layer]) for i, layer in enumerate(layers)]
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes read from files, in whole pages."""
-        return sum(self._read_bytes)
-
-    @property
     def nbytes(self) -> int:
         """Memory that holds experts."""
         return sum(pool.nbytes for pool in {layer.pool for layer in self._layers})
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory in which experts are read."""
-        return sum(buffer.nbytes for buffer in self._buffers)
 
     @property
     def num_experts(self) -> int:
@@ -145,23 +139,31 @@ class ExpertCache:
         used = 1 - (1 - self.shares[layers, experts]) ** choices
         skipped, count = 1 / np.maximum(used, 1e-9) - 1, len(self._layers)
         until: Floats = (layers - now - 1) % count + 1 + count * skipped
-        return np.where(layers == now, skipped, until) if self.visits_left else until
+        return np.where(layers == now, skipped, until) if self.later_parts else until
 
     def read(self, layer: CachedLayer, expert: int, slot: int) -> Job:
-        """Begin to read an expert into a slot."""
-        job = Job(partial(self._read, self._turn, layer, expert, slot))
+        """Submit the read of an expert into a slot."""
+        job = Job(partial(self._read, layer, expert, slot))
         begin = perf_counter()
-        self._workers[self._turn].submit(job)
+        self._readers.submit(job)
         if not self.threaded:
             self.wait_s += perf_counter() - begin
-        self._turn = (self._turn + 1) % len(self._workers)
         return job
 
-    def _read(self, worker: int, cached: CachedLayer, expert: int, slot: int) -> None:
-        begin, buffer = perf_counter(), self._buffers[worker]
+    def _read(self, cached: CachedLayer, expert: int, slot: int) -> None:
+        buffer = self._buffers.pop()  # one for each thread
+        try:
+            self._read_through(buffer, cached, expert, slot)
+        finally:
+            self._buffers.append(buffer)
+
+    def _read_through(self, buffer: Tensor, cached: CachedLayer, expert: int, slot: int) -> None:
+        begin = perf_counter()
 
         def read(out: npt.NDArray[np.uint8], stored: Stored) -> None:
-            self._read_bytes[worker] += read_into(out, stored, self._files[stored.path], buffer)
+            nbytes = read_into(out, stored, self._files[stored.path], buffer)
+            with self._counting:
+                self.bytes_read += nbytes
 
         def apart(stored: Stored) -> Tensor:
             out = torch.empty(stored.nbytes, dtype=torch.uint8)
@@ -193,19 +195,22 @@ class ExpertCache:
         if end - begin > 1e-4:
             self._trace.add("wait", layer.layer.name, begin, end)
 
+    def count_on(self, before: ExpertCache) -> None:
+        """Continue the counts of the cache that this one replaces."""
+        self.bytes_read, self.wait_s = before.bytes_read, before.wait_s
+
     def check_files(self) -> None:
         """Raise TierFailed where a file was written to since the model was opened."""
         for file in self._files.values():
             file.check()
 
     def close(self) -> None:
-        """End the threads and free everything. Again does nothing."""
-        for worker in self._workers:
-            worker.stop()
+        """End the threads and free everything; a second call does nothing."""
+        self._readers.stop()
         for layer in self._layers:
             layer.close()
         self._layers, self._buffers = [], []
-        for file in self._files.values():
+        for file in self._opened:
             file.close()
 
 
@@ -255,7 +260,7 @@ class CachedLayer(ExpertShare):
         self._shares[:] = self._chosen / max(1, self._choices)
 
     def _fetch(self, wanted: Ints, choices: int) -> None:
-        """Begin to read what is missing, as far as there are slots whose experts are not wanted."""
+        """Submit the reads of missing experts, as far as slots hold experts that are not wanted."""
         missing = wanted[self.slots[wanted] < 0]
         if len(missing):
             slots, _ = self.pool.used_last(self, wanted, choices)
@@ -263,10 +268,10 @@ class CachedLayer(ExpertShare):
                 self._read(expert, slot)
 
     def fetch_likely(self, now: CachedLayer, wanted: Ints, choices: int) -> None:
-        """Begin to read what is likely to be used, in place of what a whole forward can do without.
+        """Submit the reads of likely experts, into slots that are not used for a whole forward.
 
         Args:
-            now: the layer before, which still has to run its experts `wanted`.
+            now: the previous layer, with its experts `wanted` still to run.
         """
         likely = 1 - (1 - self._shares) ** choices
         missing = np.flatnonzero((likely >= LIKELY) & (self.slots < 0))
@@ -281,7 +286,7 @@ class CachedLayer(ExpertShare):
     def _read(self, expert: int, slot: int) -> None:
         pool = self.pool
         if (job := pool.jobs[slot]) is not None:
-            self.cache.wait(self, job)  # until nobody writes there
+            self.cache.wait(self, job)  # until that read has ended
         if (owner := pool.owners[slot]) is not None:
             owner.slots[pool.experts[slot]] = -1
         pool.owners[slot], pool.experts[slot] = None, -1
@@ -320,7 +325,7 @@ class CachedLayer(ExpertShare):
         out[index] = run_experts(self.held, rows[index], torch.from_numpy(per_slot))
 
     def close(self) -> None:
-        """Leave the module as it was, and free the memory."""
+        """Restore the module, and free the memory."""
         self.held = None
         self.pool.close()
         self.layer.module.__dict__.pop("expert_share", None)
@@ -399,17 +404,20 @@ class _Pool:
 
 
 def hold_experts(layers: Sequence[ExpertLayer]) -> None:
-    """Put quantized experts that stay in memory into their modules, which multiply with them as they are."""
+    """Assign quantized experts that stay in memory to their modules, which multiply with them."""
     for layer in layers:
         for key, stack in layer.stacks.items():
             lazy, packing = stack.slot.lazy, stack.slot.packing
             if packing is not None:
                 assert isinstance(lazy, Held)
-                hold_packed(layer.module, key, lazy.tensor, packing)
+                if key in layer.module.__dict__.get("packings", {}):  # freed before
+                    layer.module._buffers[f"{key}_packed"] = lazy.tensor
+                else:
+                    hold_packed(layer.module, key, lazy.tensor, packing)
 
 
-def let_go_of_experts(layers: Sequence[ExpertLayer]) -> None:
-    """Free what `hold_experts` put there."""
+def free_experts(layers: Sequence[ExpertLayer]) -> None:
+    """Free the memory of `hold_experts`."""
     for layer in layers:
         for key in layer.stacks:
             if (packed := layer.module._buffers.get(f"{key}_packed")) is not None:

@@ -76,7 +76,7 @@ def forecast(
         (slot.parameter.dtype for slot in units.slots if slot.parameter.is_floating_point()),
         torch.float32,
     )
-    shape = shape_of(units, inner_model(loaded.module).config, dtype, options.kv_dtype)
+    shape = shape_of(units, inner_model(loaded.module), dtype, options.kv_dtype)
     shape = replace(shape, kv_bytes_per_token=shape.kv_bytes_per_token + draft_token_bytes)
     machine = NOMINAL
     if offload.policy is not None:

@@ -1,4 +1,4 @@
-"""The head in pieces: a vocabulary is often larger than any layer, and would size the ring."""
+"""The head in pieces: a vocabulary is often larger than any layer, and would determine the ring's size."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _LEAST = 16 << 20  # bytes of a piece, but for the last
 def split_head(
     units: Units, head: nn.Module | None, packings: dict[nn.Parameter, WeightPacking]
 ) -> None:
-    """Put pieces no larger than the largest layer in place of the unit of `head`, where that can be done.
+    """Replace the unit of `head` by pieces no larger than the largest layer, where that is possible.
 
-    Each piece gives its own columns of the logits, with the bits that the whole matrix gives: an element
-    of the kernels' products is one fixed sequence of arithmetic. One of torch's isn't, so without kernels
-    the head stays whole.
-    An embedding that is tied to it is then only ever looked up in its file, row by row.
+    Each piece computes its columns of the logits with the same bits as the whole matrix, since the kernels'
+    products have a fixed order of operations for each element. torch's don't, so without kernels the head
+    stays whole. Rows of a tied embedding are then read from its file.
 
     Args:
-        packings: of weights that will be in few bits; pieces of the head's come to it.
+        packings: of the weights to quantize; those of the head's pieces are added.
     """
     unit = next((unit for unit in units.order if unit.module is head), None)
     if type(head) is not nn.Linear or head.bias is not None or unit is None:
@@ -53,7 +52,8 @@ def split_head(
             packings[piece.weight] = replace(packings[head.weight], shape=tuple(piece.weight.shape))
         lazy = rows_of(slot.lazy, begin, end)
         assert lazy is not None
-        pieces.append(Unit(name, piece.eval(), [Slot(f"{name}.weight", piece.weight, lazy)]))
+        cut = Slot(f"{name}.weight", piece.weight, lazy, cut=(head.weight, begin, end))
+        pieces.append(Unit(name, piece.eval(), [cut]))
     at = units.order.index(unit)
     units.order[at : at + 1] = pieces
     slot.rows_only = any(slot in other.slots for other in units.order)

@@ -13,12 +13,21 @@ from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import KVDtype, Packing
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.jobs import Worker
+from verbatim.placement.offload.kv_disk import (
+    NUM_BUFFERS,
+    DiskLayer,
+    PrefetchSchedule,
+    StagedLayer,
+    StagingBuffer,
+    Traffic,
+    View,
+    extents,
+    views_of,
+)
+from verbatim.placement.offload.prefetch import Prefetcher
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.sparse import top_k_attention
 from verbatim.placement.offload.trace import Trace
-from verbatim.placement.offload.visits import WINDOWS, Traffic, Visits
-from verbatim.placement.offload.windows import DiskLayer, Shape, View, Window, stretches, views_of
 
 _POISONED = 256  # blocks that are written at once
 TIERS = ("gpu", "cpu", "disk")
@@ -37,28 +46,28 @@ def deal(sizes: Sequence[int], percents: Percents) -> list[str]:
 
 
 class TieredKVStore(KVStore):
-    """A `KVStore` each of whose layers lies in one tier: in RAM ("gpu" and "cpu"), or on the disk.
+    """A `KVStore` with each layer in one tier: in RAM ("gpu" and "cpu"), or on the disk.
 
-    A layer on the disk is attended in through a window: the blocks that a micro-batch sees are read into
-    memory, its rows are written there, and the blocks that they change are written back. No bit depends
-    on the tier. The store is written and attended in only through what `visited_by` yields.
+    Of a layer on the disk, the blocks that a micro-batch uses are read into a staging buffer, its rows are
+    written there, and changed blocks are written back. Results do not depend on the tier. The store is
+    written and attended in only through what `stores_for` yields.
 
-    The windows are as large as what the largest micro-batch sees in one layer, and there are three of them
-    (one without `overlap`), beside what the tiers hold: `window_bytes`.
+    The staging buffers are as large as the blocks of the largest micro-batch in one layer. There are three
+    (one without `overlap`), beside what the tiers hold: `staging_bytes`.
 
     Args:
         layers, num_blocks, block_size, device: as for `make_store`.
-        dtype: of K and V; a `Packing` holds them in few bits.
+        dtype: of K and V; a `Packing` quantizes them.
         percents: of the bytes, in (gpu, cpu, disk).
-        groups: layers that are attended in one after the other by each micro-batch in turn, in the order
-            of a forward. Where they are not all, or come in another order, nothing is read ahead.
-        scratch: room on the disk; all of it is reserved here.
-        trace: takes note of reads, writes and waits.
+        groups: layers that each micro-batch in turn attends in one after the other, in the order of a
+            forward. Layers that come in another order are not read ahead.
+        scratch: file on the disk; all of the room is reserved here.
+        trace: records reads, writes and waits.
         overlap: read ahead and write back in threads; False does both where they are waited for.
         cpu_cache_compute: attend to layers in the "cpu" tier where they are; False copies what a
             micro-batch sees to the device first. None is True on a CPU. For the disk it means nothing:
-            its windows are in the memory that attention reads.
-        top_k: attend to so many keys at most (`sparse.py`); whole windows are read nevertheless.
+            its staging buffers are the memory that attention reads.
+        top_k: attend to so many keys at most (`sparse.py`); all blocks are read nevertheless.
 
     Attributes:
         tiers: of each layer.
@@ -99,32 +108,34 @@ class TieredKVStore(KVStore):
         self.traffic = Traffic()
         self._trace = trace
         self._groups = groups
-        self._visits: Visits | None = None
+        self._schedule: PrefetchSchedule | None = None
         copied = ["cpu"] if cpu_cache_compute is False else []
-        self.shapes = {
-            i: Shape(make_store([layers[i]], 0, block_size, dtype, device))
+        self.staged = {
+            i: StagedLayer(make_store([layers[i]], 0, block_size, dtype, device))
             for i, tier in enumerate(self.tiers)
             if tier in ("disk", *copied)
         }
         self._on_disk = {
-            i: DiskLayer(shape, num_blocks, scratch)
-            for i, shape in self.shapes.items()
+            i: DiskLayer(staged, num_blocks, scratch)
+            for i, staged in self.staged.items()
             if self.tiers[i] == "disk"
         }
-        self._windows = [Window() for _ in range(WINDOWS if overlap else 1)]
-        self.device_window = Window()
-        self._workers = [Worker(f"verbatim-kv-{name}", overlap) for name in ("reader", "writer")]
+        self._buffers = [StagingBuffer() for _ in range(NUM_BUFFERS if overlap else 1)]
+        self.device_buffer = StagingBuffer()
+        self._workers = [
+            Prefetcher(f"verbatim-kv-{name}", int(overlap)) for name in ("reader", "writer")
+        ]
         self._start()
 
     @property
     def nbytes(self) -> int:
-        """K and V in all tiers, without windows."""
+        """Bytes of K and V in all tiers, without staging buffers."""
         return sum(self.bytes_by_tier().values())
 
     @property
-    def window_bytes(self) -> int:
-        """Bytes of the windows."""
-        return sum(window.nbytes for window in (*self._windows, self.device_window))
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffers."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, self.device_buffer))
 
     def bytes_by_tier(self) -> dict[str, int]:
         """K and V in each tier. Those on the disk keep their room through `release`."""
@@ -137,7 +148,7 @@ class TieredKVStore(KVStore):
         return found
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        raise AssertionError("a store over tiers is written through visited_by")
+        raise AssertionError("a store over tiers is written through stores_for")
 
     def attend(
         self,
@@ -148,17 +159,17 @@ class TieredKVStore(KVStore):
         block_tables: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        raise AssertionError("a store over tiers is attended in through visited_by")
+        raise AssertionError("a store over tiers is attended in through stores_for")
 
     @contextmanager
-    def visited_by(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
+    def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
         """Yield, for each micro-batch of a forward, the store that it writes to and attends in.
 
         Raises:
             TierFailed: something can't be read or written, at the latest when the block ends.
         """
-        self._settle()
-        views = views_of(batches, self.block_size) if self.shapes else []
+        self._cancel()
+        views = views_of(batches, self.block_size) if self.staged else []
         order = (
             (layer, part)
             for group in self._groups
@@ -167,61 +178,65 @@ class TieredKVStore(KVStore):
             if layer in self._on_disk
         )
         reader, writer = self._workers
-        visits = Visits(
+        schedule = PrefetchSchedule(
             dict.fromkeys(order),  # a layer that several units share comes once
             views,
             self._on_disk,
-            self._windows,
+            self._buffers,
             reader,
             writer,
             self.traffic,
             self._trace,
         )
-        self._visits = visits
+        self._schedule = schedule
         try:
-            visits.begin()
+            schedule.begin()
             yield [
-                _Visitor(self, part, views[part] if views else None, visits)
+                _MicroBatchStore(self, part, views[part] if views else None, schedule)
                 for part in range(len(batches))
             ]
-            visits.end()
+            schedule.end()
         finally:
-            self._settle()
+            self._cancel()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        self._settle()
+        self._cancel()
         self.memory.copy_blocks(copies)
         if not copies:
             return
-        read = stretches((i, a) for i, (a, _) in enumerate(copies))
-        write = stretches((i, b) for i, (_, b) in enumerate(copies))
+        read = extents((i, a) for i, (a, _) in enumerate(copies))
+        write = extents((i, b) for i, (_, b) in enumerate(copies))
         for layer in self._on_disk.values():  # what is copied may be overwritten by another copy
-            self.traffic.bytes_read += layer.load(self._windows[0], len(copies), read)
-            self.traffic.bytes_written += layer.save(self._windows[0], len(copies), write)
+            self.traffic.bytes_read += layer.load(self._buffers[0], len(copies), read)
+            self.traffic.bytes_written += layer.save(self._buffers[0], len(copies), write)
 
     def poison(self, blocks: list[int]) -> None:
-        self._settle()
+        self._cancel()
         self.memory.poison(blocks)
-        for window in (*self._windows, self.device_window):
-            window.poison()
+        for buffer in (*self._buffers, self.device_buffer):
+            buffer.poison()
         for layer in self._on_disk.values():
             for first in range(0, len(blocks), _POISONED):
                 some = blocks[first : first + _POISONED]
-                self._windows[0].room(layer.shape.window_bytes(len(some)))
-                self._windows[0].poison()
-                layer.save(self._windows[0], len(some), stretches(enumerate(some)))
+                self._buffers[0].room(layer.staged.buffer_bytes(len(some)))
+                self._buffers[0].poison()
+                layer.save(self._buffers[0], len(some), extents(enumerate(some)))
 
     def release(self) -> None:
         """Give the memory back and end the threads; the room on the disk stays reserved."""
-        self._settle()
+        self._cancel()
         for worker in self._workers:
             worker.stop()
-        for window in (*self._windows, self.device_window):
-            window.release()
+        for buffer in (*self._buffers, self.device_buffer):
+            buffer.release()
         self.memory.release()
+        if self.states is not None:
+            self.states.release()
 
     def allocate(self) -> None:
         self.memory.allocate()
+        if self.states is not None:
+            self.states.allocate()
         self._start()
 
     def _start(self) -> None:
@@ -229,26 +244,29 @@ class TieredKVStore(KVStore):
             if self._on_disk:
                 worker.start()
 
-    def _settle(self) -> None:
-        """Let nothing of an earlier forward, which may have broken off, be under way."""
-        if self._visits is not None:
-            self._visits.drop()
-            self._visits = None
+    def _cancel(self) -> None:
+        """Cancel what is left of an earlier forward, which may have been interrupted."""
+        if self._schedule is not None:
+            self._schedule.drop()
+            self._schedule = None
 
 
-class _Visitor(KVStore):
-    """The store as one micro-batch of one forward finds it.
+class _MicroBatchStore(KVStore):
+    """The store as one micro-batch of one forward uses it.
 
     Args:
         part: number of the micro-batch.
         view: of it; None where no layer needs one.
     """
 
-    def __init__(self, whole: TieredKVStore, part: int, view: View | None, visits: Visits) -> None:
+    def __init__(
+        self, whole: TieredKVStore, part: int, view: View | None, schedule: PrefetchSchedule
+    ) -> None:
         self.block_size, self.num_blocks = whole.block_size, whole.num_blocks
         self.dtype_name = whole.dtype_name
         self.layers = whole.layers
-        self._whole, self._part, self._view, self._visits = whole, part, view, visits
+        self.states = whole.states
+        self._whole, self._part, self._view, self._schedule = whole, part, view, schedule
         self._taken: KVStore | None = None
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -257,7 +275,7 @@ class _Visitor(KVStore):
             whole.memory.write(whole.place[layer], k, v, slots)
             return
         assert self._view is not None
-        self._taken = self._visits.take(layer, self._part)
+        self._taken = self._schedule.take(layer, self._part)
         self._taken.write(0, k, v, self._view.slots)
 
     def attend(
@@ -275,17 +293,17 @@ class _Visitor(KVStore):
             assert self._taken is not None and view is not None
             store, self._taken = self._taken, None
             out = self._attend(store, 0, layer, q, *batch, view.batch.block_tables, options)
-            self._visits.finish()
+            self._schedule.finish()
             return out
         place = whole.place[layer]
-        if layer not in whole.shapes:
+        if layer not in whole.staged:
             return self._attend(whole.memory, place, layer, q, *batch, block_tables, options)
         assert view is not None
-        window = whole.shapes[layer].look(whole.device_window, len(view.blocks))
-        for own, held in zip(window.layers[0], whole.memory.layers[place], strict=True):
+        staged = whole.staged[layer].attach(whole.device_buffer, len(view.blocks))
+        for own, held in zip(staged.layers[0], whole.memory.layers[place], strict=True):
             torch.index_select(held, 0, view.blocks, out=own)
-        out = self._attend(window, 0, layer, q, *batch, view.batch.block_tables, options)
-        whole.shapes[layer].look_away()
+        out = self._attend(staged, 0, layer, q, *batch, view.batch.block_tables, options)
+        whole.staged[layer].detach()
         return out
 
     def _attend(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,14 +19,17 @@ from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.products import linear
 from verbatim.params import SamplingParams
 from verbatim.placement.offload.scratch import Scratch
+from verbatim.placement.offload.stream import Stream, lay_out
+from verbatim.placement.offload.trace import Trace
 from verbatim.sampling.sampler import sample_rows
-from verbatim.weights.files import CHUNK, PAGE, File, bytes_of, pages, up
+from verbatim.weights.files import CHUNK, PAGE, DirectFile, bytes_of, pages
 from verbatim.weights.lazy import Stored
 
 ROWS = (1, 8, 64, 512)  # for which products are measured
 _MOST_READ = 256_000_000  # bytes
 _READ_S = 0.3
-_STRETCHES = 3  # in which reading is measured
+_PARTS = 3  # in which reading is measured
+_RING = 4  # chunks
 _WRITTEN = 64_000_000  # bytes
 _WEIGHTS = 64_000_000  # bytes; more than a cache holds
 
@@ -157,81 +160,50 @@ def _usual(function: Callable[[], object], times: int = 3) -> float:
 
 
 def _reading(tensors: Sequence[Stored]) -> tuple[float, float, float]:
-    """bytes/s of two threads that read chunks, their processor time for a byte, seconds for a page alone."""
-    jobs: list[_Job] = []
-    total = 0
+    """Return bytes/s of the prefetcher's reads, their processor time per byte, and seconds to read a page."""
+    chunks: list[Stored] = []
     for path in sorted({stored.path for stored in tensors}):
         own = [stored for stored in tensors if stored.path == path]
         begin = min(stored.offset for stored in own) // PAGE * PAGE
         end = max(stored.offset + stored.nbytes for stored in own)
         for at in range(begin, end, CHUNK):
-            if total < _MOST_READ:
-                jobs.append(_Job(path, at, up(min(CHUNK, end - at)), min(CHUNK, end - at)))
-                total += jobs[-1].needed
-    if not jobs:
+            nbytes = min(CHUNK, end - at)
+            chunks.append(Stored("chunk", path, at, nbytes, torch.uint8, (nbytes,)))
+    chunks = chunks[: _MOST_READ // CHUNK]
+    if not chunks:
         return NOMINAL.read_rate, 0.0, NOMINAL.row_s
-    files = {path: File(path) for path in {job.path for job in jobs}}
-    views = [bytes_of(pages(CHUNK).fill_(1)) for _ in range(2)]  # memory that is there already
+    # Interference only slows reading down, so the fastest part is closest to the disk's rate.
+    rate, cpu_s = max(_read_ahead(chunks[i::_PARTS]) for i in range(_PARTS) if chunks[i::_PARTS])
+    some = [chunks[i * (len(chunks) - 1) // 7] for i in range(8)]
+    view = bytes_of(pages(PAGE).fill_(1))
+    with ExitStack() as files:
+        opened = {path: DirectFile(path) for path in {chunk.path for chunk in some}}
+        for file in opened.values():
+            files.callback(file.close)
+
+        def read_pages() -> None:
+            for chunk in some:
+                opened[chunk.path].read(view, chunk.offset, min(PAGE, chunk.nbytes))
+
+        row_s = _usual(read_pages, 2) / len(some)
+    return rate, cpu_s, row_s + 2e-5
+
+
+def _read_ahead(chunks: list[Stored]) -> tuple[float, float]:
+    """Return bytes/s of a stream of these chunks, and processor time per byte."""
+    layouts = [lay_out(chunk.name, [chunk]) for chunk in chunks]
+    stream = Stream(layouts, _RING * CHUNK, 2, Trace())
     try:
-        # Interference only slows reading down, so the fastest stretch tells most.
-        stretches = [jobs[i::_STRETCHES] for i in range(_STRETCHES)]
-        rates = [_read_all(files, own, views) for own in stretches if own]
-        rate, busy = max(rates)
-        some = [jobs[i * (len(jobs) - 1) // 7] for i in range(8)]
-        row_s = _usual(
-            lambda: [
-                files[job.path].read(views[0][:PAGE], job.at, min(PAGE, job.needed)) for job in some
-            ],
-            2,
-        ) / len(some)
+        start, cpu = perf_counter(), process_time()
+        for index in range(len(layouts)):
+            stream.take(index)
+            stream.give_back()
+            if perf_counter() - start > _READ_S / _PARTS:
+                break
+        seconds = perf_counter() - start
+        return stream.bytes_read / seconds, (process_time() - cpu) / max(1, stream.bytes_read)
     finally:
-        for file in files.values():
-            file.close()
-    return rate, busy, row_s + 2e-5
-
-
-class _Job(NamedTuple):
-    """A chunk to read."""
-
-    path: Path
-    at: int
-    nbytes: int
-    needed: int
-
-
-def _read_all(
-    files: dict[Path, File], jobs: list[_Job], views: list[memoryview]
-) -> tuple[float, float]:
-    """bytes/s of one thread for each of `views`, and their processor time for a byte."""
-    left, lock, done = list(jobs[::-1]), threading.Lock(), [0]
-    errors: list[BaseException] = []
-    start, busy = perf_counter(), process_time()
-
-    def read(view: memoryview) -> None:
-        try:
-            while perf_counter() - start < _READ_S / _STRETCHES:
-                with lock:
-                    if not left:
-                        return
-                    job = left.pop()
-                count = files[job.path].read(view[: job.nbytes], job.at, job.needed)
-                with lock:
-                    done[0] += count
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=read, args=[view], name=f"verbatim-measure-{i}")
-        for i, view in enumerate(views)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = perf_counter() - start
-    if errors:
-        raise errors[0]
-    return done[0] / seconds, (process_time() - busy) / max(1, done[0])
+        stream.close()
 
 
 def _writing(folder: Path) -> float | None:

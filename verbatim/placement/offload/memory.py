@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import ceil
 
 from verbatim.placement.offload.choice import Percents
+from verbatim.placement.offload.kv_disk import NUM_BUFFERS
 from verbatim.placement.offload.shape import ModelShape
-from verbatim.placement.offload.visits import WINDOWS
 
 READERS = 2  # prefetch threads
-_ROOM_TO_GROW = 1.25  # of a window of K and V
+_ROOM_TO_GROW = 1.25  # of a staging buffer for K and V
 _PROMPT_ROWS = 16  # of logits for prompt log-probs that a forward may have at least
 _MOST_PROMPT_ROWS = 256
 
@@ -67,12 +67,12 @@ def logits_bytes(shape: ModelShape, rows: int) -> int:
     return rows * shape.vocab * (2 * shape.itemsize + 2 * 4)
 
 
-def window_bytes(shape: ModelShape, widths: Widths, kv: Percents) -> int:
+def kv_buffer_bytes(shape: ModelShape, widths: Widths, kv: Percents) -> int:
     """Return the bytes of staging buffers for K and V, for sequences as long as the workload's."""
     if not kv[2]:
         return 0
     a_layer = ceil(shape.kv_bytes_per_token / shape.layers)
-    return int(WINDOWS * _ROOM_TO_GROW * widths.batch_size * widths.context * a_layer)
+    return int(NUM_BUFFERS * _ROOM_TO_GROW * widths.batch_size * widths.context * a_layer)
 
 
 def prompt_rows(shape: ModelShape, budget: int | None) -> int:
@@ -125,6 +125,6 @@ def fixed_bytes(
         "unpacked weights": max((shape.made(unit, tiers) for unit in shape.units), default=0),
         "computation": working_bytes(shape, rows),
         "logits": logits_bytes(shape, widths.sequences + prompt_rows(shape, budget)),
-        "windows": window_bytes(shape, widths, kv),
+        "K and V buffers": kv_buffer_bytes(shape, widths, kv),
         "slack": slack_bytes(budget),
     }

@@ -11,6 +11,7 @@ import torch
 
 from verbatim.errors import InvalidRequest, OutOfBlocks, UnsupportedModel
 from verbatim.heap import Heap
+from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
@@ -20,7 +21,6 @@ from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.packing import choose_packings
-from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression, choose
 from verbatim.placement.offload.forecast import forecast
@@ -29,7 +29,7 @@ from verbatim.placement.offload.kv import TieredKVStore
 from verbatim.placement.offload.memory import READERS
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.runner import Micro, Offloaded
-from verbatim.placement.offload.schedule import BlockSchedule, install_gates
+from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates, install_gates
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.shape import ModelShape
 from verbatim.placement.offload.trace import Trace
@@ -45,13 +45,13 @@ def open_offloaded(
     limit: int | None,
     draft: Mtp | EarlyExit | None,
 ) -> Placed:
-    """Open a model whose weights, K and V are read from memory and disk as the plan has it.
+    """Open a model with weights, K and V in the tiers of a plan.
 
     Args:
         limit: tokens of one sequence at most.
 
     Raises:
-        OutOfBlocks, NotSupported: the budgets don't hold what they must.
+        OutOfBlocks, NotSupported: the budgets are too small.
         TierFailed: a file can't be read.
     """
     units, compression = units_of(loaded, offload, options)
@@ -78,8 +78,12 @@ def open_offloaded(
             units.join_experts()
         for slot in units.slots:
             slot.in_place = slot.tier != "disk"
+        original = loaded.module.state_dict(keep_vars=True)
+        packed: Scratch | None = None
         if compression is not None:
-            compression.pack(units, loaded.module, scratch)
+            packed = Scratch(offload.disk, offload.disk_limit)
+            undo.callback(packed.close)
+            compression.pack(units, loaded.module, packed)
             heap.tidy()
         readers = READERS if offload.overlap else 0
         weights = Weights(
@@ -87,15 +91,16 @@ def open_offloaded(
             plan.ring_bytes,
             readers,
             trace,
-            scratch,
+            packed,
             heap.tidy,
             expected.shape.held_experts(plan.tiers),
         )
         undo.callback(weights.close)
+        scratch.reserved_elsewhere = weights.disk_bytes
         away = HiddenStates(loaded.module, plan.activations, scratch, trace)
         moved = away if plan.activations[2] else None
         schedule = BlockSchedule(weights, moved, trace)
-        decoder = _look(loaded, weights, Micro(plan, schedule))
+        decoder = _inspect(loaded, weights, Micro(plan, schedule))
         heap.tidy()
         options = replace(
             options,
@@ -124,6 +129,7 @@ def open_offloaded(
             compression=compression,
             draft_layers=layers,
         )
+        runner.original = original
         undo.pop_all()
     return Placed(runner, options)
 
@@ -150,13 +156,13 @@ def _without(offload: Offload, reserved: int) -> Offload:
     return offload
 
 
-def _look(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
-    """The decoder, whose one look at the model tells in which order its units come."""
+def _inspect(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
+    """Return the decoder; its inspection of the model records the order of the units."""
     install_gates(weights)
     with weights.learning():
         decoder = Decoder(loaded.module, order=order, fused=False)  # weights move
     if weights.experts is not None:
-        weights.experts.wait_s = 0.0  # the look is no forward of the schedule
+        weights.experts.wait_s = 0.0  # of the inspection
     if not decoder.anatomy.finite:
         raise UnsupportedModel(
             f"placement=Offload: {type(loaded.module).__name__} gives logits that are not numbers: its "
@@ -180,7 +186,9 @@ def _store(
     beside = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
     beside += layers.bytes_per_token(dtype)
     blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + beside, limit)
-    return TieredKVStore(
+    state_bytes = sum(state.nbytes for state in anatomy.states)
+    num_states = max(3, plan.state_bytes // max(1, state_bytes))
+    store = TieredKVStore(
         anatomy.layers,
         blocks,
         options.block_size,
@@ -194,6 +202,8 @@ def _store(
         cpu_cache_compute=offload.cpu_cache_compute,
         top_k=offload.attention_top_k,
     )
+    store.states = open_states(anatomy.states, num_states)
+    return store
 
 
 def units_of(
@@ -202,7 +212,7 @@ def units_of(
     """Return the units that are lent in one piece, and their quantization.
 
     Raises:
-        NotSupported: nothing can be in few bits, or activations can't.
+        NotSupported: nothing can be quantized, or activations can't.
     """
     assert loaded.lazy_weights is not None
     units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
@@ -214,7 +224,7 @@ def units_of(
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:
-    """The layers of the KV store that each unit attends in, unit by unit, in the order of a forward."""
+    """Return the layers of the KV store that each unit attends in, in the order of a forward."""
     groups = []
     for unit in units.order:
         own = {id(module) for module in unit.module.modules()}

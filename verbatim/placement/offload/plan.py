@@ -1,4 +1,4 @@
-"""`Plan`: where the parts of an offloaded model lie, and how much computes at once."""
+"""`Plan`: the tiers of an offloaded model's parts, and its batch sizes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class Plan:
     def block_size(self) -> int:
         """Sequences that run at once."""
         return self.batch_size * self.micro_batches
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent states."""
+        return self.memory.get("recurrent states", 0)
 
     @property
     def memory_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The planner: where the parts of an offloaded model lie, and how much computes at once."""
+"""The planner: chooses the tiers of an offloaded model's parts, and its batch sizes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PlannerInputs:
         a quarter of the budget.
         """
         if self.options.kv_bytes is not None:
-            return self.options.kv_bytes
+            return self.options.kv_bytes - self.state_bytes(sequences)
         block = self.options.block_size
         block_bytes = block * self.shape.kv_bytes_per_token
         blocks = sequences * -(-self.context // block) + 1
@@ -83,6 +83,13 @@ class PlannerInputs:
             longest = -(-self.limit // block) + 1
             blocks = max(blocks, min(longest, self.budget // 4 // max(1, block_bytes)))
         return min(blocks, max(2, self.max_kv_bytes // max(1, block_bytes))) * block_bytes
+
+    def state_bytes(self, sequences: int) -> int:
+        """Return the bytes of recurrent states: two of each sequence, one of a cached prefix, and zeros."""
+        one = self.shape.state_bytes
+        if one and self.options.kv_bytes is not None:
+            return self.options.num_states(one) * one
+        return (1 + 3 * sequences) * one
 
     def within(self, budget: int) -> PlannerInputs:
         """Return a copy with another budget, in the same proportion of gpu and cpu."""
@@ -396,6 +403,7 @@ def _assign(
     waiting = memory.waiting_bytes(shape, widths.max_batch_tokens)
     activations = given.activations or activations
     fixed = memory.fixed_bytes(shape, tuple(tiers), widths, kv, inputs.budget, roomy=roomy)
+    fixed["recurrent states"] = inputs.state_bytes(widths.sequences)
     room = UNLIMITED if inputs.gpu else 0
     if inputs.two_budgets:
         room = max(0, inputs.gpu - sum(fixed.values()))
@@ -414,19 +422,19 @@ def _assign(
     if given.activations is None and activations[0] and waiting > room:
         activations = (0.0, 100.0, 0.0)
     in_memory = sum(_kv_in_memory(shape, kv, kv_bytes))
-    settled = tuple(tiers)
+    assigned = tuple(tiers)
     taken = {
         "weights": 0,
         "K and V": in_memory,
         "activations": int(waiting * (activations[0] + activations[1]) / 100),
         **fixed,
-        **memory.weight_bytes(shape, settled),
+        **memory.weight_bytes(shape, assigned),
     }
     return Plan(
-        weights=given.weights or _percents(shape, settled),
+        weights=given.weights or _percents(shape, assigned),
         kv=kv,
         activations=activations,
-        tiers=settled,
+        tiers=assigned,
         ring_bytes=fixed["ring"],
         kv_bytes=kv_bytes,
         kv_block=inputs.options.block_size,
@@ -546,11 +554,11 @@ def _use_rest(inputs: PlannerInputs, plan: Plan) -> Plan:
             grown = min(grown, inputs.max_kv_bytes)
         kv_bytes = max(kv_bytes, min(grown, useful))
         taken["K and V"] = kv_bytes
-    settled = tuple(tiers)
+    assigned = tuple(tiers)
     return replace(
         plan,
-        tiers=settled,
-        weights=inputs.offload.weights or _percents(shape, settled),
+        tiers=assigned,
+        weights=inputs.offload.weights or _percents(shape, assigned),
         kv_bytes=kv_bytes,
         memory={kind: nbytes for kind, nbytes in taken.items() if nbytes},
     )
@@ -569,23 +577,23 @@ def _refuse(inputs: PlannerInputs) -> None:
         "micro_batches": given.micro_batches,
         "max_batch_tokens": None if options.default_batch_tokens else options.max_batch_tokens,
     }
-    said = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-    said = f"with {said}, " if said else ""
+    choices = ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+    choices = f"with {choices}, " if choices else ""
     unlimited_disk = replace(inputs, disk=UNLIMITED)
     if _smallest(unlimited_disk) is not None:
         raise TierFailed(
-            f"placement=Offload: {said}the disk tier is too small: {given.disk or 'the temporary folder'} "
+            f"placement=Offload: {choices}the disk tier is too small: {given.disk or 'the temporary folder'} "
             f"has room for {inputs.disk} bytes (disk_limit={given.disk_limit})"
         )
     budgets = f"gpu={given.gpu} and cpu={given.cpu} allow for {inputs.budget}"
     enough = _enough(unlimited_disk)
     if enough is None:
-        raise InvalidRequest(f"placement=Offload: {said}no plan holds all; {budgets}")
+        raise InvalidRequest(f"placement=Offload: {choices}no plan holds all; {budgets}")
     needs = f"{enough.budget} bytes are needed ({_kinds(enough)})"
     if inputs.two_budgets:
         needs += ", in the proportion of gpu and cpu"
-    if said:
-        raise InvalidRequest(f"placement=Offload: {said}at least {needs}; {budgets}")
+    if choices:
+        raise InvalidRequest(f"placement=Offload: {choices}at least {needs}; {budgets}")
     raise OutOfBlocks(f"placement=Offload: at least {needs}; {budgets}")
 
 

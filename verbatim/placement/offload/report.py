@@ -1,4 +1,4 @@
-"""A plan and its prediction in words, and beside what then happened."""
+"""A plan and its prediction as text, also compared with measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def amount(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them: "350 ms"."""
+    """Format seconds, such as "350 ms"."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -38,7 +38,7 @@ def shares(percents: Percents) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of words in columns; the first column to the left, the others to the right."""
+    """Format rows of cells in columns; the first one aligned left, the others right."""
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -56,48 +56,48 @@ def sentences(
     workload: tuple[int, int],
 ) -> tuple[str, ...]:
     """Explain a plan in sentences."""
-    step, said = prediction.decode, []
+    step, text = prediction.decode, []
     if offload.gpu is None and offload.cpu is None and plan.budget is not None:
-        said.append(
+        text.append(
             f"No budget was given, so it is 60% of the memory that is available, {amount(plan.budget)}."
         )
     if step.weight_bytes:
         experts = plan.memory.get("experts", 0)
         of_them = f", and {amount(experts)} hold the experts used most" if experts else ""
-        said.append(
+        text.append(
             f"Of {amount(shape.nbytes)} of weights, {amount(plan.memory.get('weights', 0))} stay in "
             f"memory{of_them}; {amount(step.weight_bytes)} are read in each step, once for all "
             f"{plan.block_size} sequences."
         )
     else:
-        said.append("All weights that a step reads as a whole stay in memory.")
+        text.append("All weights that a step reads as a whole stay in memory.")
     if plan.kv[2]:
-        said.append(
+        text.append(
             f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens take "
-            f"{amount(plan.kv_bytes)}; {plan.kv[2]:.3g}% of their layers lie on the disk, since more "
+            f"{amount(plan.kv_bytes)}; {plan.kv[2]:.3g}% of their layers are on the disk, since more "
             "sequences that share each reading are worth more than that costs."
             if offload.kv is None
-            else f"{plan.kv[2]:.3g}% of the layers of K and V lie on the disk, as asked for."
+            else f"{plan.kv[2]:.3g}% of the layers of K and V are on the disk, as asked for."
         )
     else:
-        said.append(
+        text.append(
             f"K and V of {prediction.sequences} sequences of {sum(workload)} tokens fit into memory, which "
             f"holds {amount(plan.kv_bytes)} of them."
         )
     how = "both at the same time" if plan.overlap else "one after the other"
-    said.append(
+    text.append(
         f"A step of {prediction.sequences} tokens takes {duration(step.io_s)} of the disk and "
         f"{duration(step.compute_s)} of the processor, {how}; it is limited by {prediction.limit}."
     )
-    said.append(
+    text.append(
         f"Prompts go through in forwards of {plan.max_batch_tokens} rows, in micro-batches of "
         f"{plan.micro_tokens}, which bounds what a layer takes while it computes."
     )
-    return tuple(said)
+    return tuple(text)
 
 
 def plan_rows(plan: Plan, prediction: Prediction) -> list[Row]:
-    """The plan and what is expected of it, name and value."""
+    """Return names and values of a plan and its prediction."""
     step = prediction.decode
     in_memory = [(f"  {kind}", amount(nbytes)) for kind, nbytes in plan.memory.items()]
     budget = "as much as it takes" if plan.budget is None else f"of {amount(plan.budget)}"
@@ -122,7 +122,7 @@ def plan_rows(plan: Plan, prediction: Prediction) -> list[Row]:
 
 
 def plan_text(plan: Plan, prediction: Prediction) -> str:
-    """The plan, the prediction and the reasons, for a terminal."""
+    """Format the plan, the prediction and the reasons for a terminal."""
     rows = plan_rows(plan, prediction)
     width = max(len(row[0]) for row in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
@@ -130,7 +130,7 @@ def plan_text(plan: Plan, prediction: Prediction) -> str:
 
 
 def plan_line(plan: Plan, prediction: Prediction) -> str:
-    """The plan in one line."""
+    """Format the plan in one line."""
     return (
         f"offload: weights {shares(plan.weights)}; K and V {shares(plan.kv)}; {plan.block_size} sequences "
         f"at once; {amount(plan.memory_bytes)} of memory; {prediction.tokens_per_s:.3g} tokens/s predicted, "
@@ -142,23 +142,23 @@ _UNITS: Mapping[str, Any] = {"bytes": amount, "s": duration, "per_s": "{:.3g}".f
 
 
 def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
-    """Predicted against actual, as one table.
+    """Format predictions beside measurements, as one table.
 
     Args:
         facts: as `Offloaded.stats` has them: name to {"predicted", "actual"}; the end of a name is its unit.
     """
     rows: list[Row] = [("", "predicted", "actual", "actual/predicted")]
     for name, both in facts.items():
-        words = name.split("_")
-        kind = "per_s" if words[-2:] == ["per", "s"] else words[-1]
+        parts = name.split("_")
+        kind = "per_s" if parts[-2:] == ["per", "s"] else parts[-1]
         show = _UNITS.get(kind, "{:.3g}".format)
-        if kind == "per_s" and words[0] == "read":
+        if kind == "per_s" and parts[0] == "read":
             show = lambda value: f"{amount(value)}/s"  # noqa: E731
         predicted, actual = both["predicted"], both["actual"]
         ratio = "" if not predicted or actual is None else f"{actual / predicted:.2f}"
         rows.append(
             (
-                _spoken(name),
+                _label(name),
                 "" if predicted is None else show(predicted),
                 "" if actual is None else show(actual),
                 ratio,
@@ -167,8 +167,8 @@ def compared(facts: Mapping[str, Mapping[str, float | None]]) -> str:
     return table(rows)
 
 
-def _spoken(name: str) -> str:
-    for end, said in (("_per_s", "/s"), ("_bytes", ""), ("_s", "")):
+def _label(name: str) -> str:
+    for end, unit in (("_per_s", "/s"), ("_bytes", ""), ("_s", "")):
         if name.endswith(end):
-            return name.removesuffix(end).replace("_", " ") + said
+            return name.removesuffix(end).replace("_", " ") + unit
     return name.replace("_", " ")

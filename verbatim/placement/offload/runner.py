@@ -1,4 +1,4 @@
-"""The model over three tiers."""
+"""An offloaded model: weights, K and V in three tiers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from verbatim.batch import Batch, Draws, SamplePlan
-from verbatim.errors import NotSupported
+from verbatim.errors import TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
 from verbatim.model.context import Pass
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
-from verbatim.placement.offload.activations import HiddenStates
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression
 from verbatim.placement.offload.cut import cut
 from verbatim.placement.offload.forecast import Forecast, Measured
 from verbatim.placement.offload.kv import TieredKVStore
+from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.plan import Plan
 from verbatim.placement.offload.report import plan_line
-from verbatim.placement.offload.schedule import BlockSchedule
+from verbatim.placement.offload.schedule import BlockSchedule, HiddenStates
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot
-from verbatim.placement.offload.visits import Traffic
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.resident import Resident
 from verbatim.protocols import Forward
+from verbatim.shield import Shield
+from verbatim.weights.update import NewWeights, overwrite
 
 _DRAWING = 28  # bytes a logit where much is asked for: copies in float32 and what sorting takes
 
@@ -60,11 +61,11 @@ class Micro:
 
 
 class Offloaded(Resident):
-    """A `Resident` with parameters, K and V and activations that are read when they are needed.
+    """A `Resident` with parameters, K and V and activations that are read on demand.
 
     Args:
-        decoder: with the order of work above.
-        weights: what it lends its units.
+        decoder: runs in the order of a `Micro`.
+        weights: provides the parameters of its units.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Offloaded(Resident):
         self._measured = Measured()
         self.weights, self.schedule, self.trace = weights, schedule, trace
         self.scratch = scratch
+        self._shield = Shield()  # Ctrl-C waits until all weights are written
         self.compression = compression
-        # For whoever forgets to close it; what it holds on to must not lead back here.
+        # Runs if it is never closed; its arguments must not refer to this object.
         self._let_go = weakref.finalize(self, _let_go, os.getpid(), weights, store, scratch)
 
     def info(self) -> dict[str, Any]:
@@ -109,6 +111,8 @@ class Offloaded(Resident):
         }
 
     def forward(self, batch: Batch) -> Forward:
+        if self.weights.is_mixed:
+            raise TierFailed("an update of the weights went wrong; call update_weights again")
         self.weights.check_files()
         before, begin = self.timings().compute_s, perf_counter()
         read = self.weights.bytes_read
@@ -132,18 +136,18 @@ class Offloaded(Resident):
         return draws
 
     def _rows_at_once(self, rows: int) -> int:
-        """Rows that are drawn together: a row's draw is its own, and so is the memory that it takes."""
+        """Return how many rows to draw at once, within the memory for logits."""
         room = None if self.plan.budget is None else self.plan.memory.get("logits")
         if room is None:
             return max(1, rows)
         return max(1, room // (_DRAWING * self.vocab_size))
 
     def stats(self) -> dict[str, Any]:
-        """Under "offload", what was predicted beside what happened: see `report.compared`."""
+        """Return predictions beside measurements under "offload": see `report.compared`."""
         return {"offload": self._measured.beside(self.forecast, self._peaks())}
 
     def _peaks(self) -> dict[str, int]:
-        """Bytes in memory by kind."""
+        """Return the bytes in memory by kind."""
         in_place = sum(slot.tier_bytes for slot in self.weights.units.slots if slot.tier != "disk")
         experts = self.weights.experts
         kv = self.store.bytes_by_tier()
@@ -153,7 +157,7 @@ class Offloaded(Resident):
             "expert buffers": 0 if experts is None else experts.buffer_bytes,
             "ring": self.weights.stream.capacity,
             "K and V": kv["gpu"] + kv["cpu"],
-            "windows": self.store.window_bytes,
+            "K and V buffers": self.store.staging_bytes,
         }
 
     def timings(self) -> Timings:
@@ -172,18 +176,63 @@ class Offloaded(Resident):
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
-        raise NotSupported(
-            "placement=Offload: the weights are read from their files again and again, so they can't "
-            "be updated in memory"
-        )
+        if self.weights.is_asleep:
+            raise VerbatimError("the weights are asleep; call wake() before they are updated")
+        assert self.original is not None
+        new = NewWeights(self.original, tensors, check_finite=check_finite)
+        overlay = self._overlay()
+        try:
+            parameters = {
+                target: new.tensors[name]
+                for name, target in self.original.items()
+                if isinstance(target, nn.Parameter)
+            }
+            write_weights, squares = self.weights.prepare(parameters, overlay)
+        except BaseException:
+            overlay.close()
+            raise
+        buffers = [
+            (target, new.tensors[name])
+            for name, target in self.original.items()
+            if not isinstance(target, nn.Parameter)
+        ]
+
+        def write() -> None:
+            with self._shield.up():
+                write_weights()
+                overwrite(buffers)
+            self.scratch.reserved_elsewhere = self.weights.disk_bytes
+            if self.compression is not None:
+                self.compression.squares |= squares
+            self.decoder.weights_moved()
+
+        return write
+
+    def _overlay(self) -> Scratch:
+        """Open a file for weights that differ from the checkpoint's."""
+        overlay = Scratch(self.offload.disk, self.offload.disk_limit)
+        overlay.reserved_elsewhere = self.scratch.nbytes + self.weights.disk_bytes
+        return overlay
 
     def stamp(self) -> object:
         return None  # parameters change all the time, and never their numbers
 
     def sleep(self, weights: bool) -> None:
         if weights:
-            raise NotSupported("sleep(weights=True): placement=Offload; close the LLM instead")
+            asleep = self._overlay()
+            try:
+                self.weights.release(asleep)
+            except BaseException:
+                asleep.close()
+                raise
+            self.decoder.weights_moved()
         super().sleep(False)
+
+    def wake(self) -> None:
+        if self.weights.is_asleep:
+            self.weights.allocate()
+            self.decoder.weights_moved()
+        super().wake()
 
     def close(self) -> None:
         with ExitStack() as last_first:
@@ -194,7 +243,7 @@ class Offloaded(Resident):
 
 
 def _some(plan: SamplePlan, first: int, end: int) -> SamplePlan:
-    """Some of the rows."""
+    """Return the plan of some of the rows."""
     where = plan.logits_rows or range(len(plan.rows))
     return SamplePlan(plan.rows[first:end], list(where[first:end]))
 
@@ -208,7 +257,7 @@ def _tiers_of(slots: list[Slot]) -> dict[str, int]:
 
 
 def _let_go(process: int, weights: Weights, store: TieredKVStore, scratch: Scratch) -> None:
-    """End threads, free memory, give room on the disk back. A fork has none of these threads."""
+    """End threads, free memory and disk space. A fork has none of these threads."""
     if os.getpid() == process:
         with ExitStack() as last_first:
             last_first.callback(scratch.close)

@@ -8,36 +8,32 @@ before every unit.
 from __future__ import annotations
 
 import contextvars
+import ctypes
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
+from weakref import ref
 
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor, UntypedStorage, nn
 
 from verbatim.model.context import Pass, activate
+from verbatim.placement.offload.choice import Percents
+from verbatim.placement.offload.kv import deal
+from verbatim.placement.offload.kv_disk import Traffic
+from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Unit, forward_of
 from verbatim.placement.offload.weights import Weights
-
-
-class Activations(Protocol):
-    """A store of hidden states of micro-batches while others compute."""
-
-    def send(self, part: Part) -> None:
-        """Take the hidden states of a part away; it stands before a unit."""
-        ...
-
-    def bring(self, part: Part) -> None:
-        """Put them back."""
-        ...
+from verbatim.weights.files import up
 
 
 class Part:
-    """One micro-batch on its way through the module.
+    """The suspended forward of one micro-batch.
 
     Attributes:
-        unit: it stands before this one; None once it has come through.
-        inputs: what the unit is about to be called with.
+        unit: the one that runs next; None when the forward is done.
+        inputs: the arguments of that unit.
         output: what its forward returned.
     """
 
@@ -53,22 +49,22 @@ class Part:
         self._greenlet.gr_context = contextvars.copy_context()
 
     def go(self) -> None:
-        """Through the unit, if it stands before one, and on to the next."""
+        """Run the next unit, and stop before the one after it."""
         with activate(self._walk):
             self._greenlet.switch()
 
     def stop_before(self, unit: Unit, inputs: tuple[Any, ...]) -> None:
-        """Called from within: let the others come here first."""
+        """Suspend the forward before `unit`; called from within it."""
         self.unit, self.inputs = unit, inputs
         self._greenlet.parent.switch()
         self.inputs = ()
 
     def end(self) -> None:
-        """Unwind a forward that will not go on, and let go of what it made."""
+        """Unwind an unfinished forward, and drop its output."""
         if self._greenlet:
             with activate(self._walk):
                 self._greenlet.throw(GreenletExit)
-        # It knows this part. Left to the garbage collector, logits of many steps would pile up.
+        # The greenlet refers to this part: left to the garbage collector, logits of many steps would pile up.
         self._greenlet.part = None
         self.output = None
 
@@ -81,19 +77,129 @@ class _Walker(greenlet):  # type: ignore[misc]
     part: Part | None
 
 
+class HiddenStates:
+    """Keeps the hidden states of waiting micro-batches in their tiers; those on the disk take no memory.
+
+    What is moved is the hidden state that a part's next unit is called with: its storage is emptied and
+    filled again, so all references in the suspended forward stay valid. Everything else that a forward holds
+    (positions, masks, what was computed once for all layers) stays.
+
+    Tensors of the module, tensors that can't be emptied and those that two parts share stay, too. "gpu" and
+    "cpu" are both RAM, so nothing is moved there. Nothing is read ahead: hidden states are small beside the
+    weights of a layer.
+
+    Args:
+        module: has the parameters and buffers that must not be moved.
+        percents: of the micro-batches, in (gpu, cpu, disk).
+        scratch: room on the disk.
+        trace: records reads and writes.
+
+    Attributes:
+        traffic: of the disk tier; all waiting is between layers.
+    """
+
+    def __init__(
+        self, module: nn.Module, percents: Percents, scratch: Scratch, trace: Trace
+    ) -> None:
+        self.traffic = Traffic()
+        self._module, self._percents = module, percents
+        self._scratch, self._trace = scratch, trace
+        self._rooms: dict[int, tuple[int, int]] = {}  # of each part's number: where, bytes
+        # By number, until the next forward: parts of one that broke off are never brought back.
+        self._away: dict[int, tuple[ref[Part], UntypedStorage, int]] = {}
+        self._tiers: list[str] = []
+        self._before: Unit | None = None
+        self._owned: set[int] = set()
+
+    def send(self, part: Part) -> None:
+        """Write the hidden state of a part to its tier and free its memory.
+
+        Raises:
+            TierFailed: it can't be written, or there is no room.
+        """
+        if self._tier(part.number) != "disk":
+            return
+        storage = self._storage_of(part)
+        if storage is None:
+            return
+        begin, nbytes = perf_counter(), storage.nbytes()
+        self._scratch.write_from([_memory(storage)], self._room(part.number, nbytes))
+        self._away[part.number] = ref(part), storage, nbytes
+        storage.resize_(0)
+        self.traffic.bytes_written += nbytes
+        self.traffic.store_s += perf_counter() - begin
+        self._trace.add("write", f"hidden #{part.number}", begin, perf_counter())
+
+    def bring(self, part: Part) -> None:
+        """Read it back, if it was moved.
+
+        Raises:
+            TierFailed: it can't be read.
+        """
+        if part.number not in self._away:
+            return
+        owner, storage, nbytes = self._away[part.number]
+        if owner() is not part:
+            return
+        begin = perf_counter()
+        storage.resize_(nbytes)
+        self._scratch.read_into([_memory(storage)], self._rooms[part.number][0])
+        del self._away[part.number]
+        self.traffic.bytes_read += nbytes
+        self.traffic.load_s += perf_counter() - begin
+        self._trace.add("read", f"hidden #{part.number}", begin, perf_counter())
+
+    def _tier(self, number: int) -> str:
+        if number >= len(self._tiers):
+            self._tiers = deal([1] * (number + 1), self._percents)
+        return self._tiers[number]
+
+    def _room(self, number: int, nbytes: int) -> int:
+        at, has = self._rooms.get(number, (0, 0))
+        if has < nbytes:
+            has = up(nbytes + nbytes // 4)
+            at = self._scratch.reserve(has)
+            self._rooms[number] = at, has
+        return at
+
+    def _storage_of(self, part: Part) -> UntypedStorage | None:
+        args, kwargs = part.inputs
+        hidden: Any = args[0] if args else kwargs.get("hidden_states")
+        if type(hidden) is not Tensor or not hidden.is_floating_point() or not hidden.numel():
+            return None
+        storage = hidden.untyped_storage()
+        if not storage.resizable() or storage._cdata in self._kept(part.unit):
+            return None
+        shared = any(storage._cdata == other._cdata for _, other, _ in self._away.values())
+        return None if shared else storage
+
+    def _kept(self, unit: Unit | None) -> set[int]:
+        """Return the storages of the module, while parts wait before `unit`."""
+        if unit is not self._before or not self._owned:
+            tensors = (*self._module.parameters(), *self._module.buffers())
+            self._before, self._owned = unit, {t.untyped_storage()._cdata for t in tensors}
+        return self._owned
+
+
+def _memory(storage: UntypedStorage) -> memoryview:
+    # A tensor over the storage could have the wrong inference mode.
+    array = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(array).cast("B")
+
+
 class BlockSchedule:
     """Runs the micro-batches of a forward layer by layer.
 
     Args:
         weights: lends the units what they need.
         activations: keeps hidden states elsewhere between two units.
-        trace: takes note of what is computed when.
+        trace: records the computation.
     """
 
     def __init__(
         self,
         weights: Weights,
-        activations: Activations | None,
+        activations: HiddenStates | None,
         trace: Trace,
     ) -> None:
         self.weights = weights
@@ -102,7 +208,7 @@ class BlockSchedule:
         self._trace = trace
 
     def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The outputs of `forwards`, each under its walk."""
+        """Return the outputs of `forwards`, each under its forward context."""
         parts = [Part(i, *pair) for i, pair in enumerate(zip(walks, forwards, strict=True))]
         try:
             for part in parts:
@@ -114,7 +220,7 @@ class BlockSchedule:
                 with self.weights.lent(unit):
                     for left, part in zip(reversed(range(len(here))), here, strict=True):
                         if self.weights.experts is not None:
-                            self.weights.experts.visits_left = left
+                            self.weights.experts.later_parts = left
                         self._go(part, unit, waiting)
             return [part.output for part in parts]
         finally:
@@ -122,10 +228,10 @@ class BlockSchedule:
                 part.end()
 
     def _go(self, part: Part, unit: Unit | None, others: list[Part]) -> None:
-        # Who is alone never waits for others, so its hidden states stay.
+        # A single part never waits for others, so its hidden states stay.
         away = self.activations if len(others) > 1 else None
         if self.activations is not None and unit is not None:
-            self.activations.bring(part)  # the others may have come through since it was sent
+            self.activations.bring(part)  # it may have been moved while others ran
         begin = perf_counter()
         part.go()
         end = perf_counter()
@@ -137,9 +243,9 @@ class BlockSchedule:
 
 
 def install_gates(weights: Weights) -> None:
-    """Let every unit stop before its forward, so that it is lent its parameters.
+    """Make every unit stop before its forward, so that its parameters can be lent to it.
 
-    Outside of a block schedule (a look at the model, a trial) it is lent them at once.
+    Outside of a block schedule (inspection of the model, a trial) they are lent at once.
     """
     for unit in weights.units.order:
         unit.module.forward = _gate(unit, weights)

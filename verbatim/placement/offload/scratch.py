@@ -1,4 +1,4 @@
-"""A file without a name: what leaves memory, and is gone with the process."""
+"""An unnamed file for what leaves memory, which disappears with the process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from verbatim.errors import TierFailed
-from verbatim.weights.files import PAGE, File, bytes_of, up
+from verbatim.weights.files import DirectFile, bytes_of, up
 from verbatim.weights.lazy import Stored
 
-_VIEWS = 1024  # that one call of the system takes
-_UNFLUSHED = 64 << 20  # bytes that may lie in the page cache until the disk has them
+_UNFLUSHED = 64 << 20  # bytes that may be in the page cache before they are flushed
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})  # by the file system
 
 
-class Scratch:
+class Scratch(DirectFile):
     """Room in the disk tier's folder, reserved before it is written so that it can't run out later.
 
     The file never has a name (O_TMPFILE), or loses it at once, so that nothing is left behind by a
@@ -38,17 +36,17 @@ class Scratch:
         self.folder = Path(tempfile.gettempdir()) if folder is None else folder
         self.limit = limit
         self.nbytes = 0  # reserved
+        self.reserved_elsewhere = 0  # bytes in other files that count toward the limit
         self.bytes_read = self.bytes_written = 0
         self._unflushed = 0
         self._lock = threading.Lock()
         try:
-            self._fd = _unnamed(self.folder)
+            fd = _unnamed(self.folder)
         except OSError as error:
             raise TierFailed(
                 f"disk tier: can't write to the folder {self.folder}: {error.strerror}"
             ) from error
-        self.path = self.folder / f"(unnamed file {self._fd})"
-        self._direct = _direct(self._fd)
+        super().__init__(self.folder / f"(unnamed file {fd})", fd=fd)
 
     def reserve(self, nbytes: int) -> int:
         """Reserve `nbytes`, in whole pages; return their offset.
@@ -58,9 +56,10 @@ class Scratch:
         """
         with self._lock:
             at, nbytes = self.nbytes, up(nbytes)
-            if self.limit is not None and at + nbytes > self.limit:
+            needed = self.reserved_elsewhere + at + nbytes
+            if self.limit is not None and needed > self.limit:
                 raise TierFailed(
-                    f"disk tier: {at + nbytes} bytes are needed in {self.folder}, and disk_limit is "
+                    f"disk tier: {needed} bytes are needed in {self.folder}, and disk_limit is "
                     f"{self.limit}"
                 )
             try:
@@ -73,7 +72,7 @@ class Scratch:
         return at
 
     def write(self, data: Tensor, offset: int) -> None:
-        """Put a contiguous tensor at `offset`.
+        """Write a contiguous tensor at `offset`.
 
         Raises:
             TierFailed: it can't be written.
@@ -81,16 +80,17 @@ class Scratch:
         self.write_from([bytes_of(data)], offset)
 
     def write_from(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
-        """Put what lies in `views` at `offset`, one behind the other.
+        """Write `views`, one after the other, from `offset` on.
 
         Args:
             direct: past the page cache; all addresses and lengths and the offset are whole pages. Without
-                it, the page cache is told to write and forget.
+                it, the page cache is flushed and dropped.
 
         Raises:
             TierFailed: it can't be written.
         """
-        nbytes = self._move(os.pwritev, views, offset, direct, f"writing to {self.folder}")
+        total = sum(map(len, views))
+        nbytes = self._move(os.pwritev, "writing to", views, offset, total, direct=direct)
         with self._lock:
             self.bytes_written += nbytes
             self._unflushed += 0 if direct else nbytes
@@ -107,78 +107,21 @@ class Scratch:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, views: list[memoryview], offset: int, *, direct: bool = False) -> None:
-        """Fill `views`, one behind the other, from `offset`; `direct` as for `write_from`.
+        """Fill `views`, one after the other, from `offset` on; `direct` as for `write_from`.
 
         Raises:
             TierFailed: it can't be read.
         """
-        nbytes = self._move(os.preadv, views, offset, direct, f"reading from {self.folder}")
+        total = sum(map(len, views))
+        nbytes = self._move(os.preadv, "reading", views, offset, total, direct=direct)
         with self._lock:
             self.bytes_read += nbytes
 
-    def _move(
-        self,
-        move: Callable[[int, list[memoryview], int], int],
-        views: list[memoryview],
-        offset: int,
-        direct: bool,
-        doing: str,
-    ) -> int:
-        total, done = sum(map(len, views)), 0
-        direct = direct and self._direct >= 0
-        while done < total:
-            try:
-                count = move(self._direct if direct else self._fd, views[:_VIEWS], offset + done)
-            except OSError as error:
-                if direct and error.errno == errno.EINVAL:  # not by this file system
-                    direct = False
-                    continue
-                raise TierFailed(
-                    f"disk tier: {doing} failed after {done} of {total} bytes: "
-                    f"{error.strerror or error}"
-                ) from error
-            if not count:
-                raise TierFailed(f"disk tier: {doing} ended after {done} of {total} bytes")
-            done += count
-            views = _behind(views, count)
-            direct = direct and count % PAGE == 0
-        if not direct:
-            os.posix_fadvise(self._fd, offset, total, os.POSIX_FADV_DONTNEED)
-        return total
-
     def keep(self, name: str, tensor: Tensor) -> Stored:
-        """Write a tensor down, for `Weights` to stream."""
+        """Write a tensor; return where it is."""
         at = self.reserve(tensor.nbytes)
         self.write(tensor, at)
         return Stored(name, self.path, at, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
-
-    def file(self) -> File:
-        """Open the file for reading with O_DIRECT; the caller closes it."""
-        return File(self.path, fd=os.dup(self._fd), again=f"/proc/self/fd/{self._fd}")
-
-    def close(self) -> None:
-        """Give the disk space back. Again does nothing."""
-        for fd in (self._fd, self._direct):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct = -1
-
-
-def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the rest of `views` after `nbytes` bytes."""
-    for i, view in enumerate(views):
-        if nbytes < len(view):
-            return [view[nbytes:], *views[i + 1 :]]
-        nbytes -= len(view)
-    return []
-
-
-def _direct(fd: int) -> int:
-    """Open the file again with O_DIRECT; return -1 if that is not possible."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    except (OSError, AttributeError):
-        return -1
 
 
 def _unnamed(folder: Path) -> int:

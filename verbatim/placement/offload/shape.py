@@ -1,4 +1,4 @@
-"""The sizes of a model, as far as they tell what it needs and how fast it can be."""
+"""The sizes of a model, from which memory and speed are predicted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torch import nn
 from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
+from verbatim.model.recurrent import state_bytes
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
 from verbatim.weights.lazy import Computed, LazyWeight, Stored, sources
+
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # in `layer_types`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class ModelShape:
         held: slots outside of all units, which stay in memory.
         itemsize: bytes of a number of its activations.
         kv_bytes_per_token: over all layers.
-        layers: that attend.
+        state_bytes: of a sequence's recurrent states.
+        layers: that attend, at least 1.
         hidden, intermediate, attention, vocab: widths: of hidden states; of the MLP, over all experts of a
             token; of queries, keys and values together; of the logits.
         experts, experts_per_token: 0 where there are none.
@@ -87,6 +91,7 @@ class ModelShape:
     vocab: int
     experts: int = 0
     experts_per_token: int = 0
+    state_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -94,13 +99,13 @@ class ModelShape:
         return sum(slot.nbytes for slot in self.slots)
 
     def streamed(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
-        """Bytes that are read whenever `unit` is lent."""
+        """Return the bytes that are read for each use of `unit`."""
         if unit.gathers:
             return 0
         return sum(self.slots[i].disk_bytes for i in unit.slots if tiers[i] == "disk")
 
     def made(self, unit: UnitShape, tiers: tuple[str, ...]) -> int:
-        """Fresh memory that `unit` takes while it is lent."""
+        """Return the memory that `unit` allocates while it is used."""
         if unit.gathers:
             return 0
         found = [self.slots[i] for i in unit.slots]
@@ -108,7 +113,7 @@ class ModelShape:
         return sum(s.made_bytes for s, a in zip(found, away, strict=True) if a or s.made_always)
 
     def streamable(self) -> list[int]:
-        """The slots that would be read in every step if they lay on the disk."""
+        """Return the slots that are read in every step if they are on the disk."""
         used = [i for unit in self.units if not unit.gathers for i in unit.slots]
         return [i for i in dict.fromkeys(used) if i not in self.held]
 
@@ -165,21 +170,21 @@ class ModelShape:
 
 def shape_of(
     units: Units,
-    config: Any,
+    model: Any,
     dtype: torch.dtype,
     kv_dtype: KVDtype | None,
 ) -> ModelShape:
-    """The sizes of a model of which only the plan is in memory.
+    """Return the sizes of a model without weights in memory.
 
-    What its attention stores isn't known before it has run once; here it is read from the config, and
-    where that says little, as many KV heads are assumed as there are heads.
+    The shapes of K and V aren't known before a forward; they are derived from the config, with as many KV
+    heads as heads if it has no other number.
 
     Args:
-        config: transformers', of the whole model.
+        model: transformers' model.
         dtype: it computes in.
         kv_dtype: None: the same.
     """
-    text = config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
     slots, number = units.slots, {id(slot): i for i, slot in enumerate(units.slots)}
     own = {unit: [layer for layer in units.experts if layer.unit is unit] for unit in units.order}
     experts = max((layer.count for layer in units.experts), default=0) or _first(
@@ -192,6 +197,8 @@ def shape_of(
     )
     stored, queries = _attention(text, hidden)
     layers = _first(text, "num_hidden_layers") or 1
+    kinds = getattr(text, "layer_types", None) or ()
+    attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
     return ModelShape(
@@ -210,15 +217,16 @@ def shape_of(
         ),
         held=tuple(number[id(slot)] for slot in units.held),
         itemsize=dtype.itemsize,
-        kv_bytes_per_token=bytes_per_token([stored] * layers, kv_dtype or dtype)
+        kv_bytes_per_token=bytes_per_token([stored] * attending, kv_dtype or dtype)
         + 2 * top_k * layers * bool(experts),  # its routing is recorded beside
-        layers=layers,
+        layers=max(1, attending),
         hidden=hidden,
         intermediate=max(inner, routed * top_k),
         attention=queries + stored.elements,
         vocab=_first(text, "vocab_size") or 1,
         experts=experts,
         experts_per_token=top_k if experts else 0,
+        state_bytes=state_bytes(model),
     )
 
 
@@ -241,7 +249,7 @@ def _attention(text: Any, hidden: int) -> tuple[LayerShape, int]:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these that the config has as a number above 0; 0 if it has none."""
+    """Return the first of these fields that is a number above 0; 0 if none is."""
     for name in names:
         try:
             value = getattr(config, name, None)

@@ -1,20 +1,21 @@
-"""Regions of memory that are filled from files ahead of their use."""
+"""A ring of staging buffers for weights, filled from files ahead of their use."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
 
+from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.trace import Trace
 from verbatim.shield import Shield
-from verbatim.weights.files import CHUNK, PAGE, File, bytes_of, pages, up
+from verbatim.weights.files import CHUNK, PAGE, DirectFile, bytes_of, pages, up
 from verbatim.weights.lazy import Stored
 
 
@@ -24,7 +25,7 @@ class Run(NamedTuple):
     path: Path
     offset: int  # in the file
     nbytes: int  # whole pages
-    needed: int  # without what may lie behind the end of the file
+    needed: int  # without bytes beyond the end of the file
     at: int  # in the region
 
 
@@ -44,7 +45,7 @@ class Layout:
 
 
 def lay_out(name: str, tensors: list[Stored]) -> Layout:
-    """Neighbours in a file are read together, so that most layers are one run."""
+    """Lay tensors out so that neighbours in a file are read together; most layers are one run."""
     layout = Layout(name)
     for stored in sorted(dict.fromkeys(tensors), key=lambda t: (str(t.path), t.offset)):
         begin, end = stored.offset // PAGE * PAGE, up(stored.offset + stored.nbytes)
@@ -66,29 +67,29 @@ def lay_out(name: str, tensors: list[Stored]) -> Layout:
 
 @dataclass(slots=True, eq=False)
 class _Region:
-    """A layout on its way into memory."""
+    """A layout in the ring, read or about to be."""
 
     index: int
     place: int  # in the order of use
     at: int  # in the ring
     nbytes: int
-    chunks: deque[tuple[Run, int, int]]  # not yet handed to a reader: run, begin, bytes
-    unread: int  # chunks
-    error: BaseException | None = None
+    jobs: list[Job] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)  # bytes of each read
+    dropped: bool = False
 
 
 class Stream:
-    """Memory in which layouts are read ahead, in the order of their use, around and around.
+    """A ring of memory into which layouts are read ahead, in a cyclic order.
 
-    One layout is in use at a time, the others of the ring are those that come next. Readers are threads;
-    with none of them, a layout is read when it is taken.
+    The first layout of the ring is in use, the others come next. The computing thread submits all reads: as
+    many layouts as the ring has room for.
 
     Args:
         layouts: in the order of use.
         capacity: bytes of the ring; at least the largest layout's.
-        num_threads: readers; 0 reads nothing ahead.
-        trace: takes note of what is read when.
-        files: those that can't be opened by their paths; closed with the stream.
+        num_threads: readers; 0 reads a layout when it is taken.
+        trace: records the reads.
+        files: open files, by path; the others are opened here.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Stream:
         capacity: int,
         num_threads: int,
         trace: Trace,
-        files: Mapping[Path, File] | None = None,
+        files: Mapping[Path, DirectFile] | None = None,
     ) -> None:
         assert all(layout.nbytes <= capacity for layout in layouts)
         self.layouts = layouts
@@ -105,30 +106,29 @@ class Stream:
         self.bytes_read = 0
         self.wait_s = 0.0
         self._trace = trace
-        self._files: dict[Path, File] = dict(files or {})
-        self._threads: list[threading.Thread] = []
+        self._files: dict[Path, DirectFile] = dict(files or {})
+        self._opened: list[DirectFile] = []
+        self._readers = Prefetcher("verbatim-reader", num_threads)
         self._regions: deque[_Region] = deque()  # the first is the next to be used, or in use
         self._order = list(range(len(layouts)))
-        self._next = 0  # the place in that order of what gets the next region; -1: nobody knows
-        self._last = -1  # the place of what was taken last
-        self._reading = 0
-        self._changed = threading.Condition()
-        self._shield = Shield()  # Ctrl-C could leave a condition half taken
-        self._closed = False
+        self._next = 0 if layouts else -1  # place in the order of the next region; -1: unknown
+        self._last = -1  # place of the layout that was taken last
+        self._shield = Shield()  # Ctrl-C could leave regions without their reads
         self._ring: Tensor | None = None
         try:
-            self._ring = pages(self.capacity)
+            self._ring = pages(self.capacity).fill_(
+                0
+            )  # page faults would slow the first reads down
             self._view = bytes_of(self._ring)
             for layout in layouts:
                 for stored in layout.places:
                     if stored.path not in self._files:
-                        self._files[stored.path] = File(stored.path, stamp=stored.stamp)
-            for i in range(num_threads):
-                thread = threading.Thread(
-                    target=self._read_ahead, name=f"verbatim-reader-{i}", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
+                        file = DirectFile(stored.path, stamp=stored.stamp)
+                        self._files[stored.path] = file
+                        self._opened.append(file)
+            self._readers.start()
+            if num_threads:
+                self._fill()
         except BaseException:
             self.close()
             raise
@@ -143,39 +143,34 @@ class Stream:
             file.check()
 
     def follow(self, order: list[int]) -> None:
-        """Read ahead in this order of layouts, around and around, from the next one that is taken on."""
-        with self._shield.up(), self._changed:
-            self._forget()
+        """Read ahead in this cyclic order of layouts, from the next one that is taken on."""
+        with self._shield.up():
+            self._drop()
             self._order = order
             self._last = -1
 
     def take(self, index: int) -> Tensor:
-        """The memory of a layout with everything read, until `give_back`: uint8.
+        """Return the memory of a layout, uint8, once it is read; in use until `give_back`.
 
-        Ctrl-C is held back until it is there.
+        Ctrl-C is deferred until then.
 
         Raises:
             TierFailed: it could not be read.
         """
         begin = perf_counter()
-        with self._shield.up(), self._changed:
-            while not self._regions or self._regions[0].index != index:
-                self._forget()
-                if self._reading:  # into memory that is about to be used for something else
-                    self._changed.wait()
-                else:
-                    self._next = self._place_of(index)
-                    self._place()
+        with self._shield.up():
+            if not self._regions or self._regions[0].index != index:
+                self._drop()
+                self._next = self._place_of(index)
+                self._fill()
             region = self._regions[0]
             self._last = region.place
-            self._changed.notify_all()
-            if not self._threads:
-                self._read_now(region)
-            while region.unread and region.error is None:
-                self._changed.wait()
-            if region.error is not None:
-                self._forget()
-                raise region.error
+            for job in region.jobs:
+                job.wait()
+                if job.error is not None:
+                    self._drop()
+                    raise job.error
+            self.bytes_read += sum(region.done)
         waited = perf_counter() - begin
         self.wait_s += waited
         if waited > 1e-4:
@@ -184,29 +179,26 @@ class Stream:
         return self._ring[region.at : region.at + region.nbytes]
 
     def give_back(self) -> None:
-        """The layout that was taken is not used any more."""
-        with self._shield.up(), self._changed:
+        """End the use of the layout that was taken."""
+        with self._shield.up():
             self._regions.popleft()
-            self._changed.notify_all()
+            if self._readers.num_threads:
+                self._fill()
 
     def close(self) -> None:
-        """End the readers and free the ring. Again does nothing."""
-        with self._shield.up(), self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            if (
-                thread is not threading.current_thread()
-            ):  # whoever collects garbage may be one of them
-                thread.join()
+        """End the readers and free the ring; a second call does nothing."""
+        with self._shield.up():
+            for region in self._regions:
+                region.dropped = True
+            self._readers.stop()
         self._regions.clear()
         self._view = memoryview(b"")
         self._ring = None
-        for file in self._files.values():
+        for file in self._opened:
             file.close()
 
     def _place_of(self, index: int) -> int:
-        """Return the next position of a layout in the order; a new one is appended. The lock is held."""
+        """Return the next position of a layout in the order; a new one is appended."""
         count = len(self._order)
         for step in range(1, count + 1):
             place = (self._last + step) % count
@@ -215,37 +207,38 @@ class Stream:
         self._order.append(index)
         return count
 
-    def _forget(self) -> None:
-        """Drop what was read ahead, and read nothing more for now. The lock is held."""
+    def _drop(self) -> None:
+        """Empty the ring, and wait for reads into it."""
         for region in self._regions:
-            region.chunks.clear()
+            region.dropped = True
+        self._readers.finish()
         self._regions.clear()
         self._next = -1
 
-    def _place(self) -> _Region | None:
-        """A region for the next layout, if the ring has room. The lock is held."""
-        if self._next < 0:
-            return None
-        index = self._order[self._next]
-        layout = self.layouts[index]
-        at = self._room(layout.nbytes)
-        if at is None:
-            return None
-        chunks = deque(
-            (run, begin, min(CHUNK, run.nbytes - begin))
-            for run in layout.runs
-            for begin in range(0, run.nbytes, CHUNK)
-        )
-        region = _Region(index, self._next, at, layout.nbytes, chunks, len(chunks))
-        self._regions.append(region)
-        self._next = (self._next + 1) % len(self._order)
-        return region
+    def _fill(self) -> None:
+        """Submit the reads of the next layouts, as far as the ring has room; without threads, of one."""
+        while self._next >= 0:
+            index = self._order[self._next]
+            layout = self.layouts[index]
+            at = self._room(layout.nbytes)
+            if at is None:
+                return
+            region = _Region(index, self._next, at, layout.nbytes)
+            self._regions.append(region)
+            self._next = (self._next + 1) % len(self._order)
+            for run in layout.runs:
+                for begin in range(0, run.nbytes, CHUNK):
+                    nbytes = min(CHUNK, run.nbytes - begin)
+                    region.jobs.append(Job(partial(self._read, region, run, begin, nbytes)))
+                    self._readers.submit(region.jobs[-1])
+            if not self._readers.num_threads:
+                return
 
     def _room(self, nbytes: int) -> int | None:
-        """Return an offset, in whole pages, of room for a region beside those in use; None if there is none.
+        """Return an offset, in whole pages, for a region beside those in use; None if there is no room.
 
-        The other end of the memory than that of the last region comes first: so two layouts always fit
-        that together are no larger than the memory, whatever their sizes.
+        The end of the memory opposite to the last region comes first: so two layouts that together are no
+        larger than the memory always fit.
         """
         if not self._regions:
             return 0
@@ -260,54 +253,12 @@ class Stream:
                 return at
         return None
 
-    def _read_now(self, region: _Region) -> None:
-        try:
-            while region.chunks:
-                self.bytes_read += self._read(region, *region.chunks.popleft())
-                region.unread -= 1
-        except BaseException:  # Ctrl-C, too: the chunk would be missing the next time
-            self._forget()
-            raise
-
-    def _read_ahead(self) -> None:
-        while True:
-            with self._changed:
-                while (job := self._job()) is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                region, chunk = job
-                self._reading += 1
-            done, error = 0, None
-            try:
-                done = self._read(region, *chunk)
-            except BaseException as caught:
-                error = caught
-            with self._changed:
-                self.bytes_read += done
-                self._reading -= 1
-                region.unread -= 1
-                region.error = region.error or error
-                self._changed.notify_all()
-
-    def _job(self) -> tuple[_Region, tuple[Run, int, int]] | None:
-        """The next chunk to read, of the first region that has one left."""
-        if self._closed:
-            return None
-        for region in self._regions:
-            if region.chunks:
-                return region, region.chunks.popleft()
-            if region.error is not None:
-                return None  # whoever takes it finds out first
-        region_or_none = self._place()
-        if region_or_none is None or not region_or_none.chunks:
-            return None
-        return region_or_none, region_or_none.chunks.popleft()
-
-    def _read(self, region: _Region, run: Run, begin: int, nbytes: int) -> int:
+    def _read(self, region: _Region, run: Run, begin: int, nbytes: int) -> None:
+        if region.dropped:
+            return
         start = perf_counter()
         at = region.at + run.at + begin
         needed = min(nbytes, run.needed - begin)
-        done = self._files[run.path].read(self._view[at : at + nbytes], run.offset + begin, needed)
+        view = self._view[at : at + nbytes]
+        region.done.append(self._files[run.path].read(view, run.offset + begin, needed))
         self._trace.add("read", self.layouts[region.index].name, start, perf_counter())
-        return done

@@ -16,7 +16,7 @@ _MOST = 200_000  # spans that are kept; older ones go
 
 
 class Trace:
-    """Spans of time, noted by any thread. Without a path, nothing is kept.
+    """Spans of time, recorded by any thread. Without a path, nothing is kept.
 
     Args:
         path: the file that `write` writes.
@@ -38,7 +38,7 @@ class Trace:
                 raise InvalidRequest(f"trace={str(path)!r}: can't write to the folder {folder}")
 
     def add(self, kind: str, name: str, begin: float, end: float) -> None:
-        """A span on this thread.
+        """Add a span on this thread.
 
         Args:
             kind: "read", "write", "compute", "wait", ... : its track.
@@ -50,7 +50,7 @@ class Trace:
             self._spans.append((track, name, begin, end))
 
     def events(self) -> list[dict[str, object]]:
-        """Chrome's: https://ui.perfetto.dev shows them."""
+        """Return Chrome's trace events, which https://ui.perfetto.dev displays."""
         spans = list(self._spans)
         tracks = {track: i for i, track in enumerate(dict.fromkeys(s[0] for s in spans))}
         named: list[dict[str, object]] = [

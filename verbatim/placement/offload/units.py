@@ -1,4 +1,4 @@
-"""Units of weights that are lent to the model in one piece: a decoder layer, the embedding, the head."""
+"""Units of weights that are streamed in one piece: a decoder layer, the embedding, the head."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _SMALL = 0.002  # of all weights: a list of modules below it, or a parameter out
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A parameter and where its numbers are.
+    """A parameter and the location of its data.
 
     Attributes:
-        lazy: how it is made of what lies in its tier.
-        nbytes: as the model sees it.
-        stored_bytes: as it lies in its tier.
+        lazy: how it is computed from the data in its tier.
+        nbytes: of the parameter.
+        stored_bytes: of the data in its tier.
         tier: "gpu", "cpu" or "disk".
-        in_place: its numbers are there all the time, as the model needs them.
-        rows_only: rows of it are looked up in its file, and that is all.
-        packing: of what the lazy weight gives, if it is quantized.
+        in_place: its data is always in memory, as the model needs it.
+        rows_only: only rows of it are read, from its file.
+        packing: of the lazy weight's data, if it is quantized.
         holders: modules that use the quantized bytes, which are lent as the buffer of this name; before the
             model is quantized, the modules and the names of the parameter.
         is_unpacked: a holder dequantizes it whole.
-        rounding: as it would be packed, where what is read is as it was: it is rounded to what packing
-            and unpacking leave of it.
-        rows: how rows of it are read, where that is another lazy.
+        rounding: the packing to whose values unquantized data is rounded when it is read.
+        rows: the lazy weight that rows are read from, if it is another one.
+        cut: the model's parameter and the range of its rows, if it is not the whole.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Slot:
     is_unpacked: bool = False
     rounding: WeightPacking | None = None
     rows: LazyWeight | None = None
+    cut: tuple[nn.Parameter, int, int] | None = None
 
     def __post_init__(self) -> None:
         self.stored_bytes = sum(stored.nbytes for stored in sources(self.lazy))
@@ -73,8 +74,16 @@ class Slot:
         """Bytes that dequantizing takes while it is lent."""
         return self.nbytes if self.packing is not None and self.is_unpacked else 0
 
+    def values(self, weights: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """Return its numbers out of those of the model's parameters, contiguous, in its dtype."""
+        if self.cut is None:
+            found = weights[self.parameter]
+        else:
+            found = weights[self.cut[0]][self.cut[1] : self.cut[2]]
+        return found.detach().to(self.parameter.dtype).contiguous()
+
     def lend(self, packed: Tensor | None) -> None:
-        """Give the holders their quantized bytes; None takes them back."""
+        """Assign the quantized bytes to the holders; None removes them."""
         for layer, name in self.holders:
             held: Any = layer._buffers[name]
             layer._buffers[name] = placeholder(held) if packed is None else packed
@@ -87,7 +96,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A module whose parameters are all there while its forward runs, and may be away when not.
+    """A module with all parameters in memory while its forward runs.
 
     Attributes:
         gathers: it is an embedding: of its weight, only the rows of the batch's tokens are looked up.
@@ -175,7 +184,7 @@ class Units:
     """All parameters of a model.
 
     Attributes:
-        order: as they come in a forward, as far as the module tells.
+        order: of a forward, as far as the module's structure shows it.
         held: small parameters outside of all units, which stay in memory.
         experts: layers of experts that are read one by one, in the order of a forward. Their slots are
             in no unit.
@@ -204,7 +213,7 @@ class Units:
                     unit.slots = [slot for slot in unit.slots if slot not in own]
 
     def join_experts(self) -> None:
-        """Put them back, but for those that stay in memory quantized."""
+        """Return them to their units, except for quantized ones, which stay in memory."""
         for layer in self.experts:
             layer.unit.slots += [slot for slot in layer.slots if slot.packing is None]
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from verbatim import kernels
-from verbatim.model.integers import interleaved_rows
+from verbatim.model.integers import interleaved_rows, pack_as_held
 from verbatim.model.packed import placeholder
 from verbatim.model.quantize import unpack, unpack_rows
 from verbatim.placement.offload.compress import rounded_rows
-from verbatim.placement.offload.experts import ExpertCache, hold_experts, let_go_of_experts
+from verbatim.placement.offload.experts import ExpertCache, free_experts, hold_experts
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.stream import Layout, Stream, lay_out
 from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Slot, Unit, Units
-from verbatim.weights.files import PAGE, File, bytes_of, pages, read_whole, up
-from verbatim.weights.lazy import Held, Stored, from_rows, materialize, sources
+from verbatim.weights.files import PAGE, DirectFile, bytes_of, pages, read_whole, up
+from verbatim.weights.lazy import Held, LazyWeight, Stored, from_rows, materialize, sources
+from verbatim.weights.update import overwrite
 
 _ALIGNED = 64  # bytes; what torch's own products may round differently without
 
@@ -34,11 +36,11 @@ class Weights:
     """Lends a unit its parameters for as long as it computes.
 
     Args:
-        units: with the tier of each slot settled. Those in "gpu" and "cpu" are read here and now.
+        units: with a tier for each slot. Those in "gpu" and "cpu" are read at once.
         ring_bytes: memory in which the others are read ahead.
         num_readers: threads that do so; 0 reads a unit when it is lent.
-        trace: takes note of reads, waits and unpacking.
-        scratch: holds what was written for the disk tier, if anything was.
+        trace: records reads and waits.
+        scratch: holds weights that were written for the disk tier, if any were; closed with this.
         tidy: called whenever a unit was lent.
         expert_bytes: memory for experts that are read one by one.
 
@@ -60,35 +62,153 @@ class Weights:
         expert_bytes: int = 0,
     ) -> None:
         self.units = units
+        self.is_mixed = False  # an update of them went wrong
+        self.experts: ExpertCache | None = None
         self._tidy = tidy
-        self._row_files: dict[Any, File] = {}
+        self._ring_bytes, self._num_readers, self._expert_bytes = (
+            ring_bytes,
+            num_readers,
+            expert_bytes,
+        )
+        self._scratch = (
+            scratch  # has the weights of the disk tier that are in no file of the user's
+        )
+        self._asleep: Scratch | None = None
+        self._slept: dict[Slot, Stored] = {}  # weights that are in no file otherwise
+        self._row_files: dict[Path, DirectFile] = {}
         self._row_bytes = 0
-        self._seen: list[int] | None = None  # what was lent so far, of a forward to learn from
+        self._order: list[int] = []  # of layouts, as a forward uses them
+        self._seen: list[int] | None = None  # layouts lent so far, while their order is recorded
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
         self.make_s = 0.0  # unpacking, casting and stacking what was read
-        self.experts: ExpertCache | None = None
-        layouts: list[Layout] = []
         self._layout_of: dict[Unit, int] = {}
+        self.stream = Stream([], 0, 0, trace)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Read the weights that stay in memory, and start to read the others ahead.
+
+        Raises:
+            TierFailed: a file can't be read; nothing is allocated then.
+        """
         try:
-            for slot in units.slots:
-                if slot.in_place and not slot.holders:
+            for slot, stored in self._slept.items():
+                assert self._asleep is not None
+                slot.lazy = Held(read_whole(stored, self._asleep))
+            for slot in self.units.slots:
+                if slot.in_place and slot.holders:
+                    assert isinstance(slot.lazy, Held)
+                    slot.lend(slot.lazy.tensor)
+                elif slot.in_place:
                     slot.parameter.data = rounded_rows(slot, materialize(slot.lazy, read_whole))
-            for unit in units.order:
-                away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
-                tensors = [s for slot in away for s in sources(slot.lazy)]
-                if tensors:
-                    self._layout_of[unit] = len(layouts)
-                    layouts.append(lay_out(unit.name, tensors))
-            if expert_bytes:
-                self.experts = ExpertCache(units.experts, expert_bytes, num_readers, trace, scratch)
-            else:
-                hold_experts(units.experts)
-            files = {} if scratch is None else {scratch.path: scratch.file()}
-            self.stream = Stream(layouts, ring_bytes, num_readers if layouts else 0, trace, files)
+            self._open_files()
         except BaseException:
             self._drop()
             raise
+        self._slept = {}
+        if self._asleep is not None:
+            self._asleep.close()
+            self._asleep = None
+
+    def _open_files(self) -> None:
+        layouts: list[Layout] = []
+        for unit in self.units.order:
+            away = [slot for slot in unit.slots if self.is_streamed(unit, slot)]
+            tensors = [s for slot in away for s in sources(slot.lazy)]
+            if tensors:
+                self._layout_of[unit] = len(layouts)
+                layouts.append(lay_out(unit.name, tensors))
+        readers, before = self._num_readers, self.experts
+        if self._expert_bytes:
+            self.experts = ExpertCache(
+                self.units.experts, self._expert_bytes, readers, self._trace, self._scratch
+            )
+            if before is not None:
+                self.experts.count_on(before)
+        else:
+            hold_experts(self.units.experts)
+        files = {} if self._scratch is None else {self._scratch.path: self._scratch}
+        self._row_files = dict(files)
+        stream = Stream(layouts, self._ring_bytes, readers if layouts else 0, self._trace, files)
+        stream.bytes_read, stream.wait_s = self.stream.bytes_read, self.stream.wait_s
+        self.stream = stream
+        if self._order:
+            stream.follow(self._order)
+
+    def release(self, asleep: Scratch) -> None:
+        """Free all memory until `allocate`.
+
+        Args:
+            asleep: takes weights in memory that are in no file as they are; closed by `allocate`.
+
+        Raises:
+            TierFailed: they can't be written; nothing is freed then.
+        """
+        if self._asleep is not None:
+            asleep.close()
+            return
+        self._slept = {
+            slot: asleep.keep(slot.name, slot.lazy.tensor)
+            for slot in self.units.slots
+            if isinstance(slot.lazy, Held)
+        }
+        self._asleep = asleep
+        self._drop()
+
+    @property
+    def is_asleep(self) -> bool:
+        """True between `release` and `allocate`."""
+        return self._asleep is not None
+
+    def prepare(
+        self, new: Mapping[nn.Parameter, Tensor], scratch: Scratch
+    ) -> tuple[Callable[[], None], dict[str, tuple[float, float]]]:
+        """Quantize new weights, and write those of the disk tier to `scratch`.
+
+        Returns:
+            What puts all of them in place, and `pack_and_measure`'s squares of each quantized weight.
+
+        Raises:
+            TierFailed: the disk tier has no room.
+            ModelError: one can't be quantized.
+        """
+        copies: list[tuple[Tensor, Tensor]] = []
+        lazies: list[tuple[Slot, LazyWeight, LazyWeight | None]] = []
+        squares: dict[str, tuple[float, float]] = {}
+        for slot in self.units.slots:
+            values = held = slot.values(new)
+            if slot.packing is not None:
+                held, squares[slot.name] = pack_as_held(values, slot.packing, slot.name)
+            if slot.tier == "disk":
+                rows = None if slot.rows is None else scratch.keep(slot.name, values)
+                lazies.append((slot, scratch.keep(slot.name, held), rows))
+            elif slot.packing is not None:
+                assert isinstance(slot.lazy, Held)
+                copies.append((slot.lazy.tensor, held))
+            else:
+                data = slot.parameter.data
+                copies.append((data, rounded_rows(slot, held)))
+                lazies.append((slot, Held(data), None))
+
+        def write() -> None:
+            self.is_mixed = True
+            self._close_files()
+            overwrite(copies)
+            for slot, lazy, rows in lazies:
+                slot.lazy, slot.rows = lazy, rows
+            if self._scratch is not None:
+                self._scratch.close()
+            self._scratch = scratch
+            self._open_files()
+            self.is_mixed = False
+
+        return write, squares
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of weights in the disk tier's folder."""
+        return 0 if self._scratch is None else self._scratch.nbytes
 
     @staticmethod
     def is_streamed(unit: Unit, slot: Slot) -> bool:
@@ -113,13 +233,14 @@ class Weights:
         try:
             yield
             if self._seen:
-                self.stream.follow(self._seen)
+                self._order = self._seen
+                self.stream.follow(self._order)
         finally:
             self._seen = None
 
     @contextmanager
     def lent(self, unit: Unit) -> Iterator[None]:
-        """Let the parameters of `unit` have their numbers in this block.
+        """Provide the parameters of `unit` in this block.
 
         Raises:
             TierFailed: they can't be read.
@@ -171,7 +292,7 @@ class Weights:
                 slot.lend(made)
 
     def _read(self, stored: Stored) -> Tensor:
-        """A tensor in the region that is in use."""
+        """Return a tensor of the region in use."""
         assert self._region is not None
         layout, region = self._region
         at = layout.places[stored]
@@ -182,7 +303,7 @@ class Weights:
         return found.view(stored.dtype).view(stored.shape)
 
     def _rows(self, slot: Slot, ids: Tensor) -> Tensor:
-        """Rows of an embedding `[V, H]`, straight from its file or unpacked: `[len(ids), H]`."""
+        """Return rows of an embedding `[V, H]`, read from its file or unpacked: `[len(ids), H]`."""
         lazy = slot.rows or slot.lazy
         if isinstance(lazy, Held):
             assert slot.packing is not None
@@ -193,7 +314,7 @@ class Weights:
         stored, width = parts[0], parts[0].nbytes // parts[0].shape[0]
         for part in parts:
             if part.path not in self._row_files:
-                self._row_files[part.path] = File(part.path, stamp=part.stamp)
+                self._row_files[part.path] = DirectFile(part.path, stamp=part.stamp)
         starts = [0, *accumulate(part.shape[0] for part in parts)]
         rows = torch.empty(len(ids), width, dtype=torch.uint8)
         buffer = pages(up(width) + PAGE)
@@ -222,29 +343,36 @@ class Weights:
             file.check()
 
     def close(self) -> None:
-        """End the readers and free everything. Again does nothing."""
-        self.stream.close()
+        """End the readers and free everything; a second call does nothing."""
         self._drop()
+        for scratch in (self._scratch, self._asleep):
+            if scratch is not None:
+                scratch.close()
 
-    def _drop(self) -> None:
+    def _close_files(self) -> None:
+        self.stream.close()
         if self.experts is not None:
             self.experts.close()
-        else:
-            let_go_of_experts(self.units.experts)
+        for file in self._row_files.values():
+            if file is not self._scratch:
+                file.close()
+        self._row_files = {}
+        self._layout_of = {}
+
+    def _drop(self) -> None:
+        self._close_files()
+        free_experts(self.units.experts)
         for slot in self.units.slots:
             slot.parameter.data = placeholder(slot.parameter)
             slot.lend(None)
             if isinstance(slot.lazy, Held):
                 slot.lazy = Held(slot.lazy.tensor.new_empty(0))
-        for file in self._row_files.values():
-            file.close()
-        self._row_files.clear()
 
 
 class _Lookup(TorchFunctionMode):
-    """Stands under an embedding's own forward and looks rows up where they are.
+    """A torch-function override that reads the rows which an embedding's own forward looks up.
 
-    A class of its own may scale rows or move ids; what it hands to `F.embedding` is what counts.
+    Subclasses may scale rows or shift ids; only the call of `F.embedding` is replaced.
     """
 
     def __init__(self, slots: dict[Any, Slot], rows: Any) -> None:

@@ -16,6 +16,7 @@ _ATTRIBUTES = (
     "vocab_size",
     "block_size",
     "num_blocks",
+    "num_states",
     "has_hidden",
     "hidden_reason",
     "routed_layers",
@@ -54,6 +55,7 @@ class Following:
         self.vocab_size: int = told["vocab_size"]
         self.block_size: int = told["block_size"]
         self.num_blocks: int = told["num_blocks"]
+        self.num_states: int = told["num_states"]
         self.has_hidden: bool = told["has_hidden"]
         self.hidden_reason: str | None = told["hidden_reason"]
         self.routed_layers: int = told["routed_layers"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from verbatim.errors import NotSupported
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import KVDtype
+from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore, LayerShape, make_store
 from verbatim.model.shard import Ranks, bounds_of
 
@@ -51,6 +52,7 @@ class HeadStore(KVStore):
     Args:
         layers: of the whole model.
         query_heads: in each of them.
+        states: of recurrent layers, which every rank computes whole.
 
     Raises:
         NotSupported: its heads can't be shared by so many ranks.
@@ -64,6 +66,7 @@ class HeadStore(KVStore):
         num_blocks: int,
         block_size: int,
         dtype: KVDtype,
+        states: StateStore | None = None,
     ) -> None:
         self._heads = [
             split_heads(heads, shape.kv_heads, ranks.size)
@@ -81,6 +84,7 @@ class HeadStore(KVStore):
         self.block_size, self.num_blocks = block_size, num_blocks
         self.dtype_name = self._own.dtype_name
         self.layers = self._own.layers  # one list, which `release` empties
+        self.states = self._own.states = states
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own = self._heads[layer][1][self._ranks.rank]

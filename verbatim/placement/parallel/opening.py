@@ -12,6 +12,7 @@ import torch
 from verbatim.batch import dummy_batch
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
+from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
@@ -178,11 +179,19 @@ def _lead(
         answers = group.answers(timeout_s)
         anatomy = shared.decoder.anatomy
         settled = options.kv_dtype or anatomy.dtype
-        blocks = _num_blocks(shared, size, options, settled, limit)
+        state_bytes = size * sum(state.nbytes for state in anatomy.states)
+        num_states = options.num_states(state_bytes)
+        blocks = _num_blocks(shared, size, options, settled, limit, num_states * state_bytes)
         told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(settled)}
-        group.tell({"do": "store", **told})
+        group.tell({"do": "store", "num_states": num_states, **told})
         store = HeadStore(
-            anatomy.layers, anatomy.query_heads, ranks, blocks, options.block_size, settled
+            anatomy.layers,
+            anatomy.query_heads,
+            ranks,
+            blocks,
+            options.block_size,
+            settled,
+            open_states(anatomy.states, num_states),
         )
         undo.callback(store.release)
         shared.draft_layers.open_stores(blocks, options.block_size, settled)
@@ -210,7 +219,12 @@ def _check_keys(group: RankGroup, own: str, timeout_s: float) -> None:
 
 
 def _num_blocks(
-    shared: Shared, size: int, options: EngineOptions, dtype: KVDtype, limit: int | None
+    shared: Shared,
+    size: int,
+    options: EngineOptions,
+    dtype: KVDtype,
+    limit: int | None,
+    state_bytes: int,
 ) -> int:
     """Return the number of blocks, the same on all ranks; the budget is that of all together."""
     anatomy = shared.decoder.anatomy
@@ -221,7 +235,8 @@ def _num_blocks(
     ]
     more = shared.draft_layers.bytes_per_token(dtype)
     more += 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
-    return options.num_blocks(bytes_per_token(layers, dtype) + more * size, limit)
+    token_bytes = bytes_per_token(layers, dtype) + more * size
+    return options.num_blocks(token_bytes, limit, state_bytes)
 
 
 def open_expert_parallel(

@@ -9,6 +9,7 @@ from typing import Any
 
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.kv.quantized import settle_kv_dtype
+from verbatim.kv.states import open_states
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
 from verbatim.placement.cluster.drafts import options_of
@@ -96,6 +97,7 @@ class RankWorker:
             message["num_blocks"],
             message["block_size"],
             kv_dtype,
+            open_states(anatomy.states, message["num_states"]),
         )
         shared.draft_layers.open_stores(message["num_blocks"], message["block_size"], kv_dtype)
         self.runner = Rank(shared, store, self._told["num_threads"])

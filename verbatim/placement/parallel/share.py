@@ -22,6 +22,7 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import weight_bytes
 from verbatim.model.packing import PackingReport
+from verbatim.model.recurrent import reads_weight
 from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, same_bits
 from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.ranks import Gloo
@@ -37,7 +38,7 @@ class Cut:
 
     columns: list[str] = field(default_factory=list)  # names of the linears
     experts: list[str] = field(default_factory=list)
-    whole: list[str] = field(default_factory=list)  # linears too narrow to be cut
+    whole: list[str] = field(default_factory=list)  # linears that can't be cut, or are too narrow
     total_parameters: int = 0  # of the model
     total_bytes: int = 0
     report: PackingReport | None = None  # of what this rank holds
@@ -79,7 +80,10 @@ def take_share(
         if dimension is None or not linears or not name:
             continue
         weight: Any = layer._parameters["weight"]
+        parent, _, own_name = name.rpartition(".")
         bounds = bounds_of(weight.shape[dimension], ranks.size, COLUMNS)
+        if reads_weight(module.get_submodule(parent), own_name):
+            bounds = None
         if bounds is not None and kernels.library() is None:
             whole = materialize(lazy_weights[weight], read_whole)
             bounds = bounds if same_bits(whole if dimension == 0 else whole.t(), bounds) else None

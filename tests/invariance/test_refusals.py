@@ -1,0 +1,111 @@
+"""The table of what does not go together: each row is refused, and nothing that is refused is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.toys import make_toy
+from verbatim import (
+    LLM,
+    Cluster,
+    ExpertParallel,
+    NotSupported,
+    SamplingParams,
+    TensorParallel,
+    UnsupportedModel,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+
+
+def rows() -> list[tuple[str, str]]:
+    """The first two cells of each row of the table, without quotes."""
+    section = PAGE.read_text().split("## What does not go together")[1].split("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return [(this.replace("`", ""), other.replace("`", "")) for this, other, _ in cells[2:]]
+
+
+def folder(tmp_path: Path, name: str) -> Path:
+    make_toy(name).save_pretrained(tmp_path / name)
+    return tmp_path / name
+
+
+def opened(name: str, *, live: bool = False, **options: Any) -> Callable[[Path], None]:
+    def attempt(tmp_path: Path) -> None:
+        with LLM(make_toy(name) if live else folder(tmp_path, name), **options):
+            pass
+
+    return attempt
+
+
+def generated(name: str, options: dict[str, Any], **params: Any) -> Callable[[Path], None]:
+    def attempt(tmp_path: Path) -> None:
+        with LLM(folder(tmp_path, name), **options) as llm:
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, **params))
+
+    return attempt
+
+
+def asleep(*, live: bool, **options: Any) -> Callable[[Path], None]:
+    def attempt(tmp_path: Path) -> None:
+        with LLM(make_toy("llama") if live else folder(tmp_path, "llama"), **options) as llm:
+            llm.sleep(weights=True)
+
+    return attempt
+
+
+# The call of each row, and what its message must name.
+CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
+    ('draft="mtp"', "a model without MTP layers"): (
+        opened("llama", draft="mtp"),
+        "mtp.*MTP layers",
+    ),
+    ('draft="early-exit"', "ExpertParallel"): (
+        opened("qwen3_moe", draft="early-exit", placement=ExpertParallel()),
+        "EarlyExit.*ExpertParallel",
+    ),
+    ("num_beams", "drafts"): (
+        generated("llama", dict(draft="ngram"), num_beams=2, temperature=0.0),
+        "num_beams=2.*drafts",
+    ),
+    ("record_routing", "num_beams"): (
+        generated("qwen3_moe", {}, num_beams=2, temperature=0.0, record_routing=True),
+        "record_routing.*num_beams",
+    ),
+    ("sleep(weights=True)", "a live module"): (asleep(live=True), "weights=True.*live module"),
+    ("sleep(weights=True)", "TensorParallel"): (
+        asleep(live=False, placement=TensorParallel(size=2)),
+        "weights=True.*TensorParallel",
+    ),
+    ("quantization", "a live module"): (
+        opened("llama", live=True, quantization="int8"),
+        "quantization='int8.*live module",
+    ),
+    ("fused=False", "Cluster"): (
+        opened("llama", fused=False, placement=Cluster(stages=2)),
+        "fused=False.*placement=Cluster",
+    ),
+}
+
+
+def test_every_row_is_tried() -> None:
+    assert set(rows()) == set(CALLS)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (row[1] == "TensorParallel"), id="-".join(row))
+        for row in CALLS
+    ],
+)
+def test_a_row_is_refused_by_name(row: tuple[str, str], tmp_path: Path) -> None:
+    attempt, names = CALLS[row]
+    with pytest.raises((NotSupported, UnsupportedModel)) as refusal:
+        attempt(tmp_path)
+    assert re.search(names, str(refusal.value), re.DOTALL), str(refusal.value)

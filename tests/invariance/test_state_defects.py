@@ -1,0 +1,116 @@
+"""Defects of other engines with recurrent layers, each as a test; the numbers are those of their issues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from support.mtp_toys import toy
+from support.requests_mixed import facts
+from support.toys import make_toy, random_ids
+from verbatim import LLM, SamplingParams
+from verbatim.draft import Mtp
+
+ONE_OF_EACH = ["qwen3_5", "granite_dense", "lfm2", "mamba"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, seed=1)
+SYSTEM = random_ids(40, seed=3)
+# Prompts that repeat themselves, so that lookups draft, behind one system prompt.
+PROMPTS = [SYSTEM + random_ids(5, seed=s) * 4 for s in range(4)]
+
+
+def plain(model: Any, prompts: list[list[int]], **options: Any) -> list[Any]:
+    """Each prompt alone, without a cache and without drafts."""
+    with LLM(model, prefix_cache=False, **options) as llm:
+        return [facts(llm.generate([prompt], GREEDY)[0]) for prompt in prompts]
+
+
+def test_mtp_with_a_prefix_cache_changes_no_bit() -> None:
+    """SkyRL 1981, vLLM 47194 and 53912: accuracy fell from 25.6 to 8.8 %."""
+    pair = toy("qwen3_5", 1)
+    expected = plain(pair.main, PROMPTS)
+    with LLM(pair.main, draft=Mtp(pair.mtp), num_draft_tokens=3, block_size=4) as llm:
+        llm.engine.live = False  # its cached prefixes outlive what runs
+        for _ in range(2):
+            assert [facts(llm.generate([p], GREEDY)[0]) for p in PROMPTS] == expected
+        assert llm.stats()["draft"]["drafted"] > 0
+
+
+@pytest.mark.parametrize("draft", ["ngram", "early-exit"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_drafts_leave_the_prefix_cache_on(name: str, draft: str) -> None:
+    """vLLM 54360: speculation silently switched prefix hits off."""
+    with LLM(make_toy(name), draft=draft, num_draft_tokens=3, block_size=4) as llm:
+        llm.engine.live = False
+        llm.generate([PROMPTS[0]], GREEDY)
+        again = llm.generate([PROMPTS[0]], GREEDY)[0]
+    assert again.num_cached_tokens == (len(PROMPTS[0]) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_refused_guesses_leave_the_state_as_it_was(name: str) -> None:
+    """vLLM 39273 and 52942: n-gram drafts corrupted the state."""
+
+    class Guesses:
+        def propose(self, sequences: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
+            return [[5] * length for length in lengths]
+
+    model = make_toy(name)
+    expected = plain(model, PROMPTS)
+    with LLM(model, draft=Guesses(), num_draft_tokens=5) as llm:
+        assert [facts(r) for r in llm.generate(PROMPTS, GREEDY)] == expected
+        draft = llm.stats()["draft"]
+        assert draft["drafted"] > draft["accepted"]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_prompt_as_long_as_a_draft_and_one_token_keeps_its_state(name: str, tokens: int) -> None:
+    """vLLM 53051: a prompt of 1 + draft tokens was taken for a draft."""
+    model, prompts = make_toy(name), [[7] * (tokens + 1), random_ids(tokens + 1, seed=5)]
+    expected = plain(model, prompts)
+    with LLM(model, draft="ngram", num_draft_tokens=tokens) as llm:
+        assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_turns_of_a_conversation_hit_the_cache_and_change_no_bit(name: str) -> None:
+    """Modular 6681: prefix caching had to be switched off for Qwen3.5, accuracy 0.58 against 0.87."""
+    model, history, said = make_toy(name), list(SYSTEM), []
+    with LLM(model, block_size=4) as llm:
+        llm.engine.live = False
+        for turn in range(4):
+            history += random_ids(9, seed=turn)
+            result = llm.generate([list(history)], GREEDY)[0]
+            said.append((list(history), facts(result), result.num_cached_tokens))
+            history += result.outputs[0].token_ids
+    assert plain(model, [ids for ids, _, _ in said]) == [words for _, words, _ in said]
+    assert all(hit > 0 for _, _, hit in said[1:])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode"), [(64, 8), (60, 8), (30, 20), (128, 10), (63, 4), (1, 70), (127, 4)]
+)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_replay_in_one_piece_gives_the_log_probs_of_decode(
+    name: str, prompt: int, decode: int
+) -> None:
+    """SGLang 13309: chunks of a prompt and steps of decode computed other numbers."""
+    params = GREEDY.replace(max_tokens=decode, temperature=1.0, seed=9)
+    with LLM(make_toy(name), prefix_cache=False) as llm:
+        ids = random_ids(prompt, seed=prompt)
+        (output,) = llm.generate([ids], params)[0].outputs
+        (scores,) = llm.score([ids + output.token_ids])
+    assert scores[prompt:] == output.logprobs
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_no_state_leaks_from_one_sequence_of_a_batch_into_the_next(name: str) -> None:
+    """transformers' fallbacks ignore the lengths of sequences in a flat batch."""
+    model = make_toy(name)
+    prompts = [random_ids(n, seed=n) for n in (1, 9, 2, 33)]
+    expected = plain(model, prompts)
+    with LLM(model, prefix_cache=False) as llm:
+        assert [facts(r) for r in llm.generate(prompts, GREEDY)] == expected
+        assert [facts(r) for r in llm.generate(prompts[::-1], GREEDY)] == expected[::-1]

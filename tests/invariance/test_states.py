@@ -1,0 +1,273 @@
+"""Models with recurrent layers: states are read, written, shared and freed as K and V are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from support.requests_mixed import all_facts, facts, mixed_requests
+from support.stages import ThreadHosts, serving
+from support.toys import RECURRENT_TOYS, make_toy, random_ids
+from verbatim import (
+    LLM,
+    Cluster,
+    Offload,
+    OutOfBlocks,
+    SamplingParams,
+    TensorParallel,
+    rl,
+)
+from verbatim.opening import open_engine
+from verbatim.placement.options import EngineOptions
+
+PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
+ONE_OF_EACH = ["qwen3_next", "granite_hybrid", "lfm2", "mamba"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
+
+SHORT = GREEDY.replace(max_tokens=5)
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    slots = llm.engine.scheduler.states.pool
+    slots.check()
+    assert slots.num_used == 0
+    assert llm.stats()["blocks_used"] == 0
+
+
+@pytest.mark.parametrize("name", RECURRENT_TOYS)
+def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -> None:
+    """transformers computes a prompt in chunks of 16 to 64 tokens, by another formula."""
+    model = make_toy(name, max_position_embeddings=512)
+    rows = [random_ids(300, seed=1), random_ids(65, seed=2), random_ids(1, seed=3) * 2]
+    with LLM(model) as llm:
+        scores = llm.score(rows)
+    for ids, score in zip(rows, scores, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        truth = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_prefix_of_any_length_is_found_and_changes_no_bit(name: str) -> None:
+    stem, tail = random_ids(44, seed=7), random_ids(9, seed=8)
+    with LLM(make_toy(name), prefix_cache=False) as llm:
+        expected = [facts(llm.generate([stem[:n] + tail], SHORT)[0]) for n in range(1, len(stem))]
+    with LLM(make_toy(name), block_size=4) as llm:
+        llm.engine.live = False  # its cached prefixes outlive what runs
+        hits = []
+        for n, same in zip(range(1, len(stem)), expected, strict=True):
+            for _ in range(2):  # where a prompt leaves another one is cached the second time
+                result = llm.generate([stem[:n] + tail], SHORT)[0]
+                assert facts(result) == same, n
+            hits.append(result.num_cached_tokens)
+        assert hits == [(n + len(tail) - 1) // 4 * 4 for n in range(1, len(stem))]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
+    prompts, params = mixed_requests(9)
+    with LLM(make_toy(name), prefix_cache=False) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(make_toy(name), block_size=4, max_batch_tokens=24) as llm:
+        engine = llm.engine
+        requests = [engine.admission.admit(p, q) for p, q in zip(prompts, params, strict=True)]
+        for request in requests:
+            engine.submit(request)
+        steps = 0
+        while engine.step():
+            steps += 1
+            if steps % 2:
+                engine.evict_all()
+        assert all_facts([request.result for request in requests]) == expected
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("slots", [3, 4, 7])
+def test_few_slots_are_shared_by_many_requests(slots: int, monkeypatch: Any) -> None:
+    prompts, params = mixed_requests(12)
+    with LLM(make_toy("lfm2"), prefix_cache=False) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: slots)
+    with LLM(make_toy("lfm2"), block_size=4) as llm:
+        assert llm.info()["state_slots"] == slots
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["preemptions"] > 0
+        check_nothing_is_left(llm)
+
+
+class Guesses:
+    """Drafts the true next tokens up to a number that changes with each call, then wrong ones."""
+
+    def __init__(self, truth: list[int]) -> None:
+        self.truth = truth
+        self.calls = 0
+
+    def propose(self, sequences: Sequence[Any], lengths: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            self.calls += 1
+            done = len(sequence.output_ids)
+            draft = list(self.truth[done : done + length])
+            for j in range(self.calls % 9, len(draft)):
+                draft[j] = 3 + (draft[j] + 1) % 100
+            drafts.append(draft)
+        return drafts
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_drafts_of_any_acceptance_change_no_bit(name: str) -> None:
+    prompt, params = random_ids(17, seed=3), SamplingParams(max_tokens=90, seed=5, ignore_eos=True)
+    model = make_toy(name)
+    with LLM(model) as llm:
+        expected = facts(llm.generate([prompt], params)[0])
+        truth = llm.generate([prompt], params)[0].outputs[0].token_ids
+    with LLM(model, draft=Guesses(truth), num_draft_tokens=8, block_size=4) as llm:
+        result = llm.generate([prompt], params)[0]
+        assert facts(result) == expected
+        accepted = result.metrics.draft.num_accepted
+        assert accepted[0] and sum(accepted) < sum(result.metrics.draft.num_drafted)
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -> None:
+    with LLM(make_toy(name), block_size=4) as llm:
+        llm.engine.live = False
+        with llm.session(max_length=200, seed=1) as session:
+            found = []
+            for turn, kept in ((13, None), (6, None), (21, 25), (2, None), (5, 3)):
+                if kept is not None:
+                    session.position = kept
+                before = session.token_ids
+                result = session.generate(random_ids(turn, seed=turn), GREEDY)
+                found.append((result.num_cached_tokens, len(before)))
+                with LLM(make_toy(name)) as other:
+                    alone = other.generate([before + random_ids(turn, seed=turn)], GREEDY)[0]
+                assert result.outputs[0].token_ids == alone.outputs[0].token_ids
+                assert result.outputs[0].logprobs == alone.outputs[0].logprobs
+        # All but the last token of what is kept, or a cached state before it.
+        assert found == [(0, 0), (32, 33), (12, 25), (65, 66), (0, 3)]
+        llm.generate([[1]], GREEDY)  # frees the blocks of the closed session
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
+    prompts, params = mixed_requests(12)
+    make_toy(name).save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    # Micro-batches of at most 12 rows, so that a prompt goes through in pieces.
+    stages = Cluster(stages=2, hosts=ThreadHosts(), micro_batches=2)
+    with LLM(tmp_path, placement=stages, max_batch_tokens=24) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        for victim in (0, 1):
+            stage = serving(llm)[victim]
+            deltas = llm.stream(prompts[8], params[8])
+            next(deltas)
+            stage.kill()
+            *_, last = deltas
+            assert last.result is not None and facts(last.result) == expected[8]
+        assert all_facts(llm.generate(prompts, params)) == expected
+        assert llm.stats()["cluster"]["restarts"] == 2
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("name", RECURRENT_TOYS)
+def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
+    prompts, params = mixed_requests(12)
+    make_toy(name).save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    offload = Offload(weights=(0, 20, 80), kv=(0, 50, 50), activations=(0, 0, 100))
+    with LLM(tmp_path, placement=offload, max_batch_tokens=24) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        llm.sleep(weights=True)
+        llm.wake()
+        assert all_facts(llm.generate(prompts, params)) == expected
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT_TOYS)
+def test_ranks_compute_the_same(name: str, tmp_path: Any) -> None:
+    prompts, params = mixed_requests(12)
+    make_toy(name).save_pretrained(tmp_path)
+    with LLM(tmp_path) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(tmp_path, placement=TensorParallel(size=2), max_batch_tokens=24) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        llm.sleep()
+        llm.wake()
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "lfm2", "mamba"])
+def test_a_saved_session_is_taken_up_with_its_state(
+    name: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("verbatim.llm.open_engine", PLAIN_OPEN)
+    path = tmp_path / "one.session"
+    with LLM(make_toy(name)) as llm, llm.session(seed=1) as session:
+        session.generate(random_ids(20, seed=1), GREEDY)
+        session.save(path, kv=True)
+        expected = session.generate(random_ids(4, seed=2), GREEDY)
+    with LLM(make_toy(name)) as llm:
+        with llm.session(load=path) as session:
+            result = session.generate(random_ids(4, seed=2), GREEDY)
+        assert result.num_cached_tokens == expected.num_cached_tokens == 39
+        assert facts(result) == facts(expected)
+        llm.generate([[1]], GREEDY)
+        check_nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_rollouts_have_exact_ratios_and_gradients(name: str) -> None:
+    model = make_toy(name)
+    prompts = [random_ids(7, seed=1), random_ids(11, seed=2)]
+    rolled = rl.rollout(model, prompts, SamplingParams(max_tokens=12, ignore_eos=True), seed=3)
+    rows = rolled.sequences, rolled.attention_mask
+    scores = rl.score(model, *rows)
+    assert torch.equal(rolled.of_responses(scores), rolled.logprobs)
+    live = rl.logprobs(model, *rows)
+    assert torch.allclose(live, scores, atol=1e-4)
+    live.sum().backward()
+    recurrent = [p for n, p in model.named_parameters() if "A_log" in n or "conv" in n]
+    assert recurrent and all(p.grad is not None and p.grad.any() for p in recurrent)
+
+
+@pytest.mark.parametrize("draft", ["early-exit", "the same", "another"])
+@pytest.mark.parametrize("name", ["qwen3_next", "granite_hybrid", "lfm2", "mamba2"])
+def test_drafts_by_recurrent_layers_change_no_bit(name: str, draft: Any, tmp_path: Any) -> None:
+    prompts, params = mixed_requests(12)
+    model = make_toy(name)
+    with LLM(model) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+        same = facts(llm.generate([prompts[3]], GREEDY)[0])
+    if draft != "early-exit":
+        draft = make_toy(name, seed=int(draft == "another"))
+        # Prompts longer than the drafter's largest forward.
+    for few in (2048, 5):
+        with LLM(model, draft=draft, num_draft_tokens=3, max_batch_tokens=few) as llm:
+            assert all_facts(llm.generate(prompts, params)) == expected
+            result = llm.generate([prompts[3]], GREEDY)[0]
+            assert facts(result) == same
+            stats = llm.stats()["draft"]
+            assert stats["errors"] == 0
+            drafts = result.metrics.draft
+            assert sum(drafts.num_drafted)
+            if draft != "early-exit" and torch.equal(
+                *(next(m.parameters()) for m in (draft, model))
+            ):
+                assert drafts.num_accepted == drafts.num_drafted
+            check_nothing_is_left(llm)
+
+
+def test_too_little_memory_is_refused_by_name() -> None:
+    model = make_toy("qwen3_next")
+    with pytest.raises(OutOfBlocks, match=r"recurrent states.*3 slots"):
+        LLM(model, kv_memory=2000)

@@ -1,0 +1,235 @@
+// See recurrence.h.
+
+#include "recurrence.h"
+
+#include "threads.h"
+
+#include <vector>
+
+using namespace vb;
+
+namespace {
+
+constexpr int LANES = 16;
+
+static inline f32x16 load_up_to(const float *p, int64_t n) {
+    return n >= LANES ? load(p) : load_first(p, (int)n);
+}
+
+static inline void store_up_to(float *p, f32x16 v, int64_t n) {
+    if (n >= LANES) store(p, v);
+    else store_first(p, v, (int)n);
+}
+
+// The first of the writes of sequence s.
+int64_t first_write(const StateRows &at, int64_t s) {
+    return std::lower_bound(at.rows, at.rows + at.writes, at.starts[s]) - at.rows;
+}
+
+// Columns `first` to `first + 16 * N` of one head of one sequence; `count` of them exist.
+template <int N>
+void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, int64_t first,
+                 int64_t count, float *memory) {
+    const int64_t key_head = head / (a.heads / a.key_heads);
+    const int64_t begin = at.starts[s], end = at.starts[s + 1];
+    int64_t write = first_write(at, s);
+    auto row_of = [&](int64_t i) { return memory + i * N * LANES; };
+
+    const float *source = a.state + a.state_at(at.sources[s], head) + first;
+    for (int64_t i = 0; i < a.depth; i++)
+        for (int c = 0; c < N; c++)
+            store(row_of(i) + c * LANES, load_up_to(source + i * a.width + c * LANES, count - c * LANES));
+
+    auto key = [&](const float *x, int64_t t) { return x + (t * a.key_heads + key_head) * a.depth; };
+    auto decay_of = [&](int64_t t) {
+        return a.decay + (t * a.heads + head) * (a.decay_by_row ? a.depth : 1);
+    };
+    const int64_t step = a.decay_by_row ? 1 : 0;
+
+    f32x16 seen[N];  // k^T S
+    auto decay_and_see = [&](int64_t t) {
+        const float *k = key(a.k, t), *d = decay_of(t);
+        for (int c = 0; c < N; c++) seen[c] = splat(0.0f);
+        for (int64_t i = 0; i < a.depth; i++)
+            for (int c = 0; c < N; c++) {
+                const f32x16 x = load(row_of(i) + c * LANES) * splat(d[i * step]);
+                store(row_of(i) + c * LANES, x);
+                seen[c] = fma(x, splat(k[i]), seen[c]);
+            }
+    };
+    bool ready = false;  // the row's decay is applied already
+    for (int64_t t = begin; t < end; t++) {
+        if (!ready) decay_and_see(t);
+        const int64_t at_row = (t * a.heads + head) * a.width + first;
+        f32x16 value[N], out[N];
+        for (int c = 0; c < N; c++) {
+            value[c] = load_up_to(a.v + at_row + c * LANES, count - c * LANES);
+            if (a.beta) value[c] = (value[c] - seen[c]) * splat(a.beta[t * a.heads + head]);
+            out[c] = seen[c] = splat(0.0f);
+        }
+        const float *k = key(a.k, t), *q = key(a.q, t);
+        const bool written = write < at.writes && at.rows[write] == t;
+        ready = t + 1 < end && !written;
+        if (ready) {  // with what the next row begins with, in one go through the state
+            const float *next = key(a.k, t + 1), *d = decay_of(t + 1);
+            for (int64_t i = 0; i < a.depth; i++)
+                for (int c = 0; c < N; c++) {
+                    f32x16 x = fma(splat(k[i]), value[c], load(row_of(i) + c * LANES));
+                    out[c] = fma(x, splat(q[i]), out[c]);
+                    x = x * splat(d[i * step]);
+                    store(row_of(i) + c * LANES, x);
+                    seen[c] = fma(x, splat(next[i]), seen[c]);
+                }
+        } else {
+            for (int64_t i = 0; i < a.depth; i++)
+                for (int c = 0; c < N; c++) {
+                    const f32x16 x = fma(splat(k[i]), value[c], load(row_of(i) + c * LANES));
+                    store(row_of(i) + c * LANES, x);
+                    out[c] = fma(x, splat(q[i]), out[c]);
+                }
+        }
+        for (int c = 0; c < N; c++) store_up_to(a.out + at_row + c * LANES, out[c], count - c * LANES);
+        if (written) {
+            float *target = a.state + a.state_at(at.targets[write++], head) + first;
+            for (int64_t i = 0; i < a.depth; i++)
+                for (int c = 0; c < N; c++)
+                    store_up_to(target + i * a.width + c * LANES, load(row_of(i) + c * LANES),
+                                count - c * LANES);
+        }
+    }
+}
+
+// A head of a single column, with lanes over the rows of its state.
+void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, float *memory) {
+    const int64_t key_head = head / (a.heads / a.key_heads);
+    int64_t write = first_write(at, s);
+    const float *source = a.state + a.state_at(at.sources[s], head);
+    std::copy(source, source + a.depth, memory);
+    for (int64_t t = at.starts[s]; t < at.starts[s + 1]; t++) {
+        const float *k = a.k + (t * a.key_heads + key_head) * a.depth;
+        const float *q = a.q + (t * a.key_heads + key_head) * a.depth;
+        const float *d = a.decay + (t * a.heads + head) * (a.decay_by_row ? a.depth : 1);
+        float value = a.v[t * a.heads + head];
+        if (a.beta) {
+            f32x16 seen = splat(0.0f);
+            for (int64_t i = 0; i < a.depth; i += LANES) {
+                const int64_t n = a.depth - i;
+                const f32x16 decay = a.decay_by_row ? load_up_to(d + i, n) : splat(d[0]);
+                seen = fma(load_up_to(memory + i, n) * decay, load_up_to(k + i, n), seen);
+            }
+            value = (value - sum(seen)) * a.beta[t * a.heads + head];
+        }
+        f32x16 out = splat(0.0f);
+        for (int64_t i = 0; i < a.depth; i += LANES) {
+            const int64_t n = a.depth - i;
+            const f32x16 decay = a.decay_by_row ? load_up_to(d + i, n) : splat(d[0]);
+            const f32x16 x =
+                fma(load_up_to(k + i, n), splat(value), load_up_to(memory + i, n) * decay);
+            store_up_to(memory + i, x, n);
+            out = fma(x, load_up_to(q + i, n), out);
+        }
+        a.out[t * a.heads + head] = sum(out);
+        if (write < at.writes && at.rows[write] == t)
+            std::copy(memory, memory + a.depth, a.state + a.state_at(at.targets[write++], head));
+    }
+}
+
+constexpr int64_t COLUMNS = 4 * LANES;  // of a piece: 128 rows of it are 32 KB
+
+}  // namespace
+
+void vb::run_recurrence(const Recurrence &a, const StateRows &at, int threads) {
+    const int64_t pieces = (a.width + COLUMNS - 1) / COLUMNS;
+    if (at.starts[at.sequences] * a.heads * a.depth * a.width < (1 << 15)) threads = 1;
+    parallel_for(at.sequences * a.heads * pieces, threads, [&](int64_t n) {
+        static thread_local std::vector<float> memory;
+        memory.resize(a.depth * COLUMNS);
+        const int64_t s = n / (a.heads * pieces), head = n / pieces % a.heads;
+        const int64_t first = n % pieces * COLUMNS, count = std::min(COLUMNS, a.width - first);
+        if (a.width == 1) return run_single(a, at, s, head, memory.data());
+        switch ((count + LANES - 1) / LANES) {
+        case 1: return run_columns<1>(a, at, s, head, first, count, memory.data());
+        case 2: return run_columns<2>(a, at, s, head, first, count, memory.data());
+        case 3: return run_columns<3>(a, at, s, head, first, count, memory.data());
+        default: return run_columns<4>(a, at, s, head, first, count, memory.data());
+        }
+    });
+}
+
+namespace {
+
+// Channels `first` to `first + 16` of one sequence, of which `count` exist; taps[width, 16] are theirs.
+template <typename T>
+void convolve_channels(float *out, const T *x, const float *taps, f32x16 bias, T *state,
+                       const StateRows &at, int64_t channels, int64_t width, int64_t s, int64_t first,
+                       int64_t count) {
+    const int64_t begin = at.starts[s], end = at.starts[s + 1], before = width - 1;
+    int64_t write = first_write(at, s);
+    // The input of row `t`, which may be before the first one: [before, channels] are in the state.
+    auto input = [&](int64_t t) {
+        return t < begin ? state + (at.sources[s] * before + before + t - begin) * channels + first
+                         : x + t * channels + first;
+    };
+    for (int64_t t = begin; t < end; t++) {
+        f32x16 total = bias;
+        for (int64_t j = 0; j < width; j++) {
+            const T *p = input(t - before + j);
+            const f32x16 value = count >= LANES ? load(p) : load_first(p, (int)count);
+            total = fma(value, load(taps + j * LANES), total);
+        }
+        store_up_to(out + t * channels + first, total, count);
+        if (write < at.writes && at.rows[write] == t) {
+            T *target = state + at.targets[write++] * before * channels + first;
+            const int64_t n = std::min<int64_t>(count, LANES);
+            for (int64_t j = 0; j < before; j++) {
+                const T *p = input(t - before + 1 + j);
+                std::copy(p, p + n, target + j * channels);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+template <typename T>
+void vb::convolve(float *out, const T *x, const T *weight, const T *bias, T *state,
+                  const StateRows &at, int64_t channels, int64_t width, int threads) {
+    const int64_t pieces = (channels + LANES - 1) / LANES;
+    if (at.starts[at.sequences] * channels < (1 << 14)) threads = 1;
+    parallel_for(pieces, threads, [&](int64_t n) {
+        static thread_local std::vector<float> taps;
+        taps.assign(width * LANES, 0.0f);
+        const int64_t first = n * LANES, count = channels - first;
+        const int lanes = (int)std::min<int64_t>(count, LANES);
+        for (int64_t j = 0; j < width; j++)
+            for (int i = 0; i < lanes; i++)
+                taps[j * LANES + i] = to_float(weight[(first + i) * width + j]);
+        const f32x16 added = bias ? load_first(bias + first, lanes) : splat(0.0f);
+        for (int64_t s = 0; s < at.sequences; s++)
+            convolve_channels(out, x, taps.data(), added, state, at, channels, width, s, first, count);
+    });
+}
+
+// As `linear_recurrence` in verbatim/kv/recurrence.py, whose names these are.
+extern "C" void vb_linear_recurrence(float *out, const float *q, const float *k, const float *v,
+                                     const float *decay, const float *beta, float *state,
+                                     const int32_t *starts, const int32_t *sources,
+                                     const int32_t *rows, const int32_t *targets, int64_t sequences,
+                                     int64_t writes, int64_t heads, int64_t key_heads, int64_t depth,
+                                     int64_t width, int decay_by_row, int threads) {
+    const Recurrence a{out,   q,         k,     v,     decay,          beta,
+                       state, heads, key_heads, depth, width, decay_by_row != 0};
+    run_recurrence(a, {starts, sources, rows, targets, sequences, writes}, threads);
+}
+
+// As `causal_conv` there.
+#define EXPORT_CONV(name, T)                                                                       \
+    extern "C" void name(float *out, const T *x, const T *weight, const T *bias, T *state,         \
+                         const int32_t *starts, const int32_t *sources, const int32_t *rows,       \
+                         const int32_t *targets, int64_t sequences, int64_t writes,                \
+                         int64_t channels, int64_t width, int threads) {                           \
+        convolve(out, x, weight, bias, state, {starts, sources, rows, targets, sequences, writes},   \
+                 channels, width, threads);                                                        \
+    }
+EXPORT_CONV(vb_causal_conv_f32, float)
+EXPORT_CONV(vb_causal_conv_bf16, bf16)

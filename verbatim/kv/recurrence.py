@@ -1,0 +1,165 @@
+"""Recurrent operations over flat rows of many sequences: causal convolution and linear recurrences.
+
+Both are computed row by row, in the order of the rows, whatever the chunks of a prompt. So they are batch-
+invariant by construction: the bits of a row depend on the state before it and on the row itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from verbatim import kernels
+from verbatim.kv.states import StateRows
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+@kernels.without_overrides
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    at: StateRows,
+    *,
+    reference: bool = False,
+) -> Tensor:
+    """Convolve each channel with the last `K` rows of its sequence.
+
+    Args:
+        x: `[T, C]`.
+        weight: `[C, K]`; the last column is multiplied with the row itself.
+        bias: `[C]`.
+        state: `[slots, K - 1, C]` in the dtype of `x`, the last inputs, oldest first; written at
+            `at.targets`.
+        reference: compute it in torch, and not by the kernel.
+
+    Returns:
+        `[T, C]` float32.
+    """
+    before = weight.shape[1] - 1
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    library = None if reference or x.dtype not in _SUFFIX else _library(x.device)
+    if library is not None:
+        function = getattr(library, f"vb_causal_conv_{_SUFFIX[x.dtype]}")
+        x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        operands = _pointers(out, x, weight, bias, state, *at)
+        sizes = len(at.sources), len(at.rows), *weight.shape
+        function(*operands, *sizes, torch.get_num_threads())
+        return out
+    for first, last, source, writes in _sequences(at):
+        inputs = torch.cat([state[source], x[first:last]])  # [K - 1 + rows, C]
+        total = torch.zeros_like(out[first:last])
+        if bias is not None:
+            total = total + bias.float()
+        for j, tap in enumerate(weight.T.float()):
+            total = total + inputs[j : j + last - first].float() * tap
+        out[first:last] = total
+        for row, target in writes:
+            state[target] = inputs[row - first + 1 : row - first + 1 + before]
+    return out
+
+
+@kernels.without_overrides
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    at: StateRows,
+    *,
+    reference: bool = False,
+) -> Tensor:
+    """Update a matrix state by each row, and read it: linear attention, gated delta rule, state spaces.
+
+    Row by row, for each head, with the state S `[K, V]`:
+
+        S = decay * S
+        S = S + k (v - k^T S)^T beta   with the delta rule (Yang et al. 2024, arXiv:2412.06464)
+        S = S + k v^T                  without
+        o = q^T S
+
+    Args:
+        q, k: `[T, Hk, K]` float32; head h of `v` uses head h // (H // Hk).
+        v: `[T, H, V]` float32.
+        decay: `[T, H]` or, one for each row of S, `[T, H, K]`; float32, in 0 to 1.
+        beta: `[T, H]` float32: the delta rule; None: without.
+        state: `[slots, H, K, V]` float32, written at `at.targets`.
+        reference: compute it in torch, and not by the kernel.
+
+    Returns:
+        `[T, H, V]` float32.
+    """
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    library = None if reference else _library(v.device)
+    if library is not None:
+        q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
+        beta = None if beta is None else beta.contiguous()
+        operands = _pointers(out, q, k, v, decay, beta, state, *at)
+        sizes = len(at.sources), len(at.rows), v.shape[1], *k.shape[1:], v.shape[2]
+        library.vb_linear_recurrence(*operands, *sizes, decay.dim() == 3, torch.get_num_threads())
+        return out
+    group = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(group, dim=1)[..., None] for x in (q, k))  # [T, H, K, 1]
+    decay = decay[..., None, None] if decay.dim() == 2 else decay[..., None]
+    for first, last, source, writes in _sequences(at):
+        targets = dict(writes)
+        s = state[source]
+        for row in range(first, last):
+            s = s * decay[row]
+            value = v[row]
+            if beta is not None:
+                value = (value - tree_sum(s * k[row], -2)) * beta[row][:, None]
+            s = s + k[row] * value[:, None]
+            out[row] = tree_sum(s * q[row], -2)
+            if row in targets:
+                state[targets[row]] = s
+    return out
+
+
+def _library(device: torch.device) -> ctypes.CDLL | None:
+    return _bound(kernels.library()) if device.type == "cpu" else None
+
+
+@functools.cache
+def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    """Declare the arguments of the kernels."""
+    if library is not None:
+        library.vb_linear_recurrence.argtypes = [*[_POINTER] * 11, *[_LONG] * 6, _INT, _INT]
+        for suffix in _SUFFIX.values():
+            function = getattr(library, f"vb_causal_conv_{suffix}")
+            function.argtypes = [*[_POINTER] * 9, *[_LONG] * 4, _INT]
+    return library
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension in an order that depends on its length alone, unlike `torch.sum`."""
+    while (width := x.shape[dim]) > 1:
+        half = width // 2
+        low, high = x.narrow(dim, 0, half), x.narrow(dim, half, half)
+        rest = x.narrow(dim, 2 * half, width - 2 * half)
+        x = low + high
+        if rest.shape[dim]:
+            x = torch.cat([x, rest], dim)
+    return x.squeeze(dim)
+
+
+def _sequences(at: StateRows) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
+    """Yield first row, last row + 1, the slot to read and the (row, slot)s to write of each sequence."""
+    starts = at.query_starts.tolist()
+    writes = list(zip(at.rows.tolist(), at.targets.tolist(), strict=True))
+    for first, last, source in zip(starts, starts[1:], at.sources.tolist(), strict=False):
+        yield first, last, source, [(row, slot) for row, slot in writes if first <= row < last]

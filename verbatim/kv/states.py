@@ -1,0 +1,170 @@
+"""Recurrent states: their tensors, and the slots in which sequences keep them.
+
+A model with recurrent layers (convolutions, linear attention, state spaces) keeps a state of constant size
+for each sequence, in place of or beside K and V. A slot holds the state of all layers after some number of
+tokens. A slot is never changed once a forward has written it: a step reads a sequence's slot and writes
+others, so a forward may be repeated, and forks, cached prefixes and sessions share slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verbatim.batch import ZERO_STATE, Batch
+from verbatim.core import Sequence, SessionCache
+from verbatim.kv.blocks import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The state that one recurrent operation of a model keeps of one sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StateRows(NamedTuple):
+    """Where the operations of one forward read and write states; `Batch` describes the fields."""
+
+    query_starts: Tensor
+    sources: Tensor
+    rows: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> StateRows:
+        """Return those of a batch; one without states begins with zeros and writes nothing."""
+        sources, rows, targets = batch.state_sources, batch.state_rows, batch.state_targets
+        if sources is None or rows is None or targets is None:
+            none = torch.empty(0, dtype=torch.int32)
+            sources, rows, targets = torch.zeros_like(batch.context_lens), none, none
+        return cls(batch.query_starts, sources, rows, targets)
+
+
+class StateStore:
+    """The states of `num_slots` slots, in a tensor `[num_slots, *shape]` for each recurrent operation.
+
+    Slot `ZERO_STATE` holds zeros, the state before the first token.
+    """
+
+    def __init__(self, shapes: list[StateShape], num_slots: int, device: torch.device) -> None:
+        self.shapes = shapes
+        self.num_slots = num_slots
+        self._device = device
+        self.tensors: list[Tensor] = []
+        self.allocate()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def poison(self, slots: Iterable[int]) -> None:
+        """Fill slots with NaN, so that tests detect reads of states that were not written."""
+        poisoned = [slot for slot in slots if slot != ZERO_STATE]
+        for tensor in self.tensors:
+            tensor[poisoned] = torch.nan
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.tensors.clear()
+
+    def allocate(self) -> None:
+        """Allocate memory, uninitialized but for the zero state, unless it is there."""
+        if not self.tensors:
+            with torch.inference_mode(False):
+                for s in self.shapes:
+                    size = (self.num_slots, *s.shape)
+                    tensor = torch.empty(size, dtype=s.dtype, device=self._device)
+                    tensor[ZERO_STATE] = 0
+                    self.tensors.append(tensor)
+
+
+def open_states(
+    shapes: list[StateShape], num_slots: int, device: torch.device | None = None
+) -> StateStore | None:
+    """Return the store of a model's states, on the CPU by default; None if it has none."""
+    return StateStore(shapes, num_slots, device or torch.device("cpu")) if shapes else None
+
+
+class StateSlots:
+    """Allocates slots to sequences. `Sequence.states` maps a number of tokens to the slot after them.
+
+    Between two steps, a sequence has a slot for its computed tokens. A step reserves slots for the states
+    that it writes; what is not kept after the step is freed.
+
+    Args:
+        num_slots: including that of the zero state; 0 for a model without recurrent layers.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.pool = BlockPool(num_slots) if num_slots else None
+        self.enabled = self.pool is not None
+
+    def num_free(self, wanted: int) -> int:
+        """Return how many of `wanted` slots can be taken; all of them where there are no states."""
+        return wanted if self.pool is None else min(wanted, self.pool.num_free)
+
+    def reserve(self, sequence: Sequence | SessionCache, positions: Iterable[int]) -> None:
+        """Take a slot for the state after each of these numbers of tokens; a slot must be free for each."""
+        if self.pool is not None:
+            new = [p for p in positions if p not in sequence.states]
+            sequence.states.update(zip(new, self.pool.take(len(new)), strict=True))
+
+    def keep(self, sequence: Sequence | SessionCache, position: int) -> None:
+        """Free a sequence's slots but for that of the state after `position` tokens."""
+        if len(sequence.states) > (position in sequence.states):
+            assert self.pool is not None
+            unused = [slot for p, slot in sequence.states.items() if p != position]
+            self.pool.give_back(unused)
+            sequence.states = {p: slot for p, slot in sequence.states.items() if p == position}
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give `child` the state of `parent`."""
+        slot = parent.states.get(parent.num_computed)
+        if slot is not None and self.pool is not None:
+            self.pool.share([slot])
+            child.states = {parent.num_computed: slot}
+
+    def attach(self, sequence: Sequence, position: int, keys: list[bytes]) -> None:
+        """Give a sequence the cached state after `position` tokens, the prefix with these keys."""
+        if self.pool is not None and keys:
+            (slot,) = self.pool.find(keys[-1:])
+            self.pool.share([slot])
+            sequence.states = {position: slot}
+
+    def remember(self, sequence: Sequence, position: int, key: bytes) -> None:
+        """Cache the state after the prefix with this key, if the sequence has it."""
+        slot = sequence.states.get(position)
+        if slot is not None and self.pool is not None:
+            sequence.states[position] = self.pool.remember(slot, key)
+
+    def drop(self, key: bytes) -> None:
+        """Free the cached state with this key, unless it is used."""
+        if self.pool is not None:
+            self.pool.drop(key)
+
+    def drop_cached(self) -> None:
+        """Drop the cached states that are not used."""
+        if self.pool is not None:
+            self.pool.drop_cached()
+
+    def forget(self) -> None:
+        """Clear the cache."""
+        if self.pool is not None:
+            self.pool.forget()
+
+    def longest(self, keys: list[bytes]) -> int:
+        """Return for how many of the leading keys there is a cached state after all of them."""
+        if self.pool is None:
+            return len(keys)
+        return next((n for n in range(len(keys), 0, -1) if self.pool.has(keys[n - 1])), 0)

@@ -1,0 +1,322 @@
+"""Mixers of recurrent layers (delta rule, Mamba-2, convolution): their parts, and structs for the kernels.
+
+Parts are found by their names. Whether they compute what the kernels do is tried (`layer_trial.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from verbatim.model.norms import Gate, Norm, group_width, norm_parts
+from verbatim.model.places import Place
+from verbatim.model.structs import NormStruct, NotFusable, address_of, norm_of
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Mixer(Protocol):
+    """The recurrent part of a layer, in place of attention.
+
+    Attributes:
+        field: of `LayerStruct`, for the address of the struct.
+        num_states: recurrent operations, each of which keeps a state.
+        inputs: names of the linears of the layer's input.
+        norms: beside those of the layer.
+        sizes: heads, key heads, and their widths; heads times value width is the width of the output.
+        widths: columns of the inputs' products.
+    """
+
+    @property
+    def field(self) -> str: ...
+    @property
+    def num_states(self) -> int: ...
+    @property
+    def inputs(self) -> list[str]: ...
+    @property
+    def norms(self) -> list[nn.Module]: ...
+    @property
+    def sizes(self) -> tuple[int, int, int, int]: ...
+    @property
+    def widths(self) -> list[int]: ...
+
+    def places(self) -> list[Place]:
+        """Return references of the tensors that the kernels read, without the linears'."""
+        ...
+
+    def struct(self) -> ctypes.Structure:
+        """Return an empty struct of its kind."""
+        ...
+
+    def fill(self, struct: Any, dtype: torch.dtype) -> None:
+        """Fill in the struct.
+
+        Raises:
+            NotFusable: its weights are of a kind that the kernels don't read where they are.
+        """
+        ...
+
+
+class _Slice(ctypes.Structure):
+    _fields_ = [("at", _LONG), ("stride", _LONG)]
+
+
+_ROLES = ("q", "k", "v", "gate", "beta", "decay")
+# The linears of the input, each with what its product has.
+_DELTA_INPUTS: tuple[dict[str, str], ...] = (
+    {"in_proj_qkv": "q k v", "in_proj_z": "gate", "in_proj_b": "beta", "in_proj_a": "decay"},
+    {"in_proj_qkvz": "q k v gate", "in_proj_ba": "beta decay"},
+    dict(q_proj="q", k_proj="k", v_proj="v", g_proj="gate", b_proj="beta", a_proj="decay"),
+)
+_BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")  # all roles of one key head, then those of the next
+
+
+class DeltaRuleStruct(ctypes.Structure):
+    """`DeltaRule` of kernels/layer.cpp."""
+
+    _fields_ = [
+        *((role, _Slice) for role in _ROLES),
+        *((name, _POINTER) for name in ("weight", "a_log", "dt_bias")),
+        ("norm", NormStruct),
+        ("taps", _LONG),
+        *((name, _FLOAT) for name in ("eps", "q_scale", "k_scale", "beta_scale")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """A gated delta rule, as Qwen3-Next, Qwen3.5 and OLMo Hybrid have it.
+
+    Attributes:
+        roles: names of the linears of the input, and what their products have.
+        norm: of a head's output, with a gate.
+    """
+
+    field: ClassVar[str] = "delta"
+    num_states: ClassVar[int] = 2
+    module: nn.Module
+    roles: dict[str, str]
+    norm: Norm
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def inputs(self) -> list[str]:
+        return [*self.roles]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        return [self.norm.module]
+
+    @property
+    def widths(self) -> list[int]:
+        of, key_heads = self._widths(), self.sizes[1]
+        return [key_heads * sum(of[role] for role in x.split()) for x in self.roles.values()]
+
+    def _widths(self) -> dict[str, int]:
+        """Columns of each key head, by role."""
+        heads, key_heads, key_dim, value_dim = self.sizes
+        group = heads // key_heads
+        value = group * value_dim
+        return dict(zip(_ROLES, (key_dim, key_dim, value, value, group, group), strict=True))
+
+    def places(self) -> list[Place]:
+        conv, weight = self.module._modules["conv1d"], self.norm.parts.weight
+        assert conv is not None and weight is not None
+        own = self.module._parameters
+        found = [(own, "A_log"), (own, "dt_bias"), (conv._parameters, "weight")]
+        return [*found, (conv._parameters, "bias"), (self.norm.module._parameters, weight)]
+
+    def struct(self) -> DeltaRuleStruct:
+        return DeltaRuleStruct()
+
+    def fill(self, struct: Any, dtype: torch.dtype) -> None:
+        heads, key_heads, key_dim, value_dim = self.sizes
+        of, at = self._widths(), 0
+        for name, given in self.roles.items():
+            roles = given.split()
+            together = sum(of[role] for role in roles)
+            for role in roles:
+                by_head = name in _BY_KEY_HEAD
+                setattr(struct, role, _Slice(at, together if by_head else of[role]))
+                at += of[role] * (1 if by_head else key_heads)
+            if name in _BY_KEY_HEAD:
+                at += together * (key_heads - 1)
+        a_log, dt_bias, weight, bias, _ = (fields.get(name) for fields, name in self.places())
+        channels = 2 * key_heads * key_dim + heads * value_dim
+        if bias is not None or a_log is None or dt_bias is None:
+            raise NotFusable("its convolution has a bias, or parameters are missing")
+        if not a_log.shape == dt_bias.shape == (heads,):
+            raise NotFusable("its parameters do not fit together")
+        struct.a_log, struct.dt_bias = address_of(a_log, dtype), address_of(dt_bias, dtype)
+        struct.weight, struct.taps = _taps(weight, channels, dtype)
+        struct.norm = norm_of(self.norm, dtype, value_dim, None)
+        # As in `recurrent.py`: vectors of length 1, by a norm of their mean square.
+        struct.eps = 1e-6 / key_dim
+        struct.q_scale = key_dim**-0.5 / math.sqrt(key_dim)
+        struct.k_scale = 1.0 / math.sqrt(key_dim)
+        struct.beta_scale = 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
+
+
+class Mamba2Struct(ctypes.Structure):
+    """`Mamba2` of kernels/layer.cpp."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("weight", "bias", "a_log", "dt_bias", "d", "norm_weight")),
+        *((name, _LONG) for name in ("norm_width", "taps")),
+        *((name, _FLOAT) for name in ("eps", "dt_min", "dt_max")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Mamba-2 with a norm behind its gate, as Bamba, Granite 4 and Nemotron-H have it."""
+
+    field: ClassVar[str] = "mamba2"
+    num_states: ClassVar[int] = 2
+    inputs: ClassVar[list[str]] = ["in_proj"]
+    module: nn.Module
+    norm: Norm
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        return [self.norm.module]
+
+    @property
+    def widths(self) -> list[int]:
+        heads, groups, key_dim, value_dim = self.sizes
+        return [2 * heads * value_dim + 2 * groups * key_dim + heads]
+
+    def places(self) -> list[Place]:
+        conv, weight = self.module._modules["conv1d"], self.norm.parts.weight
+        assert conv is not None and weight is not None
+        own = self.module._parameters
+        found = [(conv._parameters, "weight"), (conv._parameters, "bias")]
+        found += [(own, "A_log"), (own, "dt_bias"), (own, "D")]
+        return [*found, (self.norm.module._parameters, weight)]
+
+    def struct(self) -> Mamba2Struct:
+        return Mamba2Struct()
+
+    def fill(self, struct: Any, dtype: torch.dtype) -> None:
+        heads, groups, key_dim, value_dim = self.sizes
+        width = heads * value_dim
+        channels = width + 2 * groups * key_dim
+        weight, bias, *vectors, norm_weight = (fields.get(name) for fields, name in self.places())
+        if any(x is None or x.shape != (heads,) for x in vectors):
+            raise NotFusable("its parameters do not fit together")
+        if norm_weight is None or norm_weight.shape != (width,):
+            raise NotFusable("its norm has another width")
+        struct.weight, struct.taps = _taps(weight, channels, dtype)
+        struct.bias = _bias(bias, channels, dtype)
+        struct.a_log, struct.dt_bias, struct.d = (address_of(x, dtype) for x in vectors)
+        struct.norm_weight = address_of(norm_weight, dtype)
+        struct.norm_width = group_width(self.norm.module)
+        struct.eps = self.norm.module.__dict__[self.norm.parts.eps]
+        struct.dt_min, struct.dt_max = getattr(self.module, "time_step_limit", (0.0, math.inf))
+
+
+class ShortConvStruct(ctypes.Structure):
+    """`ShortConv` of kernels/layer.cpp."""
+
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("taps", _LONG)]
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated convolution, as LFM2 has it."""
+
+    field: ClassVar[str] = "conv"
+    num_states: ClassVar[int] = 1
+    module: nn.Module
+
+    @property
+    def inputs(self) -> list[str]:
+        return ["in_proj"]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        return []
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return 1, 0, 0, self._conv.out_channels
+
+    @property
+    def widths(self) -> list[int]:
+        return [3 * self._conv.out_channels]
+
+    @property
+    def _conv(self) -> nn.Conv1d:
+        conv = self.module._modules["conv"]
+        assert isinstance(conv, nn.Conv1d)
+        return conv
+
+    def places(self) -> list[Place]:
+        return [(self._conv._parameters, name) for name in ("weight", "bias")]
+
+    def struct(self) -> ShortConvStruct:
+        return ShortConvStruct()
+
+    def fill(self, struct: Any, dtype: torch.dtype) -> None:
+        weight, bias = (fields.get(name) for fields, name in self.places())
+        struct.weight, struct.taps = _taps(weight, self._conv.out_channels, dtype)
+        struct.bias = _bias(bias, self._conv.out_channels, dtype)
+
+
+MIXER_STRUCTS = dict(delta=DeltaRuleStruct, mamba2=Mamba2Struct, conv=ShortConvStruct)
+
+
+def _bias(bias: Any, channels: int, dtype: torch.dtype) -> int:
+    """Return the address of the bias of a convolution, 0 without."""
+    if bias is not None and bias.shape != (channels,):
+        raise NotFusable("the bias of its convolution has another shape")
+    return address_of(bias, dtype)
+
+
+def _taps(weight: Any, channels: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the address of the weight `[C, 1, K]` of a convolution, and K."""
+    if weight is None or weight.ndim != 3 or weight.shape[:2] != (channels, 1):
+        raise NotFusable("the weight of its convolution has another shape")
+    return address_of(weight, dtype), weight.shape[2]
+
+
+def recurs(module: nn.Module) -> bool:
+    """Return whether a module has a convolution of its own, as recurrent ones do."""
+    return any(isinstance(child, nn.Conv1d) for child in module._modules.values())
+
+
+def mixer_of(module: Any) -> Mixer:
+    """Take what recurs in a layer apart.
+
+    Raises:
+        NotFusable: it is of an unknown kind.
+    """
+    children, fields = module._modules, module.__dict__
+    if children.keys() == {"conv", "in_proj", "out_proj"}:
+        return ShortConv(module)
+    if {"conv1d", "in_proj", "norm", "out_proj"} <= children.keys():
+        gated = norm_parts(children["norm"], Gate.BEFORE)
+        sizes = _sizes(fields, "num_heads", "n_groups", "ssm_state_size", "head_dim")
+        if gated is not None and sizes is not None:
+            return Mamba2(module, Norm(children["norm"], gated), sizes)
+    roles = next((names for names in _DELTA_INPUTS if names.keys() <= children.keys()), None)
+    norm = children.get("norm", children.get("o_norm"))
+    parts = None if norm is None else norm_parts(norm, Gate.AFTER)
+    sizes = _sizes(fields, "num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
+    if roles is None or parts is None or sizes is None:
+        raise NotFusable(f"the kernels don't have {type(module).__name__}")
+    return DeltaRule(module, roles, Norm(norm, parts), sizes)
+
+
+def _sizes(fields: dict[str, Any], *names: str) -> tuple[int, int, int, int] | None:
+    found = [size for name in names if isinstance(size := fields.get(name), int) and size > 0]
+    if len(found) < len(names) or found[0] % found[1]:
+        return None
+    heads, key_heads, key_dim, value_dim = found
+    return heads, key_heads, key_dim, value_dim

@@ -1,0 +1,75 @@
+"""Models that count positions themselves get those of the batch instead.
+
+Some models take no `position_ids`, or count only ids that are not padding, from the start of a row. A flat
+batch has rows of many sequences, so the functions in which they count are replaced: within a forward of the
+engine they return the positions of the forward context. Padding ids in a prompt count like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from verbatim.model.context import active_pass
+
+_BY_PADDING = "create_position_ids_from_input_ids"  # of RoBERTa's kind
+_EMBEDS = (
+    "past_key_values_length",
+    "position_ids",
+)  # arguments of a position embedding of BART's kind
+_FIRST = ("input_ids", "input_ids_shape")
+
+
+def patch_positions(module: nn.Module) -> None:
+    """Replace the functions in which a model's classes count positions; does nothing the second time."""
+    for cls in {type(layer) for layer in module.modules()}:
+        if _counts_by_padding(cls):
+            _replace(cls, _BY_PADDING, _after_padding)
+        elif _counts_from_the_start(cls):
+            _replace(cls, "forward", _embed)
+
+
+def counts_by_padding(module: nn.Module) -> bool:
+    """Return whether positions begin behind the padding id, as RoBERTa's do."""
+    return any(_counts_by_padding(type(layer)) for layer in module.modules())
+
+
+def _counts_by_padding(cls: type) -> bool:
+    return hasattr(cls, _BY_PADDING)
+
+
+def _counts_from_the_start(cls: type) -> bool:
+    if not issubclass(cls, nn.Embedding) or cls is nn.Embedding:
+        return False
+    _, *names = inspect.signature(cls.forward).parameters
+    return tuple(names[1:]) == _EMBEDS and names[0] in _FIRST
+
+
+def _after_padding(positions: Tensor, input_ids: Tensor, padding_idx: int, *_: Any) -> Tensor:
+    return positions + (padding_idx + 1)
+
+
+def _embed(positions: Tensor, layer: Any, *_: Any, **__: Any) -> Tensor:
+    return nn.Embedding.forward(layer, positions + getattr(layer, "offset", 0))
+
+
+def _replace(cls: type, name: str, ours: Callable[..., Tensor]) -> None:
+    kept = inspect.getattr_static(cls, name)
+    original = getattr(cls, name)
+    if hasattr(original, "verbatim_original"):
+        return
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        positions = getattr(active_pass(), "positions", None)
+        if positions is None:
+            return original(*args, **kwargs)
+        device = next((a.device for a in args if isinstance(a, Tensor)), positions.device)
+        return ours(positions.to(device), *args, **kwargs)
+
+    call.verbatim_original = original  # type: ignore[attr-defined]
+    setattr(cls, name, staticmethod(call) if isinstance(kept, staticmethod) else call)
