@@ -337,11 +337,11 @@ def throttle(rate: float) -> None:
     """Let the readers together read no more than `rate` bytes a second."""
     import threading
 
-    from verbatim.weights.files import File
+    from verbatim.weights.files import DirectFile
 
-    plain, lock, free_at = File.read, threading.Lock(), [time.perf_counter()]
+    plain, lock, free_at = DirectFile.read, threading.Lock(), [time.perf_counter()]
 
-    def read(self: File, into: memoryview, offset: int, needed: int) -> int:
+    def read(self: DirectFile, into: memoryview, offset: int, needed: int) -> int:
         done = plain(self, into, offset, needed)
         with lock:
             free_at[0] = max(free_at[0], time.perf_counter() - 0.01) + done / rate
@@ -350,7 +350,7 @@ def throttle(rate: float) -> None:
             time.sleep(pause)
         return done
 
-    File.read = read  # type: ignore[method-assign]
+    DirectFile.read = read  # type: ignore[method-assign]
 
 
 def child_accelerate(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.peers.shape import Shape
 
-TIED = {"qwen3": True, "qwen3_moe": True, "gpt_oss": False}
+TIED = {"qwen3": True, "qwen3_moe": True, "gpt_oss": False, "qwen3_5_text": True, "lfm2": True}
 
 
 class Checkpoint:
@@ -29,8 +29,10 @@ class Checkpoint:
         self.model_type: str = config["model_type"]
         self.tied: bool = config["tie_word_embeddings"]
         if TIED.get(self.model_type) != self.tied:
-            raise ValueError("only Qwen3 with a tied head and gpt-oss are written for the peers")
-        self.shape = Shape.of(config)
+            raise ValueError(
+                f"{self.model_type} with tied={self.tied} is not written for the peers"
+            )
+        self.config, self.shape = config, Shape.of(config)
         self.context: int = config["max_position_embeddings"]
         file = Path(folder) / "model.safetensors"
         with file.open("rb") as opened:

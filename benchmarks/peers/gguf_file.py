@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,8 +17,15 @@ from benchmarks.peers.checkpoint import Checkpoint
 
 TYPES = {"bf16": Type.BF16, "int8": Type.Q8_0, "int4": Type.Q4_0}
 _VOCABULARY = ("token_embd.weight", "output.weight")
-_FLOATS = ("norm.weight", ".bias", "attn_sinks.weight", "ffn_gate_inp.weight")
-_ARCHITECTURES = {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_FLOATS = ("norm.weight", ".bias", "attn_sinks.weight", "ffn_gate_inp.weight", "ssm_a")
+_FLOATS += ("conv1d.weight", "shortconv.conv.weight")
+_ARCHITECTURES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35",
+    "lfm2": "lfm2",
+}
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -37,7 +45,34 @@ _LAYER = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
-_LAYERS = {"gpt_oss": {**_LAYER, "post_attention_layernorm": "post_attention_norm"}}
+_LAYERS = {
+    "gpt_oss": {**_LAYER, "post_attention_layernorm": "post_attention_norm"},
+    "qwen3_5_text": {
+        **_LAYER,
+        "post_attention_layernorm": "post_attention_norm",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+    },
+    "lfm2": {
+        **_LAYER,
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+        "conv.conv": "shortconv.conv",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up",
+        "feed_forward.w2": "ffn_down",
+    },
+}
 
 
 def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> None:
@@ -50,7 +85,7 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_head_count_kv(_kv_heads(checkpoint))
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(shape.eps)
@@ -63,6 +98,7 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
         writer.add_expert_feed_forward_length(shape.intermediate)
     if shape.sliding:  # every second layer, the first among them: llama.cpp knows gpt-oss so
         writer.add_sliding_window(shape.window)
+    _add_recurrence(writer, checkpoint.config)
     for name, parts in gguf_tensors(checkpoint):
         kind = Type.F32 if name.endswith(_FLOATS) else TYPES[fmt]
         if name in _VOCABULARY and fmt == "int4" and head_bits == 8:
@@ -76,6 +112,33 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
     writer.close()
 
 
+def _kv_heads(checkpoint: Checkpoint) -> int | list[int]:
+    """llama.cpp knows the convolutions of LFM2 by their having no KV heads."""
+    heads, config = checkpoint.shape.kv_heads, checkpoint.config
+    if config["model_type"] != "lfm2":
+        return heads
+    return [0 if kind == "conv" else heads for kind in config["layer_types"]]
+
+
+def _add_recurrence(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add what llama.cpp must know of recurrent layers."""
+    if config["model_type"] == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config["model_type"] == "qwen3_5_text":
+        heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        if heads != config["linear_num_key_heads"]:
+            raise ValueError("value heads are not put in llama.cpp's order")
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(heads)
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * width)
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+        rope = config["rope_parameters"]
+        writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+
+
 def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndarray]]]:
     """Yield each tensor's name in llama.cpp and its values in float32: one array, or one of each expert."""
     model_type, count = checkpoint.model_type, checkpoint.shape.experts
@@ -84,7 +147,7 @@ def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndar
             continue
         layer, _, rest = name.partition(".mlp.experts.")
         if not rest:
-            yield gguf_name(name, model_type), [checkpoint.floats(name)]
+            yield gguf_name(name, model_type), [_values(checkpoint, name)]
         elif model_type == "qwen3_moe":  # each expert's matrices have names of their own
             number, rest = rest.split(".", 1)
             if number == "0":
@@ -102,9 +165,23 @@ def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndar
                 yield target, _every(checkpoint, name, first, len(parts))
 
 
+def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor in float32, as llama.cpp computes with it."""
+    values = checkpoint.floats(name)
+    if name.endswith(".A_log"):
+        return -np.exp(values)
+    if values.ndim == 3:  # the taps of each channel
+        return values[:, 0]
+    if checkpoint.model_type == "qwen3_5_text" and name.endswith("norm.weight"):
+        return values if name.endswith("linear_attn.norm.weight") else 1 + values
+    return values
+
+
 def gguf_name(name: str, model_type: str = "qwen3") -> str:
     """Return llama.cpp's name of a parameter; of experts' matrices without the expert's number."""
     name = name.removeprefix("model.")
+    if name == "embedding_norm.weight":  # behind the last layer
+        return "token_embd_norm.weight"
     if name == "embed_tokens.weight":
         return "token_embd.weight"
     if name == "norm.weight":
@@ -112,6 +189,9 @@ def gguf_name(name: str, model_type: str = "qwen3") -> str:
     if name == "lm_head.weight":
         return "output.weight"
     _, layer, rest = name.split(".", 2)
+    for theirs, ours in (("linear_attn.A_log", "ssm_a"), ("linear_attn.dt_bias", "ssm_dt.bias")):
+        if rest == theirs:
+            return f"blk.{layer}.{ours}"
     ends = ".bias" if rest.endswith(".bias") else ".weight"
     names = _LAYERS.get(model_type, _LAYER)
     return f"blk.{layer}.{names[rest.removesuffix(ends)]}{ends}"

@@ -17,7 +17,8 @@ class Shape:
     """The numbers of a model that its speed depends on.
 
     A dense model has one expert, which every token chooses. `sliding` layers read no more than `window`
-    tokens of K and V.
+    tokens of K and V. `recurrent` layers have matrices of `mixer_weights` elements in place of attention, and
+    all of them together keep `state_bytes` of a sequence.
     """
 
     layers: int
@@ -33,25 +34,35 @@ class Shape:
     experts_per_token: int = 1
     sliding: int = 0
     window: int = 0
+    recurrent: int = 0
+    mixer_weights: int = 0
+    state_bytes: int = 0
+    gated: bool = False  # queries come with gates
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
         """From a folder's config.json."""
         rope = config.get("rope_parameters") or config
+        kinds = config.get("layer_types") or []
+        recurrent = sum(kind in ("linear_attention", "conv") for kind in kinds)
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
-            intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
+            intermediate=_intermediate(config),
             heads=config["num_attention_heads"],
             kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
+            head_dim=config.get("head_dim")
+            or config["hidden_size"] // config["num_attention_heads"],
             vocab=config["vocab_size"],
-            eps=config["rms_norm_eps"],
+            eps=config.get("rms_norm_eps") or config["norm_eps"],
             rope_theta=rope["rope_theta"],
-            experts=config.get("num_local_experts", 1),
-            experts_per_token=config.get("num_experts_per_tok", 1),
-            sliding=(config.get("layer_types") or []).count("sliding_attention"),
+            experts=config.get("num_local_experts") or 1,
+            experts_per_token=config.get("num_experts_per_tok") or 1,
+            sliding=kinds.count("sliding_attention"),
             window=config.get("sliding_window") or 0,
+            gated=config["model_type"] == "qwen3_5_text",
+            recurrent=recurrent,
+            **(_mixer(config, recurrent) if recurrent else {}),
         )
 
     @property
@@ -61,9 +72,12 @@ class Shape:
 
     def _layer_weights(self, experts: float) -> float:
         """Elements of all matrices but the head, with so many experts in each layer."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        heads = (2 + self.gated) * self.heads + 2 * self.kv_heads
+        attention = self.hidden * self.head_dim * heads
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return self.layers * (attention + router + experts * 3 * self.hidden * self.intermediate)
+        mlp = router + experts * 3 * self.hidden * self.intermediate
+        attending = self.layers - self.recurrent
+        return attending * attention + self.recurrent * self.mixer_weights + self.layers * mlp
 
     @property
     def head_weights(self) -> int:
@@ -81,11 +95,46 @@ class Shape:
 
     def visible(self, tokens: int) -> int:
         """Keys that the last of so many tokens attends to, summed over the layers."""
-        return (self.layers - self.sliding) * tokens + self.sliding * min(tokens, self.window)
+        everything = self.layers - self.sliding - self.recurrent
+        return everything * tokens + self.sliding * min(tokens, self.window)
 
     def kv_bytes(self, kv: str, tokens: int = 1) -> float:
         """K and V that the last of so many tokens attends to; by default those of one token."""
         return self.visible(tokens) * 2 * self.kv_heads * self.head_dim * KV_BYTES[kv]
+
+
+def _intermediate(config: dict[str, Any]) -> int:
+    """The width of an MLP, or of an expert."""
+    if config["model_type"] == "granitemoehybrid":
+        return int(config["shared_intermediate_size"])
+    width: int = config.get("moe_intermediate_size") or config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):  # LFM2
+        multiple = config["block_multiple_of"]
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = -(-width // multiple) * multiple
+    return width
+
+
+def _mixer(config: dict[str, Any], layers: int) -> dict[str, int]:
+    """What recurrent layers have; states of convolutions are in bf16, those of recurrences in float32."""
+    hidden = config["hidden_size"]
+    if config["model_type"] == "lfm2":
+        nbytes = 2 * (config["conv_L_cache"] - 1) * hidden
+        return dict(mixer_weights=4 * hidden * hidden, state_bytes=layers * nbytes)
+    if config["model_type"] == "granitemoehybrid":
+        heads, width = config["mamba_n_heads"], config["mamba_d_head"]
+        key, taps = config["mamba_d_state"], config["mamba_d_conv"]
+        value = heads * width
+        channels = value + 2 * config["mamba_n_groups"] * key
+        columns = channels + value + heads
+    else:
+        key_heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
+        taps, value = config["linear_conv_kernel_dim"], heads * width
+        channels = 2 * key_heads * key + value
+        columns = channels + value + 2 * heads
+    nbytes = 2 * (taps - 1) * channels + 4 * heads * key * width
+    return dict(mixer_weights=hidden * (columns + value), state_bytes=layers * nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +147,11 @@ class Machine:
     def decode_limit_s(
         self, shape: Shape, fmt: str, kv: str, head_bits: int, rows: int, context: int
     ) -> float:
-        """The least seconds of a step: reading weights and KV, or multiplying, whichever is longer."""
+        """The least seconds of a step: reading weights and KV, and states, which are written, too; or
+        multiplying, if that takes longer.
+        """
         nbytes = shape.weight_bytes(fmt, head_bits, rows) + rows * shape.kv_bytes(kv, context)
+        nbytes += rows * 2 * shape.state_bytes
         pairs = rows * shape.visible(context)
         return max(nbytes / self.bandwidth, self._multiply_s(shape, rows, rows, pairs))
 

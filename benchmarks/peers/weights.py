@@ -19,6 +19,28 @@ GPT_OSS = dict(
     # The real model's YaRN costs the same; llama.cpp rounds its bounds another way than transformers.
     rope_parameters=dict(rope_type="default", rope_theta=150000.0),
 )
+QWEN35 = dict(
+    model_type="qwen3_5_text",
+    tie_word_embeddings=True,
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        mrope_section=[11, 11, 10],
+        mrope_interleaved=True,
+    ),
+)
+LFM2 = dict(
+    model_type="lfm2",
+    tie_word_embeddings=True,
+    block_auto_adjust_ff_dim=True,
+    block_ffn_dim_multiplier=1.0,
+    block_multiple_of=256,
+    conv_L_cache=3,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)
+_THREE_AND_ONE = ["linear_attention"] * 3 + ["full_attention"]
+_LFM2_350M = {2, 5, 8, 10, 12, 14}  # the layers that attend
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {},
     "toy": dict(**TOY, intermediate_size=512),
@@ -33,6 +55,48 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_experts=64,
         num_experts_per_tok=8,
         moe_intermediate_size=384,
+    ),
+    # Qwen3.5-0.8B's text part.
+    "qwen3.5": dict(
+        **QWEN35,
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=_THREE_AND_ONE * 6,
+    ),
+    "qwen3.5-toy": dict(
+        **QWEN35,
+        **(TOY | dict(num_hidden_layers=4, head_dim=256)),
+        intermediate_size=512,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=_THREE_AND_ONE,
+    ),
+    "lfm2": dict(
+        **LFM2,
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=6656,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        layer_types=["full_attention" if i in _LFM2_350M else "conv" for i in range(16)],
+    ),
+    "lfm2-toy": dict(
+        **LFM2,
+        **{name: value for name, value in TOY.items() if name != "head_dim"},
+        intermediate_size=768,
+        layer_types=["conv", "full_attention"],
     ),
     "moe-toy": dict(**MOE, **TOY, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128),
     # gpt-oss-20b's layers, 4 of 24, and a sixth of its vocabulary: so the head's part of a step stays.
@@ -65,8 +129,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 EMBEDDING, BIAS, SINK, ROUTER_LOGIT, ATTENTION = 1.0, 0.1, 1.0, 3.0, 0.2
 
 
-def make_experts(model_type: str, **numbers: Any) -> Any:
-    """Return a mixture of experts in bf16, with random weights that keep the tokens apart."""
+def make_random(model_type: str, **numbers: Any) -> Any:
+    """Return a model in bf16, with random weights that keep the tokens apart."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,9 +169,7 @@ def main() -> None:
     if options.layers is not None:
         changes["num_hidden_layers"] = options.layers
     model = (
-        make_experts(**changes)
-        if "model_type" in changes
-        else make_model(torch.bfloat16, **changes)
+        make_random(**changes) if "model_type" in changes else make_model(torch.bfloat16, **changes)
     )
     model.save_pretrained(options.folder, max_shard_size="100GB")  # one file
 

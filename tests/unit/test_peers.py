@@ -23,7 +23,7 @@ from benchmarks.peers.run import BF16_ALONE, SYSTEMS, Plan, Run, relative_error
 from benchmarks.peers.setup import ENVIRONMENT, REQUIREMENTS, peers_python, pip_line
 from benchmarks.peers.shape import FORMATS, Machine, Shape
 from benchmarks.peers.table import OURS, OURS_A8, Cell, Measured, markdown, rows_of, text
-from benchmarks.peers.weights import SHAPES, make_experts
+from benchmarks.peers.weights import SHAPES, make_random
 
 SHAPE = Shape(2, 256, 512, 4, 2, 64, 1000)
 EXPERTS = Shape(2, 256, 128, 4, 2, 64, 1000, experts=16, experts_per_token=4)
@@ -264,7 +264,7 @@ def experts(request, tmp_path_factory):
     """A folder with a mixture of experts, and the model whose weights it holds."""
     pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp(request.param)
-    model = make_experts(**SHAPES[request.param])
+    model = make_random(**SHAPES[request.param])
     model.save_pretrained(folder)
     return folder, model
 
@@ -280,6 +280,42 @@ def test_shape_of_a_mixture_of_experts(experts):
     matrices += [p.numel() for name, p in model.named_parameters() if p.ndim == 3]
     matrices += [2 * 16 * 256, 1024 * 256]  # routers and head
     assert 2 * sum(matrices) == shape.weight_bytes("bf16", 8, 10**6)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy"])
+def test_shape_of_recurrent_layers(name, tmp_path):
+    from verbatim import LLM
+
+    model = make_random(**SHAPES[name])
+    model.save_pretrained(tmp_path)
+    shape = Checkpoint(tmp_path).shape
+    matrices = [p.numel() for p in model.parameters() if p.ndim == 2]  # the head is tied
+    assert shape.weight_bytes("bf16", 8) == 2 * sum(matrices)
+    with LLM(model, kv_memory=10**8) as llm:
+        info = llm.info()
+    assert shape.state_bytes == info["state_bytes"]
+    assert shape.kv_bytes("16bit") == info["kv_bytes_per_token"]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy"])
+def test_recurrent_layers_are_written_for_llama_cpp(name, tmp_path):
+    pytest.importorskip("gguf")
+    from benchmarks.peers.gguf_file import gguf_tensors
+
+    model = make_random(**SHAPES[name])
+    model.save_pretrained(tmp_path)
+    written = {tensor: next(iter(parts)) for tensor, parts in gguf_tensors(Checkpoint(tmp_path))}
+    assert len(written) == len(list(model.parameters()))
+    layer = model.model.layers[0]
+    if name == "lfm2-toy":
+        taps = written["blk.0.shortconv.conv.weight"]
+        assert np.array_equal(taps, layer.conv.conv.weight.detach().float()[:, 0])
+        return
+    mixer = layer.linear_attn
+    assert np.allclose(written["blk.0.ssm_a"], -mixer.A_log.detach().float().exp())
+    assert np.array_equal(written["blk.0.ssm_norm.weight"], mixer.norm.weight.detach().float())
+    norm = 1 + layer.input_layernorm.weight.detach().float()
+    assert np.array_equal(written["blk.0.attn_norm.weight"], norm)
 
 
 def test_experts_are_stacked_for_llama_cpp(experts):
@@ -339,7 +375,7 @@ def test_rows_go_on_from_different_ids():
     from verbatim import LLM
     from verbatim.bench.ours import Ours
 
-    with LLM(make_experts(**SHAPES["moe-toy"])) as llm:
+    with LLM(make_random(**SHAPES["moe-toy"])) as llm:
         rows = Ours(llm)
         requests = rows.add([[1, 2, 3]] * 4, max_tokens=8)
         rows._skip_prefill(requests)
@@ -402,8 +438,8 @@ def test_peers_run_a_toy_in_every_format(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @have_peers
-@pytest.mark.parametrize("shape", ["moe-toy", "gpt-oss-toy"])
-def test_peers_run_a_mixture_of_experts_or_are_left_out(tmp_path, shape):
+@pytest.mark.parametrize("shape", ["moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy"])
+def test_peers_run_other_shapes_or_are_left_out(tmp_path, shape):
     plan = Plan(["llama.cpp", "OpenVINO"], list(FORMATS), [1, 3], [20], [40], rounds=1, steps=3)
     run = Run(plan, tmp_path, ENVIRONMENT)
     run.prepare(shape, None)
@@ -422,7 +458,7 @@ def test_ours_in_another_setting_is_no_peer():
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("shape", ["toy", "moe-toy", "gpt-oss-toy"])
+@pytest.mark.parametrize("shape", ["toy", "moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy"])
 def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path, shape):
     plan = Plan(
         [OURS, OURS_A8, "transformers"], ["bf16", "int4"], [1, 3], [20], [40], rounds=2, steps=3

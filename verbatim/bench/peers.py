@@ -75,7 +75,12 @@ class Transformers:
         """
         cache = self._make_cache()
         self._next(torch.tensor([prompt]), cache)
-        cache.batch_repeat_interleave(rows)
+        if rows > 1:
+            try:
+                cache.batch_repeat_interleave(rows)
+            except AttributeError:  # caches of recurrent layers can't
+                cache = self._make_cache()
+                self._next(torch.tensor([prompt] * rows), cache)
         next_ids = torch.randint(self._vocab, (rows,))
 
         def step() -> None:

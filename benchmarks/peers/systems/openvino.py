@@ -36,6 +36,8 @@ class OpenVINO:
                 "mixtures of experts are not measured: in the graphs that were tried, the CPU plugin "
                 "computed every expert for every token, not the chosen ones alone"
             )
+        if checkpoint.shape.recurrent:
+            raise ValueError("recurrent layers are not measured: no graph of them is written here")
         self.vocab = checkpoint.shape.vocab
         model, nbytes, self.arrays = build(checkpoint, fmt, head_bits)
         settings = {

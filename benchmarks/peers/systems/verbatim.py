@@ -54,7 +54,10 @@ class Verbatim:
             dtype="bfloat16",
             quantization=quantization,
             kv_dtype="int8" if kv == "int8" else "auto",
-            kv_memory=int(blocks * BLOCK * self.shape.kv_bytes("16bit")),
+            kv_memory=int(
+                blocks * BLOCK * self.shape.kv_bytes("16bit")
+                + 8 * (rows + 2) * self.shape.state_bytes  # half of all may be states
+            ),
             block_size=BLOCK,
             max_sequences=max(rows, 2),
             prefix_cache=False,
@@ -75,6 +78,9 @@ class Verbatim:
             for tensor in (k, v):
                 end = min(blocks + 1, len(tensor))
                 tensor[1:end] = tensor[filled].clone()
+        states = engine.runner.store.states
+        for state in () if states is None else states.tensors:
+            state[1:] = state[request.sequences[0].states[BLOCK]].clone()
         engine.abort(request)
 
     def unload(self) -> None:
