@@ -563,6 +563,22 @@ def test_ctrl_c_in_a_draft_gives_the_modules_back_and_costs_no_word_later() -> N
         assert calls > 5 and llm.stats()["draft"]["errors"] == 0
 
 
+def test_a_step_that_ctrl_c_ends_is_drafted_for_again() -> None:
+    def interrupted(ids: Any, logits: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    pair = toy("qwen3", 2)
+    with open_toy(pair, None) as plain, open_toy(pair, 3) as llm:
+        stream = llm.stream([5, 6, 7], GREEDY)
+        deltas = [next(stream)]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([8, 9], GREEDY.replace(logits_processors=[interrupted]))
+        deltas += stream
+        assert deltas[-1].result is not None
+        assert all_facts([deltas[-1].result]) == all_facts(plain.generate([[5, 6, 7]], GREEDY))
+        assert llm.stats()["draft"]["errors"] == 0
+
+
 def test_a_layer_that_raises_costs_drafts_and_no_word() -> None:
     pair = toy("qwen3", 2)
 

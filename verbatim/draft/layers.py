@@ -83,7 +83,8 @@ class MtpProposer(LayersProposer):
         num_tokens = sequence.num_tokens
         if step > k:  # the slot after the layer's last one, from the last draft token
             return Rows(num_tokens - 1 + step - self._count, draft.ids[-1:])
-        start = sequence.num_draft_computed.get(k, 0)
+        # At least one slot, also if the last draft was not verified, as when its step was interrupted.
+        start = min(sequence.num_draft_computed.get(k, 0), num_tokens - 2)
         first = start + 1 + k  # may exceed `num_tokens` if the sequence is shorter than the layers
         ids = sequence.token_ids(first, num_tokens) + draft.ids[max(0, first - num_tokens) :]
         return Rows(start, ids)
