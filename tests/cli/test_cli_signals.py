@@ -56,6 +56,8 @@ def check_interrupted(command, delay_s):
         assert status == {"serve": 0, "usage": 2}.get(command, 0), where
         assert not any("Traceback" in line for line in lines), where
         return
+    if command == "usage" and lines:  # all of it, or what Ctrl-C left of it
+        lines = lines[-1:]
     assert len(lines) <= 1, where
     assert not lines or lines[0].endswith("interrupted"), where
 
@@ -66,6 +68,33 @@ def check_interrupted(command, delay_s):
 )
 def test_ctrl_c_during_the_start_is_one_line(command, delay_s):
     check_interrupted(command, delay_s)
+
+
+# What a library may make of the exception that Ctrl-C raises.
+TURNED = {
+    "another error": "raise RuntimeError from error",
+    "a status": "sys.exit(1)",
+    "ignored in a destructor": "A.__del__ = lambda self: throw(error); A()",
+}
+
+
+@pytest.mark.parametrize("turned", TURNED)
+def test_ctrl_c_that_turns_into_something_else_is_one_line(turned):
+    code = f"""
+import signal, sys
+from verbatim.cli import commands, main
+def throw(error): raise error
+class A: pass
+def app(prog_name):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt as error:
+        {TURNED[turned]}
+    sys.exit(1)
+commands.app = app
+main()"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "verbatim: interrupted\n")
 
 
 @pytest.mark.slow

@@ -36,4 +36,10 @@ def main() -> NoReturn:
             status = status or 1
     except KeyboardInterrupt:
         interrupts.leave()
+    except BaseException:  # a library may turn a KeyboardInterrupt into an error of its own
+        if not interrupts.came():
+            raise
+        interrupts.leave()
+    if status and interrupts.came():
+        interrupts.leave()
     os._exit(status)

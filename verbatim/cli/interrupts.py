@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import termios
 
 TYPE_CHECKING = False
@@ -15,6 +16,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 _SHOW_CURSOR = b"\x1b[?25h"
+_came = False
 
 
 def handle() -> None:
@@ -22,6 +24,7 @@ def handle() -> None:
     # A shell starts background jobs with Ctrl-C ignored: then it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _leave_if_interrupted
     if _terminal.open():
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -32,6 +35,7 @@ def opened() -> None:
     """Raise KeyboardInterrupt on every Ctrl-C from here on, as asyncio expects it: a model is open."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = sys.__unraisablehook__
 
 
 def leave() -> NoReturn:
@@ -55,7 +59,21 @@ def _interrupt(_number: int, frame: FrameType | None) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave()
         frame = frame.f_back
+    global _came
+    _came = True
     raise KeyboardInterrupt
+
+
+def came() -> bool:
+    """Return whether Ctrl-C came before a model was open, whatever its KeyboardInterrupt turned into."""
+    return _came
+
+
+def _leave_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    """Exit for a KeyboardInterrupt within a destructor, which Python would print and ignore."""
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        leave()
+    sys.__unraisablehook__(unraisable)
 
 
 def _restore_and_signal(number: int, _frame: FrameType | None) -> None:
