@@ -74,6 +74,7 @@ def test_ctrl_c_during_the_start_is_one_line(command, delay_s):
 TURNED = {
     "another error": "raise RuntimeError from error",
     "a status": "sys.exit(1)",
+    "said by the command": "print('verbatim: interrupted', file=sys.stderr); sys.exit(130)",
     "ignored in a destructor": "A.__del__ = lambda self: throw(error); A()",
 }
 

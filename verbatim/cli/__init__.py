@@ -40,6 +40,6 @@ def main() -> NoReturn:
         if not interrupts.came():
             raise
         interrupts.leave()
-    if status and interrupts.came():
+    if status not in (0, interrupts.EXIT_INTERRUPTED) and interrupts.came():
         interrupts.leave()
     os._exit(status)
