@@ -975,12 +975,7 @@ def test_transformers_own_methods_are_hooks_that_use_the_cache(name):
 def test_transformers_methods_go_with_an_actor_that_takes_only_what_it_names(model):
     class Strict(DictActor):
         def forward(self, input_ids, attention_mask, position_ids=None, past_key_values=None):
-            return self.model(
-                input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-            )
+            return self.model(input_ids, attention_mask, position_ids, past_key_values)
 
     actor = Strict(model)
     actor.config = model.config  # or a forward of one token tells its vocabulary

@@ -124,10 +124,10 @@ def layer_outputs(pair: Toy, k: int, ids: list[int], hidden: Tensor) -> Tensor:
     out: Tensor = mtp.layers[k](
         embeds,
         hidden[None],
-        position_embeddings=mtp.rotary_emb(embeds, position_ids=positions),
-        attention_mask=causal(slots, getattr(mtp.config, "sliding_window", None)),
-        position_ids=positions,
-        past_key_values=None,
+        mtp.rotary_emb(embeds, position_ids=positions),
+        causal(slots, getattr(mtp.config, "sliding_window", None)),
+        positions,
+        None,  # the cache, whose name changed with transformers 5.24
     )
     return out[0]
 

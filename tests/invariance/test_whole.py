@@ -398,10 +398,9 @@ class Own(LlamaForCausalLM):
 MASKED = """
 from transformers import LlamaForCausalLM, LlamaModel
 class Body(LlamaModel):
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-                inputs_embeds=None, **rest):
+    def forward(self, input_ids=None, inputs_embeds=None, **rest):
         rows = self.embed_tokens(input_ids) * (input_ids != 100)[..., None]  # an image's place, say
-        return super().forward(None, attention_mask, position_ids, past_key_values, rows, **rest)
+        return super().forward(inputs_embeds=rows, **rest)
 class Own(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)

@@ -419,9 +419,7 @@ def unusual(kind: str, num_layers: int = 5) -> Any:
             embedded = self.embed_tokens(input_ids)
             if position_ids is None:
                 position_ids = torch.arange(input_ids.shape[1])[None]
-            mask = create_causal_mask(
-                self.config, embedded, None, past_key_values=None, position_ids=position_ids
-            )
+            mask = create_causal_mask(self.config, embedded, None, None, position_ids=position_ids)
             turns = self.rotary_emb(embedded, position_ids=position_ids)
             hidden, shared = embedded, {}
             kept = [hidden]

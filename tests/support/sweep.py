@@ -15,7 +15,7 @@ import torch
 from support import toys
 from support.sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
 
-_MADE_WITH = 23  # the minor version of transformers 5 that these lists were made with
+_MADE_WITH = 24  # the minor version of transformers 5 that these lists were made with
 
 # Why the others are refused: a part of the message, what the docs say, and the names.
 _REFUSALS: list[tuple[str, str, str]] = [
@@ -25,7 +25,7 @@ _REFUSALS: list[tuple[str, str, str]] = [
         "recurrent_gemma rwkv xlstm zaya",
     ),
     ("position_bias", "a position bias", "inkling_text"),
-    ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text"),
+    ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text inkling2_loop_text"),
     (
         "indexer",
         "sparse attention by an indexer with its own keys",

@@ -144,6 +144,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granite": dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3,
                     logits_scaling=2.0),
     "hy_v4": _LATENT,
+    "sarvam_mla": _LATENT,
     "inkling_text": dict(
         swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, d_rel=8,
         sliding_window_size=7, rel_extent=16, vocab_size=VOCAB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class Transformers:
         except (OSError, ValueError, ImportError) as error:
             raise ModelError(f"transformers can't open it: {error}") from None
         self._vocab = self._model.config.get_text_config().vocab_size
+        arguments = inspect.signature(self._model.forward).parameters
+        self._cache_name = "cache" if "cache" in arguments else "past_key_values"  # before 5.24
         self._make_cache: Callable[[], Any] = lambda: transformers.DynamicCache(
             config=self._model.config
         )
@@ -102,7 +105,7 @@ class Transformers:
 
     def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         with torch.inference_mode():
-            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = self._model(ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             logits: torch.Tensor = out.logits[:, -1]
         return logits
 

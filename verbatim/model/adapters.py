@@ -56,8 +56,8 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _source(module: nn.Module, name: str) -> Any:
-    """Return a function from the file that defines `module`'s class."""
-    return getattr(sys.modules[type(module).__module__], name)
+    """Return a global of the file that defines `module`'s class, or None."""
+    return getattr(sys.modules[type(module).__module__], name, None)
 
 
 def _bloom(module: Any) -> Callable[..., tuple[Tensor, None]]:
@@ -291,6 +291,8 @@ def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     cls = type(module)
     if not cls.__module__.startswith("transformers."):
         return None
+    if cls.__name__.endswith("Attention") and _source(module, "ALL_ATTENTION_FUNCTIONS"):
+        return None  # GPT-J's and CodeGen's have it since transformers 5.24
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))
     return None if maker is None else _checking_masks(module, maker(module))
 

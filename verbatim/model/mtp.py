@@ -143,14 +143,8 @@ class MtpLayers(DraftLayers):
         turns = None
         if mtp.rotary_emb is not None:
             turns = mtp.rotary_emb(embedded, position_ids=positions, **self._rope[k])
-        out = self._layers[k](
-            embedded,
-            hidden[None],
-            position_embeddings=turns,
-            attention_mask=None,
-            position_ids=positions,
-            past_key_values=None,
-        )
+        mask, cache = None, None  # in place: the name of the cache changed with transformers 5.24
+        out = self._layers[k](embedded, hidden[None], turns, mask, positions, cache)
         if mtp.use_shared_post_norm:
             out = mtp.shared_post_norm(out)
         made: Tensor = out[0]

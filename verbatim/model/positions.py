@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from verbatim.model.context import active_pass
 
 _BY_PADDING = "create_position_ids_from_input_ids"  # of RoBERTa's kind
-_EMBEDS = (
-    "past_key_values_length",
-    "position_ids",
-)  # arguments of a position embedding of BART's kind
+# Arguments of a position embedding of BART's kind; `cache_length` since transformers 5.24.
+_EMBEDS = {("past_key_values_length", "position_ids"), ("cache_length", "position_ids")}
 _FIRST = ("input_ids", "input_ids_shape")
 
 
@@ -46,7 +44,7 @@ def _counts_from_the_start(cls: type) -> bool:
     if not issubclass(cls, nn.Embedding) or cls is nn.Embedding:
         return False
     _, *names = inspect.signature(cls.forward).parameters
-    return tuple(names[1:]) == _EMBEDS and names[0] in _FIRST
+    return tuple(names[1:]) in _EMBEDS and names[0] in _FIRST
 
 
 def _after_padding(positions: Tensor, input_ids: Tensor, padding_idx: int, *_: Any) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 VERIFIED = frozenset(
     """
     AfmoeForCausalLM
+    Apertus1p5TextForCausalLM
     ApertusForCausalLM
     ArceeForCausalLM
     AriaTextForCausalLM
@@ -35,6 +36,7 @@ VERIFIED = frozenset(
     DeepseekV2ForCausalLM
     DeepseekV3ForCausalLM
     DiffLlamaForCausalLM
+    DoryForCausalLM
     Dots1ForCausalLM
     ElectraForCausalLM
     Emu3ForCausalLM
@@ -87,6 +89,7 @@ VERIFIED = frozenset(
     KimiLinearForCausalLM
     Kolibri1ForCausalLM
     LagunaForCausalLM
+    LaraMiniForCausalLM
     Lfm2ForCausalLM
     Lfm2MoeForCausalLM
     Lfm3ForCausalLM

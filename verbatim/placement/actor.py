@@ -9,7 +9,7 @@ prefill; who wants the model's own cache brings hooks (`hooked.py`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,8 @@ from verbatim.model.borrow import exclusive
 from verbatim.model.limits import max_length_of
 from verbatim.placement.foreign import Foreign, Piece
 from verbatim.placement.wrapped import modules_of
+
+CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,20 @@ def answer(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | Non
 def field_of(outputs: Any, name: str) -> Any:
     """An entry of a dict or an attribute of an object; None where there is none."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def rename_cache(inputs: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Return inputs with the cache, if there is one, under the first of `CACHE_NAMES` in `names`."""
+    wanted = next((name for name in CACHE_NAMES if name in names), None)
+    if wanted is None:
+        return dict(inputs)
+    return {wanted if k in CACHE_NAMES else k: value for k, value in inputs.items()}
+
+
+def cache_of(values: Any) -> Any:
+    """Return the cache among a model's inputs or outputs, or None."""
+    found = (field_of(values, name) for name in CACHE_NAMES)
+    return next((cache for cache in found if cache is not None), None)
 
 
 def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:

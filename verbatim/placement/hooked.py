@@ -17,11 +17,14 @@ from torch import Tensor
 from verbatim.batch import Draws, SamplePlan
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.placement.actor import (
+    CACHE_NAMES,
     Takes,
     answer,
+    cache_of,
     check_takes_ids,
     field_of,
     lent,
+    rename_cache,
     vocabulary_of,
 )
 from verbatim.placement.foreign import Foreign, Piece
@@ -29,7 +32,7 @@ from verbatim.placement.wrapped import modules_of
 from verbatim.protocols import Forward
 
 # Without a prepare_inputs_fn each forward is over all ids, and whatever was kept would be counted twice.
-_CACHES = frozenset({"past", "past_key_values", "mems", "cache_params", "cache_position"})
+_CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_position"})
 # Inputs with a column for each of the ids: position_ids, token_type_ids, mm_token_type_ids.
 _BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
 
@@ -40,7 +43,7 @@ class Hooks:
 
     Attributes:
         prepare: `f(input_ids, past=past, **model_kwargs)` to the model's inputs; `past` is None at first,
-            then `outputs.past_key_values`, or `outputs.mems`. None hands the model all ids at each step,
+            then the cache in the outputs, or `outputs.mems`. None hands the model all ids at each step,
             with those of `model_kwargs` that its forward names.
         update: `f(outputs, model_kwargs)` to the next `model_kwargs`; None leaves them alone.
     """
@@ -91,7 +94,7 @@ class Hooked(Foreign):
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
-        self._takes_positions = _takes_positions(model, self.takes)
+        self._names = _argument_names(model, self.takes)
         # The row of each sequence that runs, by its first slot, which no other has meanwhile; and the column
         # in which it begins.
         self._rows: dict[int, int] = {}
@@ -198,8 +201,8 @@ class Hooked(Foreign):
         outputs = self.module(**inputs)
         rows, width = len(self._seen), self.vocab_size
         logits = answer(self.module, outputs, rows=rows, tokens=1, width=width)[:, -1].clone()
-        for name in ("past_key_values", "mems"):
-            if (past := field_of(outputs, name)) is not None:
+        for past in (cache_of(outputs), field_of(outputs, "mems")):
+            if past is not None:
                 self._past = past
                 break
         self._kwargs = self._updated(outputs)
@@ -212,16 +215,18 @@ class Hooked(Foreign):
             if "attention_mask" in self.takes:
                 named["attention_mask"] = kwargs["attention_mask"]
             return {**named, "input_ids": ids}
-        inputs = _as_dict("prepare_inputs_fn", self._hooks.prepare(ids, past=self._past, **kwargs))
+        prepare = self._hooks.prepare
+        kwargs = rename_cache(kwargs, Takes.of(prepare).names)
+        inputs = _as_dict("prepare_inputs_fn", prepare(ids, past=self._past, **kwargs))
         if "past" not in self.takes:  # transformers' own method hands on what it does not know
             inputs.pop("past", None)
-        return inputs
+        return rename_cache(inputs, self._names)
 
     def _uncached(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return inputs with only the columns that the cache lacks, as transformers 5 expects."""
         ids: Any = inputs.get("input_ids")
         mask: Any = inputs.get("attention_mask")
-        cache: Any = inputs.get("past_key_values")
+        cache: Any = cache_of(inputs)
         # Any other kind of cache is the caller's own, and so is what goes with it.
         held = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         if not held or not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -270,7 +275,7 @@ class Hooked(Foreign):
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return inputs
         positions = positions_of(mask)[:, mask.shape[1] - ids.shape[1] :]
-        if self._takes_positions:
+        if "position_ids" in self._names:
             return {**inputs, "position_ids": positions if given is None else given}
         if isinstance(given, Tensor) and torch.equal(given, positions):
             # They say what the mask says, to a model that takes the mask alone.
@@ -293,12 +298,12 @@ def _as_dict(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _takes_positions(model: Any, takes: Takes) -> bool:
-    """Return whether `position_ids` reaches the transformers model, by name or through `**kwargs`."""
+def _argument_names(model: Any, takes: Takes) -> frozenset[str]:
+    """Return the arguments that a model names; of a wrapper with `**kwargs`, also the inner model's."""
     from transformers import PreTrainedModel
 
-    if "position_ids" in takes.names or not takes.others:
-        return "position_ids" in takes.names
+    if not takes.others:
+        return takes.names
     layers = (layer for module in modules_of(model) for layer in module.modules())
     inner = next((layer for layer in layers if isinstance(layer, PreTrainedModel)), None)
-    return inner is not None and "position_ids" in Takes.of(inner).names
+    return takes.names if inner is None else takes.names | Takes.of(inner).names

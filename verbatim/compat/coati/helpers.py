@@ -25,24 +25,30 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
 
     Args:
         input_ids: `[B, L]`, prompt and completion so far.
-        model_kwargs: passed on. `past`, or else `past_key_values`, is the cache; `position_ids` default to
-            those of `attention_mask`.
+        model_kwargs: passed on. The cache is `past`, or else `past_key_values` or `cache` (transformers
+            5.24); `position_ids` default to those of `attention_mask`.
 
     Returns:
         A new dict with `input_ids`.
     """
-    past = model_kwargs.pop("past", None)
-    cache = model_kwargs.get("past_key_values") if past is None else past
+    past, name = model_kwargs.pop("past", None), _cache_name(model_kwargs)
+    cache = model_kwargs.pop(name, None)
+    cache = cache if past is None else past
     mask, num_cached = model_kwargs.get("attention_mask"), _length_of(cache)
-    inputs = {**model_kwargs, "input_ids": input_ids[:, num_cached:], "past_key_values": cache}
-    if cache is None:  # the model may not accept one
-        del inputs["past_key_values"]
+    inputs = {**model_kwargs, "input_ids": input_ids[:, num_cached:]}
+    if cache is not None:  # the model may not accept one
+        inputs[name] = cache
     types = model_kwargs.get("token_type_ids")
     if isinstance(types, Tensor):
         inputs["token_type_ids"] = types[:, num_cached:]
     if isinstance(mask, Tensor) and mask.dim() == 2 and inputs.get("position_ids") is None:
         inputs["position_ids"] = positions_of(mask)[:, num_cached:]
     return inputs
+
+
+def _cache_name(values: Any) -> str:
+    """Return the name of the cache among a model's arguments or outputs."""
+    return "past_key_values" if field_of(values, "cache") is None else "cache"
 
 
 def _length_of(cache: Any) -> int:
@@ -62,7 +68,7 @@ def update_model_kwargs_fn(
     Usable as `generate`'s `update_model_kwargs_fn`, called as `f(outputs, model_kwargs)`.
 
     Args:
-        outputs: the model's output; its `past_key_values` are kept (None if it has none).
+        outputs: the model's output; its `past_key_values` or `cache` is kept (None if it has none).
         new_mask: `[B, 1]`, the attention mask of the new token; or the `model_kwargs` as a dict, which
             means a mask of ones.
         model_kwargs: of the step just made.
@@ -72,7 +78,8 @@ def update_model_kwargs_fn(
     """
     if isinstance(new_mask, Mapping):
         model_kwargs, new_mask = {**new_mask, **model_kwargs}, None
-    updated = {**model_kwargs, "past_key_values": field_of(outputs, "past_key_values")}
+    name = _cache_name(outputs)
+    updated = {**model_kwargs, name: field_of(outputs, name)}
     types, mask = updated.get("token_type_ids"), updated.get("attention_mask")
     if types is not None:
         updated["token_type_ids"] = torch.cat([types, types[:, -1:]], dim=-1)

@@ -17,6 +17,7 @@ from verbatim.core import Completion, FinishReason, Request, SessionCache
 from verbatim.errors import RequestFailed
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
+from verbatim.placement.actor import rename_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +170,11 @@ class Turn:
             return self._this_call(wide)
         from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-        return GenerateBeamDecoderOnlyOutput(
-            sequences=self._this_call(wide),  # type: ignore[arg-type]
+        return _make_output(
+            GenerateBeamDecoderOnlyOutput,
+            sequences=self._this_call(wide),
             sequences_scores=scores,
-            past_key_values=RemotePastKeyValues(wide.width),  # type: ignore[arg-type]
+            cache=RemotePastKeyValues(wide.width),
         )
 
     def _output(self) -> Any:
@@ -181,11 +183,12 @@ class Turn:
             return self._this_call(self.columns)
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-        return GenerateDecoderOnlyOutput(
-            sequences=self._this_call(self.columns),  # type: ignore[arg-type]
-            scores=self._steps("scores") if settings["output_scores"] else None,  # type: ignore[arg-type]
-            logits=self._steps("logits") if settings["output_logits"] else None,  # type: ignore[arg-type]
-            past_key_values=RemotePastKeyValues(self.columns.width),  # type: ignore[arg-type]
+        return _make_output(
+            GenerateDecoderOnlyOutput,
+            sequences=self._this_call(self.columns),
+            scores=self._steps("scores") if settings["output_scores"] else None,
+            logits=self._steps("logits") if settings["output_logits"] else None,
+            cache=RemotePastKeyValues(self.columns.width),
         )
 
     def _this_call(self, columns: TokenColumns) -> Tensor:
@@ -221,3 +224,8 @@ def _completions(request: Request, row: int, *, stopped: bool) -> list[Completio
     if not stopped and any(c.finish_reason is FinishReason.ABORT for c in outputs):
         raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
     return outputs
+
+
+def _make_output(cls: Any, **values: Any) -> Any:
+    """Return an output of transformers, with the cache under the name that this version has for it."""
+    return cls(**rename_cache(values, cls.__dataclass_fields__))
