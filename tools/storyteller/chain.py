@@ -68,14 +68,10 @@ def chained_logits(mtp: MtpModel, hidden: Tensor, batch: data.Batch, depth: int)
         ]
         position = torch.cat(positions, dim=1)
         embedded = torch.cat(embeds, dim=1)
-        out = mtp.layers[0](
-            embedded,
-            torch.cat(states, dim=1),
-            position_embeddings=mtp.rotary_emb(embedded, position_ids=position),
-            attention_mask=torch.cat(rows, dim=-2),
-            position_ids=position,
-            past_key_values=None,
-        )[:, -length:]
+        mask, turns = torch.cat(rows, dim=-2), mtp.rotary_emb(embedded, position_ids=position)
+        cache = None  # in place, as its name changed with transformers 5.24
+        joined = torch.cat(states, dim=1)
+        out = mtp.layers[0](embedded, joined, turns, mask, position, cache)[:, -length:]
         logits.append(mtp._project_to_logits(out))
         states.append(out)
     return logits

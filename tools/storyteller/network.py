@@ -65,10 +65,10 @@ def draft_logits(mtp: MtpModel, hidden: torch.Tensor, batch: Batch) -> torch.Ten
     out = mtp.layers[0](
         embeds,
         hidden[:, :-1],
-        position_embeddings=mtp.rotary_emb(embeds, position_ids=position),
-        attention_mask=None if mask is None else mask[:, :, :-1, :-1],
-        position_ids=position,
-        past_key_values=None,
+        mtp.rotary_emb(embeds, position_ids=position),
+        None if mask is None else mask[:, :, :-1, :-1],
+        position,
+        None,  # the cache, whose name changed with transformers 5.24
     )
     return mtp._project_to_logits(out)
 
