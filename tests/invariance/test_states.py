@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,34 @@ def test_log_probs_are_those_of_the_chunked_forward_of_transformers(name: str) -
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
         truth = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT_TOYS)
+def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str) -> None:
+    """Behind a prompt, transformers computes one token at a time from the state that its cache keeps."""
+    # transformers bounds Nemotron-H's time steps from below in prompts alone; Verbatim does in every row.
+    unbounded = {"time_step_min": 1e-9} if name == "nemotron_h" else {}
+    model = make_toy(name, max_position_embeddings=512, **unbounded)
+    rows = [random_ids(300, seed=1), random_ids(65, seed=2)]
+    has_attention = "position_ids" in inspect.signature(model.forward).parameters
+    with LLM(model) as llm:
+        scores = llm.score(rows)
+    for ids, score in zip(rows, scores, strict=True):
+        logits, kept = [], {}
+        with torch.no_grad():
+            for i, token in enumerate(ids[:-1]):
+                inputs = dict(input_ids=torch.tensor([[token]]), **kept)
+                if has_attention:  # a cache whose first layer is recurrent counts no positions
+                    inputs["position_ids"] = torch.tensor([[i]])
+                out = model(**inputs, use_cache=True)
+                logits.append(out.logits[0, 0])
+                # The name that this model, and this version, has for it.
+                kept = {n: out[n] for n in ("cache", "past_key_values", "cache_params") if n in out}
+                kept = dict(list(kept.items())[:1])
+                assert kept
+        truth = torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+        assert torch.allclose(torch.tensor(score[1:]), truth[:, 0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
