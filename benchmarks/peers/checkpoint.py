@@ -11,7 +11,14 @@ import numpy as np
 
 from benchmarks.peers.shape import Shape
 
-TIED = {"qwen3": True, "qwen3_moe": True, "gpt_oss": False, "qwen3_5_text": True, "lfm2": True}
+TIED = {
+    "qwen3": True,
+    "qwen3_moe": True,
+    "gpt_oss": False,
+    "qwen3_5_text": True,
+    "lfm2": True,
+    "granitemoehybrid": True,
+}
 
 
 class Checkpoint:

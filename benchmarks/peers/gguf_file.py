@@ -18,13 +18,14 @@ from benchmarks.peers.checkpoint import Checkpoint
 TYPES = {"bf16": Type.BF16, "int8": Type.Q8_0, "int4": Type.Q4_0}
 _VOCABULARY = ("token_embd.weight", "output.weight")
 _FLOATS = ("norm.weight", ".bias", "attn_sinks.weight", "ffn_gate_inp.weight", "ssm_a")
-_FLOATS += ("conv1d.weight", "shortconv.conv.weight")
+_FLOATS += ("conv1d.weight", "shortconv.conv.weight", "ssm_d")
 _ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen35",
     "lfm2": "lfm2",
+    "granitemoehybrid": "granitehybrid",
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -45,6 +46,7 @@ _LAYER = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
+_VECTORS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d"}  # of a mixer
 _LAYERS = {
     "gpt_oss": {**_LAYER, "post_attention_layernorm": "post_attention_norm"},
     "qwen3_5_text": {
@@ -71,6 +73,16 @@ _LAYERS = {
         "feed_forward.w1": "ffn_gate",
         "feed_forward.w3": "ffn_up",
         "feed_forward.w2": "ffn_down",
+    },
+    "granitemoehybrid": {
+        **_LAYER,
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.norm": "ssm_norm",
+        "mamba.out_proj": "ssm_out",
+        "shared_mlp.gate": "ffn_gate",
+        "shared_mlp.up": "ffn_up",
+        "shared_mlp.output_linear": "ffn_down",
     },
 }
 
@@ -113,17 +125,29 @@ def write_gguf(checkpoint: Checkpoint, fmt: str, head_bits: int, file: Path) -> 
 
 
 def _kv_heads(checkpoint: Checkpoint) -> int | list[int]:
-    """llama.cpp knows the convolutions of LFM2 by their having no KV heads."""
+    """Return the KV heads; llama.cpp recognizes recurrent layers of LFM2 and Granite by having none."""
     heads, config = checkpoint.shape.kv_heads, checkpoint.config
-    if config["model_type"] != "lfm2":
+    if config["model_type"] not in ("lfm2", "granitemoehybrid"):
         return heads
-    return [0 if kind == "conv" else heads for kind in config["layer_types"]]
+    return [heads if kind == "full_attention" else 0 for kind in config["layer_types"]]
 
 
 def _add_recurrence(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Add what llama.cpp must know of recurrent layers."""
     if config["model_type"] == "lfm2":
         writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config["model_type"] == "granitemoehybrid":
+        heads = config["mamba_n_heads"]
+        writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+        writer.add_ssm_state_size(config["mamba_d_state"])
+        writer.add_ssm_group_count(config["mamba_n_groups"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * config["mamba_d_head"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_rope_scaling_finetuned(False)  # no positions
     if config["model_type"] == "qwen3_5_text":
         heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
         if heads != config["linear_num_key_heads"]:
@@ -146,7 +170,11 @@ def gguf_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Iterable[np.ndar
         if name == "lm_head.weight" and checkpoint.tied:
             continue
         layer, _, rest = name.partition(".mlp.experts.")
-        if not rest:
+        if name.endswith("shared_mlp.input_linear.weight"):  # both in one
+            both = np.split(checkpoint.floats(name), 2)
+            for part, values in zip(("gate", "up"), both, strict=True):
+                yield gguf_name(name.replace("input_linear", part), model_type), [values]
+        elif not rest:
             yield gguf_name(name, model_type), [_values(checkpoint, name)]
         elif model_type == "qwen3_moe":  # each expert's matrices have names of their own
             number, rest = rest.split(".", 1)
@@ -169,7 +197,11 @@ def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
     """A tensor in float32, as llama.cpp computes with it."""
     values = checkpoint.floats(name)
     if name.endswith(".A_log"):
-        return -np.exp(values)
+        values = -np.exp(values)
+    if name.endswith((".mamba.A_log", ".mamba.D")):
+        return values[:, None]
+    if name.endswith(".mamba.norm.weight"):
+        return values.reshape(checkpoint.config["mamba_n_groups"], -1)
     if values.ndim == 3:  # the taps of each channel
         return values[:, 0]
     if checkpoint.model_type == "qwen3_5_text" and name.endswith("norm.weight"):
@@ -189,9 +221,8 @@ def gguf_name(name: str, model_type: str = "qwen3") -> str:
     if name == "lm_head.weight":
         return "output.weight"
     _, layer, rest = name.split(".", 2)
-    for theirs, ours in (("linear_attn.A_log", "ssm_a"), ("linear_attn.dt_bias", "ssm_dt.bias")):
-        if rest == theirs:
-            return f"blk.{layer}.{ours}"
+    if (vector := _VECTORS.get(rest.partition(".")[2])) is not None:
+        return f"blk.{layer}.{vector}"
     ends = ".bias" if rest.endswith(".bias") else ".weight"
     names = _LAYERS.get(model_type, _LAYER)
     return f"blk.{layer}.{names[rest.removesuffix(ends)]}{ends}"

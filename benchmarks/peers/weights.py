@@ -39,8 +39,23 @@ LFM2 = dict(
     conv_L_cache=3,
     rope_parameters=dict(rope_type="default", rope_theta=1e6),
 )
+GRANITE = dict(
+    model_type="granitemoehybrid",
+    tie_word_embeddings=True,
+    num_local_experts=0,
+    num_experts_per_tok=0,
+    position_embedding_type="nope",
+    embedding_multiplier=12.0,
+    residual_multiplier=0.246,
+    logits_scaling=3.0,
+    mamba_expand=2,
+    mamba_n_groups=1,
+    mamba_d_state=128,
+)
 _THREE_AND_ONE = ["linear_attention"] * 3 + ["full_attention"]
-_LFM2_350M = {2, 5, 8, 10, 12, 14}  # the layers that attend
+# The layers that attend.
+_LFM2_350M = {2, 5, 8, 10, 12, 14}
+_GRANITE_350M = {10, 13, 17, 27}
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {},
     "toy": dict(**TOY, intermediate_size=512),
@@ -98,6 +113,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         intermediate_size=768,
         layer_types=["conv", "full_attention"],
     ),
+    # Granite 4.0 H 350M: Mamba-2 in 28 of 32 layers.
+    "granite": dict(
+        **GRANITE,
+        vocab_size=100352,
+        hidden_size=768,
+        intermediate_size=2048,
+        shared_intermediate_size=2048,
+        num_hidden_layers=32,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        attention_multiplier=0.015625,
+        mamba_n_heads=48,
+        mamba_d_head=32,
+        layer_types=["attention" if i in _GRANITE_350M else "mamba" for i in range(32)],
+    ),
+    "granite-toy": dict(
+        **GRANITE,
+        **{name: value for name, value in TOY.items() if name != "head_dim"},
+        intermediate_size=512,
+        shared_intermediate_size=512,
+        attention_multiplier=0.015625,
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        layer_types=["mamba", "attention"],
+    ),
     "moe-toy": dict(**MOE, **TOY, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128),
     # gpt-oss-20b's layers, 4 of 24, and a sixth of its vocabulary: so the head's part of a step stays.
     "gpt-oss": dict(
@@ -137,7 +177,7 @@ def make_random(model_type: str, **numbers: Any) -> Any:
     torch.manual_seed(0)
     unit = numbers["hidden_size"] ** -0.5  # keeps the deviation of what it multiplies
     config = AutoConfig.for_model(
-        model_type, max_position_embeddings=4096, initializer_range=unit, **numbers
+        model_type, max_position_embeddings=8192, initializer_range=unit, **numbers
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     deviations = {

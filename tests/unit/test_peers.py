@@ -282,7 +282,7 @@ def test_shape_of_a_mixture_of_experts(experts):
     assert 2 * sum(matrices) == shape.weight_bytes("bf16", 8, 10**6)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy"])
+@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy", "granite-toy"])
 def test_shape_of_recurrent_layers(name, tmp_path):
     from verbatim import LLM
 
@@ -297,7 +297,7 @@ def test_shape_of_recurrent_layers(name, tmp_path):
     assert shape.kv_bytes("16bit") == info["kv_bytes_per_token"]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy"])
+@pytest.mark.parametrize("name", ["qwen3.5-toy", "lfm2-toy", "granite-toy"])
 def test_recurrent_layers_are_written_for_llama_cpp(name, tmp_path):
     pytest.importorskip("gguf")
     from benchmarks.peers.gguf_file import gguf_tensors
@@ -305,8 +305,14 @@ def test_recurrent_layers_are_written_for_llama_cpp(name, tmp_path):
     model = make_random(**SHAPES[name])
     model.save_pretrained(tmp_path)
     written = {tensor: next(iter(parts)) for tensor, parts in gguf_tensors(Checkpoint(tmp_path))}
-    assert len(written) == len(list(model.parameters()))
     layer = model.model.layers[0]
+    if name == "granite-toy":  # gate and up are one matrix in transformers
+        assert len(written) == len(list(model.parameters())) + len(model.model.layers)
+        gate_up = layer.shared_mlp.input_linear.weight.detach().float()
+        assert np.array_equal(written["blk.0.ffn_up.weight"], gate_up[512:])
+        assert np.allclose(written["blk.0.ssm_a"][:, 0], -layer.mamba.A_log.detach().float().exp())
+        return
+    assert len(written) == len(list(model.parameters()))
     if name == "lfm2-toy":
         taps = written["blk.0.shortconv.conv.weight"]
         assert np.array_equal(taps, layer.conv.conv.weight.detach().float()[:, 0])
@@ -438,7 +444,9 @@ def test_peers_run_a_toy_in_every_format(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @have_peers
-@pytest.mark.parametrize("shape", ["moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy"])
+@pytest.mark.parametrize(
+    "shape", ["moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy", "granite-toy"]
+)
 def test_peers_run_other_shapes_or_are_left_out(tmp_path, shape):
     plan = Plan(["llama.cpp", "OpenVINO"], list(FORMATS), [1, 3], [20], [40], rounds=1, steps=3)
     run = Run(plan, tmp_path, ENVIRONMENT)
@@ -458,7 +466,9 @@ def test_ours_in_another_setting_is_no_peer():
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("shape", ["toy", "moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy"])
+@pytest.mark.parametrize(
+    "shape", ["toy", "moe-toy", "gpt-oss-toy", "qwen3.5-toy", "lfm2-toy", "granite-toy"]
+)
 def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path, shape):
     plan = Plan(
         [OURS, OURS_A8, "transformers"], ["bf16", "int4"], [1, 3], [20], [40], rounds=2, steps=3
