@@ -4,6 +4,7 @@
 
 #include "threads.h"
 
+#include <type_traits>
 #include <vector>
 
 using namespace vb;
@@ -24,6 +25,12 @@ static inline void store_up_to(float *p, f32x16 v, int64_t n) {
 // The first of the writes of sequence s.
 int64_t first_write(const StateRows &at, int64_t s) {
     return std::lower_bound(at.rows, at.rows + at.writes, at.starts[s]) - at.rows;
+}
+
+// Whether the state behind the first row of sequence s is written.
+bool is_written(const StateRows &at, int64_t s) {
+    const int64_t write = first_write(at, s);
+    return write < at.writes && at.rows[write] == at.starts[s];
 }
 
 // Columns `first` to `first + 16 * N` of one head of one sequence; `count` of them exist.
@@ -99,6 +106,46 @@ void run_columns(const Recurrence &a, const StateRows &at, int64_t s, int64_t he
     }
 }
 
+// As `run_columns`, of a sequence with one row whose state is written, as decode has: the state is read from
+// one slot and written to the other, without a copy between. The operations of each element are the same.
+template <int N>
+void run_row(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, int64_t first,
+             int64_t count, bool stream) {
+    const int64_t t = at.starts[s], key_head = head / (a.heads / a.key_heads);
+    const float *source = a.state + a.state_at(at.sources[s], head) + first;
+    float *target = a.state + a.state_at(at.targets[first_write(at, s)], head) + first;
+    const float *k = a.k + (t * a.key_heads + key_head) * a.depth;
+    const float *q = a.q + (t * a.key_heads + key_head) * a.depth;
+    const float *d = a.decay + (t * a.heads + head) * (a.decay_by_row ? a.depth : 1);
+    const int64_t step = a.decay_by_row ? 1 : 0, at_row = (t * a.heads + head) * a.width + first;
+    auto decayed = [&](int64_t i, int c) {
+        return load_up_to(source + i * a.width + c * LANES, count - c * LANES) * splat(d[i * step]);
+    };
+    f32x16 value[N], out[N];
+    for (int c = 0; c < N; c++) {
+        value[c] = load_up_to(a.v + at_row + c * LANES, count - c * LANES);
+        out[c] = splat(0.0f);
+    }
+    if (a.beta) {
+        for (int64_t i = 0; i < a.depth; i++)
+            for (int c = 0; c < N; c++) out[c] = fma(decayed(i, c), splat(k[i]), out[c]);
+        for (int c = 0; c < N; c++) {
+            value[c] = (value[c] - out[c]) * splat(a.beta[t * a.heads + head]);
+            out[c] = splat(0.0f);
+        }
+    }
+    for (int64_t i = 0; i < a.depth; i++)
+        for (int c = 0; c < N; c++) {
+            const f32x16 x = fma(splat(k[i]), value[c], decayed(i, c));
+            float *to = target + i * a.width + c * LANES;
+            if (stream) store_past_caches(to, x);
+            else store_up_to(to, x, count - c * LANES);
+            out[c] = fma(x, splat(q[i]), out[c]);
+        }
+    if (stream) finish_stores_past_caches();
+    for (int c = 0; c < N; c++) store_up_to(a.out + at_row + c * LANES, out[c], count - c * LANES);
+}
+
 // A head of a single column, with lanes over the rows of its state.
 void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t head, float *memory) {
     const int64_t key_head = head / (a.heads / a.key_heads);
@@ -134,25 +181,37 @@ void run_single(const Recurrence &a, const StateRows &at, int64_t s, int64_t hea
     }
 }
 
-constexpr int64_t COLUMNS = 4 * LANES;  // of a piece: 128 rows of it are 32 KB
+constexpr int64_t COLUMNS = 4 * LANES;   // of a piece: 128 rows of it are 32 KB
+constexpr int64_t STREAMED = 1 << 17;  // floats; fewer may still be in the caches at the next step
+
+// Calls f with the number of vectors of `count` columns, a constant of 1 to 8, and with `count`.
+template <int N = 1, typename F> void with_vectors(int64_t count, F f) {
+    if (count <= N * LANES || N == 8) f(std::integral_constant<int, N>{}, count);
+    else with_vectors<(N < 8 ? N + 1 : 8)>(count, f);
+}
 
 }  // namespace
 
 void vb::run_recurrence(const Recurrence &a, const StateRows &at, int threads) {
-    const int64_t pieces = (a.width + COLUMNS - 1) / COLUMNS;
-    if (at.starts[at.sequences] * a.heads * a.depth * a.width < (1 << 15)) threads = 1;
+    const int64_t pieces = (a.width + COLUMNS - 1) / COLUMNS, size = a.heads * a.depth * a.width;
+    if (at.starts[at.sequences] * size < (1 << 15)) threads = 1;
+    const bool stream = at.writes * size >= STREAMED && a.width % LANES == 0 && (uintptr_t)a.state % 64 == 0;
     parallel_for(at.sequences * a.heads * pieces, threads, [&](int64_t n) {
         static thread_local std::vector<float> memory;
         memory.resize(a.depth * COLUMNS);
         const int64_t s = n / (a.heads * pieces), head = n / pieces % a.heads;
-        const int64_t first = n % pieces * COLUMNS, count = std::min(COLUMNS, a.width - first);
+        const int64_t first = n % pieces * COLUMNS;
         if (a.width == 1) return run_single(a, at, s, head, memory.data());
-        switch ((count + LANES - 1) / LANES) {
-        case 1: return run_columns<1>(a, at, s, head, first, count, memory.data());
-        case 2: return run_columns<2>(a, at, s, head, first, count, memory.data());
-        case 3: return run_columns<3>(a, at, s, head, first, count, memory.data());
-        default: return run_columns<4>(a, at, s, head, first, count, memory.data());
+        if (at.starts[s + 1] - at.starts[s] == 1 && is_written(at, s)) {  // two pieces at a time
+            if (n % pieces % 2 == 0)
+                with_vectors(std::min(2 * COLUMNS, a.width - first), [&](auto vectors, int64_t count) {
+                    run_row<vectors>(a, at, s, head, first, count, stream);
+                });
+            return;
         }
+        with_vectors(std::min(COLUMNS, a.width - first), [&](auto vectors, int64_t count) {
+            run_columns<vectors>(a, at, s, head, first, count, memory.data());
+        });
     });
 }
 

@@ -59,6 +59,27 @@ static inline void store_first(float *p, f32x16 v, int n) {
     std::memcpy(p, lanes, n * sizeof(float));
 }
 
+// For results that are not read again soon: without reading their lines from memory first. `p` is aligned to
+// 64 bytes. Behind the last one, `finish_stores_past_caches` makes them visible to other threads.
+static inline void store_past_caches(float *p, f32x16 v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+    __m256 halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    _mm256_stream_ps(p, halves[0]);
+    _mm256_stream_ps(p + 8, halves[1]);
+#else
+    store(p, v);
+#endif
+}
+
+static inline void finish_stores_past_caches() {
+#if defined(__AVX512F__) || defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 static inline f32x16 to_floats(u8x16 codes) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
