@@ -33,8 +33,6 @@ _REFUSALS: list[tuple[str, str, str]] = [
         "qwen4_exp qwen4_exp_text",
     ),
     ("compressed keys", "attention to compressed keys", "deepseek_v4"),
-    ("within chunks", "chunked attention that exists only as a mask", "llama4 llama4_text"),
-    ("temperature", "an attention temperature by position", "llama4_text:full"),
     ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),
     (

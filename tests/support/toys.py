@@ -79,6 +79,19 @@ TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", dict(head_dim=16)),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        dict(
+            head_dim=16,
+            intermediate_size_mlp=96,
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+            no_rope_layers=[1, 1, 0],
+            attention_chunk_size=7,
+            floor_scale=8,
+        ),
+    ),
     "granite": (
         "GraniteConfig",
         "GraniteForCausalLM",

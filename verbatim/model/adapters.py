@@ -19,7 +19,9 @@ from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
 from verbatim.model import products
 from verbatim.model.context import attend
+from verbatim.model.experts import flat_experts
 from verbatim.model.masks import LATER, NotedMask
+from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
 
 
 def _slopes(module: nn.Module) -> Tensor:
@@ -268,6 +270,25 @@ def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
     return forward
 
 
+def _llama4_experts(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the forward of Llama 4's mixture, which weights the inputs of its experts, not the outputs."""
+    form = RouterForm(module.top_k, AS_IS, SIGMOID, rounded=True)
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, module.hidden_dim)
+        logits = products.linear(rows, module.router.weight)
+        weights, experts = choose(logits.float(), form, None, forced_experts(), rows.dtype)
+        inputs = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
+        ones = torch.ones_like(weights).view(-1, 1)
+        outputs = flat_experts(module.experts, inputs, experts.view(-1, 1), ones)
+        out = module.shared_expert(rows)
+        for routed in outputs.view(len(rows), -1, module.hidden_dim).unbind(1):
+            out = out + routed
+        return out, logits
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
@@ -277,6 +298,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "JetMoeParallelExperts": _jetmoe_experts,
     "GPTNeoSelfAttention": _gpt_neo,
     "GPTNeoXJapaneseAttention": _neox_japanese,
+    "Llama4TextMoe": _llama4_experts,
     "MegatronBertSelfAttention": _bert,
     "MptAttention": _mpt,
     "MptModel": _mpt_model,

@@ -104,6 +104,16 @@ def route(experts: nn.Module, index: Tensor) -> None:
         note(experts, index)
 
 
+def chunk_of_layer(module: Any) -> int:
+    """Return the size of the chunks within which a layer attends; 0: everywhere. Layers do not pass it."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return 0
+    return int(config.attention_chunk_size)
+
+
 def flat_attention(
     module: nn.Module,
     query: Tensor,
@@ -144,6 +154,7 @@ def flat_attention(
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
+        chunk=chunk_of_layer(module),
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float(),
     )

@@ -309,6 +309,11 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     return f"all in one kernel call{where}"
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether the stacked matrices of an experts module are stored by columns."""
+    return type(module).__name__ == "Llama4TextExperts" or getattr(module, "is_transposed", False)
+
+
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the stacked matrices of an experts module run by `flat_experts`; none of other modules."""
     if not is_stacked(module):
@@ -490,14 +495,16 @@ def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
     return inputs, stack("w2", hidden, inner, True)
 
 
-def _longcat_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """Return the stacks of LongCat: the usual ones, followed by experts without weights."""
-    return [_stack(experts, "gate_up_proj", False)], _stack(experts, "down_proj", False)
+def _usual_stacks(experts: Any) -> tuple[list[Stack], Stack]:
+    """Return the usual stacks, which in LongCat are followed by experts without weights."""
+    transposed = is_transposed(experts)
+    return [_stack(experts, "gate_up_proj", transposed)], _stack(experts, "down_proj", transposed)
 
 
 _OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
     "DbrxExperts": _dbrx_stacks,
-    "LongcatFlashExperts": _longcat_stacks,
+    "Llama4TextExperts": _usual_stacks,
+    "LongcatFlashExperts": _usual_stacks,
 }
 
 

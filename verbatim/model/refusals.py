@@ -18,7 +18,6 @@ _KINDS = {
     "recurrent": _STATE,
     "hybrid": _STATE,
     "conv": "keep a convolution's state, which is not in K and V",
-    "chunked_attention": "attend within chunks, which exist only as masks",
     "compressed": "attend to compressed keys",
     "indexed": _INDEXER,
     "sparse": _INDEXER,
@@ -60,8 +59,4 @@ def reason_to_refuse(inner: Any) -> str | None:
             return (
                 f"its attention chooses keys by {type(layer).__name__}, which has keys of its own"
             )
-        if getattr(layer, "attn_temperature_tuning", False) and not getattr(
-            layer, "use_rope", True
-        ):
-            return "its attention's temperature counts positions from the start of a row"
     return None

@@ -87,13 +87,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
     scores = (q.float()[:, None] * keys).sum(-1) * options.scale  # [R, L, H]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    distance = (
-        torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
-        - torch.arange(len(k), device=q.device)
-    )[..., None]
+    positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    distance = (positions - torch.arange(len(k), device=q.device))[..., None]
     if options.alibi is not None:
         scores = scores - distance * options.alibi.to(q.device)
-    seen = (distance >= 0) & (distance < (options.window or math.inf))
+    lowest = options.lowest_key(positions)[..., None]
+    seen = (distance >= 0) & (distance <= positions[..., None] - lowest)
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.to(q.device).expand(len(q), 1, -1)

@@ -93,6 +93,7 @@ VERIFIED = frozenset(
     Lfm2ForCausalLM
     Lfm2MoeForCausalLM
     Lfm3ForCausalLM
+    Llama4ForCausalLM
     LlamaForCausalLM
     LongcatFlashForCausalLM
     Mamba2ForCausalLM
