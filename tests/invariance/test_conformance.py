@@ -38,7 +38,7 @@ from verbatim import (
     VerbatimError,
 )
 
-WITHOUT_MTP = ("qwen3_moe", "gemma2", "gpt2", "qwen3_next", "llama4_text")
+WITHOUT_MTP = ("qwen3_moe", "gemma2", "gpt2", "qwen3_next", "llama4_text", "deepseek_v32")
 DIMENSIONS = {
     "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),
     "draft": ("none", "ngram", "mtp", "early-exit", "model"),

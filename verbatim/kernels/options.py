@@ -31,6 +31,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
         sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
         alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
+        chosen: `[T, k]` int32; the positions that each row sees, ascending, then -1 if they are fewer.
+            None: all up to its own.
     """
 
     scale: float
@@ -39,6 +41,7 @@ class AttentionOptions:
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk", "softcap"):
@@ -60,6 +63,19 @@ class AttentionOptions:
         if self.chunk:
             lowest = torch.maximum(lowest, positions // self.chunk * self.chunk)
         return lowest
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    """Options of an indexer, which chooses the keys that rows attend to.
+
+    Attributes:
+        top_k: keys for each row.
+        weights: `[T, H]` float32, of each head's scores.
+    """
+
+    top_k: int
+    weights: Tensor
 
 
 class NormKind(enum.IntEnum):

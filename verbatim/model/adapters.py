@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import products
 from verbatim.model.context import attend
 from verbatim.model.experts import flat_experts
@@ -289,11 +289,73 @@ def _llama4_experts(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return forward
 
 
+def _indexer(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of an indexer of DeepSeek Sparse Attention: positions `[B, T, top_k]`."""
+    rotation, rotated_last = _INDEXERS[type(module).__name__]
+    rotate = _source(module, rotation)
+    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
+    scale = float(module.n_heads**-0.5 * module.softmax_scale)
+
+    def rotated(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+        order = -1 if rotated_last else 1
+        (x_turned, x_plain), (y_turned, y_plain) = (
+            z.split(widths[::order], dim=-1)[::order] for z in (x, y)
+        )
+        x_turned, y_turned = rotate(x_turned, y_turned, cos, sin, unsqueeze_dim=2)
+        for turned, plain in ((x_turned, x_plain), (y_turned, y_plain)):
+            yield torch.cat([turned, plain][::order], dim=-1).flatten(0, 1)
+
+    def forward(
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        q = _split(module.wq_b(q_resid), module.n_heads)
+        keys = _in_dtype(module.wk(hidden_states), module.k_norm)
+        k = module.k_norm(keys).to(hidden_states.dtype).unsqueeze(2)
+        q, k = rotated(q, k, *position_embeddings)
+        weights = module.weights_proj(_in_dtype(hidden_states, module.weights_proj)).float() * scale
+        options = IndexOptions(module.index_topk, weights.flatten(0, 1))
+        chosen = attend(module, q, k, k[..., :0], options)
+        return chosen.view(*hidden_states.shape[:2], -1)
+
+    return forward
+
+
+def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
+    weight = layer._parameters.get("weight")  # none if it is quantized
+    return x if weight is None else x.to(weight.dtype)
+
+
+# The rotary function of an indexer, and whether it rotates the last dimensions instead of the first.
+_INDEXERS = {
+    "AXK2Indexer": ("apply_rotary_pos_emb", False),
+    "DeepseekV32Indexer": ("apply_rotary_pos_emb", False),
+    "Dots3NoteTextIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "HYV4Indexer": ("apply_rotary_pos_emb", True),
+}
+
+
+def _with_indexer(module: Any) -> Callable[..., Any]:
+    """Return the forward of attention with an indexer, to which it passes a mask that is not read."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["attention_mask"] is None:
+            kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "FalconAttention": _falcon,
     "FalconLinear": _falcon_linear,
+    **dict.fromkeys(_INDEXERS, _indexer),
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "GPTNeoSelfAttention": _gpt_neo,
@@ -308,11 +370,18 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 
 
+def runs_indexer(module: nn.Module) -> bool:
+    """Return whether a module is an indexer with a forward here."""
+    return type(module).__name__ in _INDEXERS
+
+
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     """Return a forward with `attend` for a class without transformers' attention interface, else None."""
     cls = type(module)
     if not cls.__module__.startswith("transformers."):
         return None
+    if type(module._modules.get("indexer")).__name__ in _INDEXERS:
+        return _with_indexer(module)
     if cls.__name__.endswith("Attention") and _source(module, "ALL_ATTENTION_FUNCTIONS"):
         return None  # GPT-J's and CodeGen's have it since transformers 5.24
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))
