@@ -31,7 +31,6 @@ _REFUSALS: list[tuple[str, str, str]] = [
         "sparse attention by an indexer with its own keys",
         "minimax_m3_vl_text qwen4_exp qwen4_exp_text",
     ),
-    ("gate of its experts", "a custom gate of its experts", "hy_v4"),
     ("compressed keys", "attention to compressed keys", "deepseek_v4"),
     ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),

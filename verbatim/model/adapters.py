@@ -375,6 +375,11 @@ def runs_indexer(module: nn.Module) -> bool:
     return type(module).__name__ in _INDEXERS
 
 
+def has_indexers(model: nn.Module) -> bool:
+    """Return whether such an indexer is in the files of a model's classes, if not in all parts of it."""
+    return any(_source(layer, name) for layer in model.modules() for name in _INDEXERS)
+
+
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     """Return a forward with `attend` for a class without transformers' attention interface, else None."""
     cls = type(module)

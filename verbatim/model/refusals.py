@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbatim.model.adapters import runs_indexer
+from verbatim.model.adapters import has_indexers, runs_indexer
 from verbatim.model.recurrent import has_supported_states
 
 # Substrings of layer types, and the reason to refuse them.
@@ -48,7 +48,7 @@ def reason_to_refuse(inner: Any) -> str | None:
         return known
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     run_here = has_supported_states(inner)
-    indexed = any(map(runs_indexer, inner.modules()))
+    indexed = has_indexers(inner)
     for part, what in _KINDS.items():
         for kind in kinds:
             supported = run_here if part in _RECURRENT else indexed and what is _INDEXER

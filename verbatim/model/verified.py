@@ -87,6 +87,7 @@ VERIFIED = frozenset(
     HunYuanMoEV1ForCausalLM
     HyperCLOVAXForCausalLM
     HYV3ForCausalLM
+    HYV4ForCausalLM
     Jais2ForCausalLM
     JambaForCausalLM
     JetMoeForCausalLM
