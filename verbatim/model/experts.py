@@ -476,7 +476,7 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
                 actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
                 if _close(actual, expected):
                     return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
-        swiglu_limit = getattr(experts, "swiglu_limit", None)
+        swiglu_limit: Any = getattr(experts, "swiglu_limit", None)
         if type(swiglu_limit) in (int, float) and _close(
             _clamped_split(x, swiglu_limit), apply(experts, x)
         ):
