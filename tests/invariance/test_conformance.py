@@ -38,12 +38,13 @@ from verbatim import (
     VerbatimError,
 )
 
+WITHOUT_MTP = ("qwen3_moe", "gemma2", "gpt2", "qwen3_next", "llama4_text", "deepseek_v32")
 DIMENSIONS = {
     "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),
     "draft": ("none", "ngram", "mtp", "early-exit", "model"),
     "cache": ("plain", "no prefixes", "int8", "int4", "tiny"),
     "quantization": ("none", "int8", "int4", "w8a8", "w4a8"),
-    "architecture": ("qwen3", "deepseek_v3", "qwen3_moe", "gemma2", "gpt2", "qwen3_next"),
+    "architecture": ("qwen3", "deepseek_v3", *WITHOUT_MTP),
 }
 SLOW = ("tensor", "pipeline")  # which start processes
 NAMES = {
@@ -54,12 +55,12 @@ NAMES = {
     "mtp": "mtp|Mtp",
     "early-exit": "EarlyExit",
     **dict.fromkeys(("int8", "int4", "w8a8", "w4a8"), "quantization"),
-    **dict.fromkeys(("qwen3_moe", "gemma2", "gpt2", "qwen3_next"), "mtp|Mtp"),
+    **dict.fromkeys(WITHOUT_MTP, "mtp|Mtp"),
 }
 REFUSED = {
     frozenset({(one_name, one), (other_name, other)}): (NAMES[one], NAMES[other])
     for one_name, some, other_name, others in [
-        ("draft", ("mtp",), "architecture", ("qwen3_moe", "gemma2", "gpt2", "qwen3_next")),
+        ("draft", ("mtp",), "architecture", WITHOUT_MTP),
     ]
     for one in some
     for other in others

@@ -22,7 +22,7 @@ from support import toys
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.limits import max_length_of
-from verbatim.model.masks import LATER, window_of
+from verbatim.model.masks import LATER, chunk_of, window_of
 
 
 class OwnLlama(LlamaForCausalLM):
@@ -167,10 +167,18 @@ def test_hooks_see_nothing_of_the_look() -> None:
         (sliding_window_causal_mask_function(999), 999),
         (sliding_window_causal_mask_function(1000), 0),  # as long as everything
         (bidirectional_mask_function, LATER),
-        (chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64)), None),
         (lambda b, h, q, k: (k <= q) & (k % 2 == q % 2), None),
         (lambda b, h, q, k: torch.ones(4, dtype=torch.bool)[k], None),  # knows four positions
     ],
 )
 def test_rules_of_masks_are_read_at_far_positions(rule: Any, window: int | None) -> None:
     assert window_of(rule, 1000) == window
+    assert chunk_of(rule, 1000) == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 333, 499, 500, 998, 999])
+@pytest.mark.parametrize("start", [0, 3])
+def test_chunks_of_masks_are_read_at_far_positions(size: int, start: int) -> None:
+    rule = chunked_causal_mask_function(size, torch.tensor([start]))
+    assert window_of(rule, 1000) is None or size == 1
+    assert chunk_of(rule, 1000) == (0 if start % size else size)

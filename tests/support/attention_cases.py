@@ -42,7 +42,7 @@ SHAPES = [
     Shape(2, 1, 72, 64, 1),
 ]
 INVARIANT_SHAPES = [SHAPES[0], SHAPES[3], SHAPES[5], SHAPES[8]]
-OPTIONS = ["plain", "window", "softcap", "sinks", "alibi", "all"]
+OPTIONS = ["plain", "window", "chunk", "softcap", "sinks", "alibi", "all"]
 
 
 def options(kind: str, shape: Shape, window: int = 70) -> AttentionOptions:
@@ -51,6 +51,7 @@ def options(kind: str, shape: Shape, window: int = 70) -> AttentionOptions:
     return AttentionOptions(
         scale=shape.key_size**-0.5,
         window=window if every or kind == "window" else 0,
+        chunk=window if kind == "chunk" else 0,
         softcap=3.0 if every or kind == "softcap" else 0.0,
         sinks=torch.randn(shape.heads, generator=generator) if every or kind == "sinks" else None,
         alibi=torch.rand(shape.heads, generator=generator) if every or kind == "alibi" else None,
@@ -153,6 +154,8 @@ def dense(what: Story, opts: AttentionOptions) -> Tensor:
     hidden = behind < 0
     if opts.window:
         hidden |= behind >= opts.window
+    if opts.chunk:
+        hidden |= position < (position // opts.chunk * opts.chunk)[:, None]
     scores = scores.masked_fill(hidden, -math.inf)
     if opts.sinks is not None:
         sinks = opts.sinks.double()[:, None, None].expand(-1, len(position), 1)

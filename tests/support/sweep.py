@@ -29,12 +29,9 @@ _REFUSALS: list[tuple[str, str, str]] = [
     (
         "indexer",
         "sparse attention by an indexer with its own keys",
-        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text "
-        "qwen4_exp qwen4_exp_text",
+        "minimax_m3_vl_text qwen4_exp qwen4_exp_text",
     ),
     ("compressed keys", "attention to compressed keys", "deepseek_v4"),
-    ("within chunks", "chunked attention that exists only as a mask", "llama4 llama4_text"),
-    ("temperature", "an attention temperature by position", "llama4_text:full"),
     ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),
     ("sliding window", "a window that exists only as a mask", "phimoe:window"),
     (

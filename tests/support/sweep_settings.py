@@ -34,8 +34,8 @@ SMALL: dict[str, Any] = dict(
     first_k_dense_replace=1,
     # latent attention
     q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
-    # sparse indexers
-    index_topk=8, index_head_dim=16, index_n_heads=2,
+    # sparse indexers; with few heads, all scores of many a key are 0, and topk breaks ties as it likes
+    index_topk=8, index_head_dim=16, index_n_heads=16,
     # recurrent and convolutional layers
     linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8,

@@ -20,7 +20,7 @@ struct Problem {
     const int32_t *context_lens;      // [S]
     const int32_t *block_tables;      // [S, max_blocks]
     int64_t sequences, max_blocks, q_token_stride, q_head_stride;
-    int64_t heads, kv_heads, key_size, value_size, block_size, window;
+    int64_t heads, kv_heads, key_size, value_size, block_size, window, chunk;
     int q_is_bf16;
     float scale, cap;
     const float *sinks, *slopes;      // [H] or NULL

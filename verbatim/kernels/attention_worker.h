@@ -59,6 +59,7 @@ static inline void begin(Line &line, const Problem &p, int64_t sequence, int64_t
     line.row = row, line.head = (int)head;
     line.to = p.context_lens[sequence] - p.query_starts[sequence + 1] + row + 1;
     line.from = p.window > 0 ? std::max<int64_t>(0, line.to - p.window) : 0;
+    if (p.chunk > 0) line.from = std::max(line.from, (line.to - 1) / p.chunk * p.chunk);
     line.slope = p.slopes ? p.slopes[head] : 0;
     // A sink is a logit that is there before the first key, and has no value.
     line.all.largest = p.sinks ? p.sinks[head] : -INFINITY;

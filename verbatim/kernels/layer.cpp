@@ -60,7 +60,7 @@ struct Layer {
     float residual_scale;  // of what is added to the residual
     int32_t is_bf16;
     float scale, softcap;  // of attention
-    int64_t window;
+    int64_t window, chunk;
     const void *sinks;       // of attention, [heads], or null
     const Mixture *mixture;  // in place of gates and down, or null; without either the MLP is elsewhere
     const DeltaRule *delta;  // in place of attention, or null
@@ -434,8 +434,8 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
         sinks.data[h] = l.is_bf16 ? to_float(((const bf16 *)l.sinks)[h]) : ((const float *)l.sinks)[h];
     vb_attention(qkv.data, attended, k_store, v_store, rows.query_starts, rows.context_lens,
                  rows.block_tables, rows.sequences, rows.max_blocks, width, l.head_dim, l.heads,
-                 l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.is_bf16,
-                 l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, nullptr, threads);
+                 l.kv_heads, l.head_dim, l.value_dim, rows.block_size, l.window, l.chunk,
+                 l.is_bf16, l.is_bf16, l.scale, l.softcap, l.sinks ? sinks.data : nullptr, nullptr, threads);
     apply_gates(l, (void *)attended, (const void *)qkv.data, rows.count, threads);
 }
 

@@ -27,22 +27,26 @@ class AttentionOptions:
     Attributes:
         scale: factor of every dot product.
         window: a query at position p sees the keys at positions above p - window; 0: all.
+        chunk: a query at position p sees the keys at p // chunk * chunk and above; 0: all.
         softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
         sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
         alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
+        chosen: `[T, k]` int32; the positions that each row sees, ascending, then -1 if they are fewer.
+            None: all up to its own.
     """
 
     scale: float
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.window < 0 or self.softcap < 0:
-            raise ValueError(
-                f"window={self.window} and softcap={self.softcap} must be 0 (off) or above"
-            )
+        for name in ("window", "chunk", "softcap"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 (off) or above")
         for name in ("sinks", "alibi"):
             values = getattr(self, name)
             if values is not None and (values.dtype != torch.float32 or values.dim() != 1):
@@ -50,6 +54,28 @@ class AttentionOptions:
                     f"{name} must be float32 of shape [heads], not {values.dtype} of shape "
                     f"{list(values.shape)}"
                 )
+
+    def lowest_key(self, positions: Tensor) -> Tensor:
+        """Return the position of the first key that queries at `positions` see."""
+        lowest = torch.zeros_like(positions)
+        if self.window:
+            lowest = torch.maximum(lowest, positions + 1 - self.window)
+        if self.chunk:
+            lowest = torch.maximum(lowest, positions // self.chunk * self.chunk)
+        return lowest
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    """Options of an indexer, which chooses the keys that rows attend to.
+
+    Attributes:
+        top_k: keys for each row.
+        weights: `[T, H]` float32, of each head's scores.
+    """
+
+    top_k: int
+    weights: Tensor
 
 
 class NormKind(enum.IntEnum):

@@ -143,7 +143,7 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     library.vb_attention.restype = None
     library.vb_attention.argtypes = [
         *[_POINTER] * 7,
-        *[_LONG] * 10,
+        *[_LONG] * 11,
         *[_INT] * 2,
         *[_FLOAT] * 2,
         *[_POINTER] * 2,
@@ -210,6 +210,7 @@ def kernel_attention(
         value_size,
         block_size,
         options.window,
+        options.chunk,
         q.dtype == torch.bfloat16,
         kv_format,
         options.scale,
@@ -263,6 +264,7 @@ def _reference_rows(
     grouped = (kv_heads, heads // kv_heads)
     queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows, device=q.device).reshape(rows, 1, 1, 1)
+    lowest = options.lowest_key(positions)
     # A sink is a logit before the first key, without a value.
     logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
     if options.sinks is not None:
@@ -272,12 +274,10 @@ def _reference_rows(
     acc = torch.zeros((rows, *grouped, value_size), dtype=torch.float32, device=q.device)
     slopes = None if options.alibi is None else options.alibi.reshape(*grouped, 1)
     for first in range(0, position + rows, _TILE):
-        if options.window and first + _TILE <= position + 1 - options.window:
+        if first + _TILE <= lowest[0]:
             continue
         keys = torch.arange(first, first + _TILE, device=q.device)
-        visible = keys <= positions
-        if options.window:
-            visible = visible & (positions - keys < options.window)
+        visible = (lowest <= keys) & (keys <= positions)
         # Keys past the end read block 0 of the table, and are masked.
         valid_keys = torch.where(keys < position + rows, keys, 0)
         blocks, offsets = block_table[valid_keys // block_size].long(), valid_keys % block_size

@@ -84,6 +84,8 @@ def pack(x: Tensor, packing: Packing) -> Tensor:
 
     All elements of a group with a NaN or an infinity are read back as NaN.
     """
+    if not x.shape[-1]:
+        return x.to(torch.uint8)
     levels = 2**packing.bits - 1
     codes, heads = [], []
     for group in x.float().split(packing.group, -1):

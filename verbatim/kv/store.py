@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
-from verbatim.kv.quantized import KVDtype, Packing, packed_attention, write_packed
+from verbatim.kv.indexing import attend_to_chosen, choose_keys
+from verbatim.kv.quantized import KVDtype, Packing, packed_attention, unpack, write_packed
 from verbatim.kv.states import StateStore
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The K and V of one token in one layer."""
+    """The K and V of one token in one layer; `value_dim` is 0 for the keys of an indexer."""
 
     kv_heads: int
     key_dim: int
@@ -106,20 +108,27 @@ class KVStore:
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
-        """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`."""
+        """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
+
+        With `IndexOptions`, choose keys instead, as `choose_keys` does.
+        """
         k, v = self.layers[layer]
-        return paged_attention(
-            q,
-            k,
-            v,
-            query_starts,
-            context_lens,
-            block_tables,
-            options,
-            same_bits=self.same_bits,
-        )
+        if isinstance(options, IndexOptions):
+            keys_of = partial(self._keys, k, q.shape[2])
+            return choose_keys(q, keys_of, query_starts, context_lens, block_tables, options)
+        attention = self._attention(layer)
+        if options.chosen is not None:
+            attention = partial(attend_to_chosen, attention)
+        return attention(q, k, v, query_starts, context_lens, block_tables, options)
+
+    def _attention(self, layer: int) -> Callable[..., Tensor]:
+        return partial(paged_attention, same_bits=self.same_bits)
+
+    def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
+        """Return the keys of some blocks of a layer with one head, `[n * block_size, width]` float32."""
+        return k[blocks, 0].flatten(0, 1).float()
 
     @contextmanager
     def stores_for(self, batches: list[Batch]) -> Iterator[list[KVStore]]:
@@ -180,27 +189,11 @@ class QuantizedKVStore(KVStore):
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         write_packed(k, v, *self.layers[layer], slots, self._packing)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        options: AttentionOptions,
-    ) -> Tensor:
-        k, v = self.layers[layer]
-        return packed_attention(
-            q,
-            k,
-            v,
-            query_starts,
-            context_lens,
-            block_tables,
-            options,
-            value_size=self._value_sizes[layer],
-            packing=self._packing,
-        )
+    def _attention(self, layer: int) -> Callable[..., Tensor]:
+        return partial(packed_attention, value_size=self._value_sizes[layer], packing=self._packing)
+
+    def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
+        return unpack(k[blocks, 0].flatten(0, 1), width, self._packing)
 
     def poison(self, blocks: list[int]) -> None:
         for k, v in self.layers:  # all ones make every bf16 scale a NaN

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import products
 from verbatim.model.context import attend
+from verbatim.model.experts import flat_experts
 from verbatim.model.masks import LATER, NotedMask
+from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
 
 
 def _slopes(module: nn.Module) -> Tensor:
@@ -268,15 +270,97 @@ def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
     return forward
 
 
+def _llama4_experts(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the forward of Llama 4's mixture, which weights the inputs of its experts, not the outputs."""
+    form = RouterForm(module.top_k, AS_IS, SIGMOID, rounded=True)
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        rows = hidden_states.reshape(-1, module.hidden_dim)
+        logits = products.linear(rows, module.router.weight)
+        weights, experts = choose(logits.float(), form, None, forced_experts(), rows.dtype)
+        inputs = (rows[:, None] * weights[..., None].to(rows.dtype)).flatten(0, 1)
+        ones = torch.ones_like(weights).view(-1, 1)
+        outputs = flat_experts(module.experts, inputs, experts.view(-1, 1), ones)
+        out = module.shared_expert(rows)
+        for routed in outputs.view(len(rows), -1, module.hidden_dim).unbind(1):
+            out = out + routed
+        return out, logits
+
+    return forward
+
+
+def _indexer(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of an indexer of DeepSeek Sparse Attention: positions `[B, T, top_k]`."""
+    rotation, rotated_last = _INDEXERS[type(module).__name__]
+    rotate = _source(module, rotation)
+    widths = [module.qk_rope_head_dim, module.head_dim - module.qk_rope_head_dim]
+    scale = float(module.n_heads**-0.5 * module.softmax_scale)
+
+    def rotated(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+        order = -1 if rotated_last else 1
+        (x_turned, x_plain), (y_turned, y_plain) = (
+            z.split(widths[::order], dim=-1)[::order] for z in (x, y)
+        )
+        x_turned, y_turned = rotate(x_turned, y_turned, cos, sin, unsqueeze_dim=2)
+        for turned, plain in ((x_turned, x_plain), (y_turned, y_plain)):
+            yield torch.cat([turned, plain][::order], dim=-1).flatten(0, 1)
+
+    def forward(
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        q = _split(module.wq_b(q_resid), module.n_heads)
+        keys = _in_dtype(module.wk(hidden_states), module.k_norm)
+        k = module.k_norm(keys).to(hidden_states.dtype).unsqueeze(2)
+        q, k = rotated(q, k, *position_embeddings)
+        weights = module.weights_proj(_in_dtype(hidden_states, module.weights_proj)).float() * scale
+        options = IndexOptions(module.index_topk, weights.flatten(0, 1))
+        chosen = attend(module, q, k, k[..., :0], options)
+        return chosen.view(*hidden_states.shape[:2], -1)
+
+    return forward
+
+
+def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
+    weight = layer._parameters.get("weight")  # none if it is quantized
+    return x if weight is None else x.to(weight.dtype)
+
+
+# The rotary function of an indexer, and whether it rotates the last dimensions instead of the first.
+_INDEXERS = {
+    "AXK2Indexer": ("apply_rotary_pos_emb", False),
+    "DeepseekV32Indexer": ("apply_rotary_pos_emb", False),
+    "Dots3NoteTextIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
+    "HYV4Indexer": ("apply_rotary_pos_emb", True),
+}
+
+
+def _with_indexer(module: Any) -> Callable[..., Any]:
+    """Return the forward of attention with an indexer, to which it passes a mask that is not read."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["attention_mask"] is None:
+            kwargs["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
     "FalconAttention": _falcon,
     "FalconLinear": _falcon_linear,
+    **dict.fromkeys(_INDEXERS, _indexer),
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "GPTNeoSelfAttention": _gpt_neo,
     "GPTNeoXJapaneseAttention": _neox_japanese,
+    "Llama4TextMoe": _llama4_experts,
     "MegatronBertSelfAttention": _bert,
     "MptAttention": _mpt,
     "MptModel": _mpt_model,
@@ -286,11 +370,23 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 
 
+def runs_indexer(module: nn.Module) -> bool:
+    """Return whether a module is an indexer with a forward here."""
+    return type(module).__name__ in _INDEXERS
+
+
+def has_indexers(model: nn.Module) -> bool:
+    """Return whether such an indexer is in the files of a model's classes, if not in all parts of it."""
+    return any(_source(layer, name) for layer in model.modules() for name in _INDEXERS)
+
+
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
     """Return a forward with `attend` for a class without transformers' attention interface, else None."""
     cls = type(module)
     if not cls.__module__.startswith("transformers."):
         return None
+    if type(module._modules.get("indexer")).__name__ in _INDEXERS:
+        return _with_indexer(module)
     if cls.__name__.endswith("Attention") and _source(module, "ALL_ATTENTION_FUNCTIONS"):
         return None  # GPT-J's and CodeGen's have it since transformers 5.24
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
@@ -69,6 +69,11 @@ class Anatomy:
     hidden_reason: str | None
     finite: bool
 
+    @property
+    def indexed(self) -> bool:
+        """Whether an indexer chooses the keys of some layers."""
+        return any(not shape.value_dim for shape in self.layers)
+
     def refuse_states(self, what: str) -> None:
         """Raise NotSupported if the model has recurrent layers, which `what` does not support."""
         if self.states:
@@ -96,7 +101,12 @@ class Look:
         return torch.tensor(_POSITIONS)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         call = self.calls.get(id(module), 0)
         self.calls[id(module)] = call + 1
@@ -108,6 +118,8 @@ class Look:
                 f"{type(module).__name__} attends with shapes {tuple(q.shape)}, {tuple(k.shape)}"
             )
         self.dtype = self.dtype or k.dtype
+        if isinstance(options, IndexOptions):
+            return torch.full((len(q), options.top_k), -1, dtype=torch.int32, device=q.device)
         self.needs_positions |= options.alibi is None
         # Something of a token's own query, key and value, so that wrong positions show as well.
         group = q.shape[1] // v.shape[1]

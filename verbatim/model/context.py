@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape
 
 IMPLEMENTATION = "verbatim"  # name in transformers' registries of attention and experts
@@ -50,9 +50,17 @@ class Pass(Protocol):
     def positions(self) -> Tensor: ...
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
-        """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]`, attend with `q` `[T, H, Dk]`: `[T, H, Dv]`."""
+        """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]`, attend with `q` `[T, H, Dk]`: `[T, H, Dv]`.
+
+        With `IndexOptions`, choose the keys that rows attend to: `[T, top_k]`, by `choose_keys`.
+        """
         ...
 
 
@@ -89,7 +97,13 @@ def activate(walk: Pass) -> Iterator[None]:
         _thread.active = before
 
 
-def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def attend(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions | IndexOptions,
+) -> Tensor:
     """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
     walk = active_pass()
     if walk is None:
@@ -104,6 +118,16 @@ def route(experts: nn.Module, index: Tensor) -> None:
         note(experts, index)
 
 
+def chunk_of_layer(module: Any) -> int:
+    """Return the size of the chunks within which a layer attends; 0: everywhere. Layers do not pass it."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or layer is None or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return 0
+    return int(config.attention_chunk_size)
+
+
 def flat_attention(
     module: nn.Module,
     query: Tensor,
@@ -116,6 +140,7 @@ def flat_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over flat rows of tokens, with transformers' signature; B is 1 except in inspection.
@@ -123,6 +148,7 @@ def flat_attention(
     Args:
         query, key, value: `[B, H, T, Dk]`, `[B, Hkv, T, Dk]`, `[B, Hkv, T, Dv]`.
         s_aux: attention sinks, `[H]`.
+        indices: the keys that an indexer has chosen for each row, `[B, T, k]`.
 
     Returns:
         The output `[B, T, H, Dv]`, and None for the weights.
@@ -132,7 +158,7 @@ def flat_attention(
             do not support.
     """
     name = type(module).__name__
-    if attention_mask is not None:
+    if attention_mask is not None and indices is None:  # an indexer has seen the mask
         raise UnsupportedModel(f"{name} builds an attention mask of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} attends to later tokens")
@@ -144,8 +170,10 @@ def flat_attention(
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=int(sliding_window or 0),
+        chunk=chunk_of_layer(module),
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float(),
+        chosen=None if indices is None else indices.flatten(0, 1),
     )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attend(module, q, k, v, options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
@@ -263,7 +263,8 @@ class Decoder:
         with exclusive:
             self.look_again()
             anatomy = self.anatomy
-            return anatomy.routed is None and not anatomy.states and not self._tree.has_hooks()
+            plain = anatomy.routed is None and not anatomy.states and not anatomy.indexed
+            return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
         """Run `forward` on a batch on the store's device, with its slots `rows`, without copies.
@@ -472,7 +473,12 @@ class FlatPass:
         return self._slots[id(module), call]
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
@@ -496,7 +502,7 @@ class FlatPass:
             q = self._store.write_turned(layer, q, k, v, cos, sin, self.rows)
         return self._attend(layer, q, options)
 
-    def _attend(self, layer: int, q: Tensor, options: AttentionOptions) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, options: AttentionOptions | IndexOptions) -> Tensor:
         batch = self.batch
         return self._store.attend(
             layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options

@@ -32,6 +32,7 @@ from verbatim.model.weight_packing import WeightPacking
 
 # As `Glu` of kernels/experts.h.
 UNGATED, SPLIT, SPLIT_WIDE, CLAMPED_PAIRS = range(4)
+CLAMPED_SPLIT = 4  # in torch only
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -182,6 +183,8 @@ class ExpertsParts:
             return self._struct
         self._prepared = None
         struct = self._struct
+        if self.glu == CLAMPED_SPLIT:
+            raise NotFusable("the gate of its experts is clamped, and split in halves")
         if self.glu != CLAMPED_PAIRS and self.activation is None:
             raise NotFusable("the activation of its experts is no SiLU and no tanh GELU")
         for i, stack in enumerate(self.inputs):
@@ -223,6 +226,8 @@ class ExpertsParts:
     def _gate(self, x: Tensor) -> Tensor:
         """Return the input of `down` for input products `x` `[n, width]`."""
         experts: Any = self.module
+        if self.glu == CLAMPED_SPLIT:
+            return _clamped_split(x, self.limit)
         if elementwise.served(x) and (self.glu == CLAMPED_PAIRS or self.activation is not None):
             return self._gate_in_kernel(x)
         if self.glu == CLAMPED_PAIRS:
@@ -307,6 +312,11 @@ def how_run(experts: Any, dtype: torch.dtype) -> str | None:
     except NotFusable as reason:
         return f"expert by expert{where}: {reason}"
     return f"all in one kernel call{where}"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether the stacked matrices of an experts module are stored by columns."""
+    return type(module).__name__ == "Llama4TextExperts" or getattr(module, "is_transposed", False)
 
 
 def stacked_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -442,6 +452,13 @@ def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1) * (gate * opened)
 
 
+def _clamped_split(x: Tensor, limit: float) -> Tensor:
+    """Apply HY V4's gate: silu of a clamped half, times the other one, clamped."""
+    gate, up = x.chunk(2, -1)
+    wide = gate.clamp(max=limit).float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up.clamp(min=-limit, max=limit)
+
+
 def _glu_of(experts: Any) -> tuple[int, float, float]:
     """Return the kind of the gate, determined by experiment, and alpha and limit of CLAMPED_PAIRS."""
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
@@ -459,6 +476,11 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
                 actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
                 if _close(actual, expected):
                     return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
+        swiglu_limit: Any = getattr(experts, "swiglu_limit", None)
+        if type(swiglu_limit) in (int, float) and _close(
+            _clamped_split(x, swiglu_limit), apply(experts, x)
+        ):
+            return CLAMPED_SPLIT, 0.0, float(swiglu_limit)
         if not hasattr(experts, "act_fn"):
             raise NotFusable("the gate of its experts is of no known kind")
         gate, up = x.bfloat16().chunk(2, -1)
@@ -490,14 +512,16 @@ def _dbrx_stacks(experts: Any) -> tuple[list[Stack], Stack]:
     return inputs, stack("w2", hidden, inner, True)
 
 
-def _longcat_stacks(experts: Any) -> tuple[list[Stack], Stack]:
-    """Return the stacks of LongCat: the usual ones, followed by experts without weights."""
-    return [_stack(experts, "gate_up_proj", False)], _stack(experts, "down_proj", False)
+def _usual_stacks(experts: Any) -> tuple[list[Stack], Stack]:
+    """Return the usual stacks, which in LongCat are followed by experts without weights."""
+    transposed = is_transposed(experts)
+    return [_stack(experts, "gate_up_proj", transposed)], _stack(experts, "down_proj", transposed)
 
 
 _OWN_STACKS: dict[str, Callable[[Any], tuple[list[Stack], Stack]]] = {
     "DbrxExperts": _dbrx_stacks,
-    "LongcatFlashExperts": _longcat_stacks,
+    "Llama4TextExperts": _usual_stacks,
+    "LongcatFlashExperts": _usual_stacks,
 }
 
 

@@ -178,7 +178,8 @@ class FusedLayer:
         struct.rotation, struct.activation = shape.rotation, parts.activation
         struct.residual_scale, struct.is_bf16 = parts.residual_scale, dtype is torch.bfloat16
         options = shape.options
-        struct.scale, struct.softcap, struct.window = options.scale, options.softcap, options.window
+        struct.scale, struct.softcap = options.scale, options.softcap
+        struct.window, struct.chunk = options.window, options.chunk
         struct.num_inputs, struct.num_gates = len(parts.inputs), len(parts.gates)
         for array, modules in ((struct.inputs, parts.inputs), (struct.gates, parts.gates)):
             for i, module in enumerate(modules):

@@ -1,9 +1,10 @@
 """The rules of a model's attention masks, read once when the model is opened.
 
-Flat batches have no masks: attention is causal, with an optional window. The model's intention is in the
-masks that it requests from transformers, so inspection provides these masks, and evaluates each one's rule
-at far positions, which reveals windows longer than the prompt, chunks and prefixes. The mask is then passed
-to the attention call and compared with the layer's settings; a mask modified on the way loses its rule.
+Flat batches have no masks: attention is causal, with an optional window or chunks. The model's intention is
+in the masks that it requests from transformers, so inspection provides these masks, and evaluates each one's
+rule at far positions, which reveals windows longer than the prompt, chunks and prefixes. The mask is then
+passed to the attention call and compared with the layer's settings; a mask modified on the way loses its
+rule.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.model.context import flat_attention
+from verbatim.model.context import chunk_of_layer, flat_attention
 from verbatim.model.limits import max_length_of
 
 LOOK = "verbatim_look"  # name in transformers' registries during inspection
@@ -42,14 +43,16 @@ _HARMLESS = frozenset(
 
 
 class NotedMask(Tensor):
-    """A mask with its window, until it is modified.
+    """A mask with its window or chunk, until it is modified.
 
     Attributes:
         window: 0 for a causal mask, LATER for one with later tokens, None for others.
+        chunk_size: where `window` is None, the chunk of `chunk_of`; 0 for another rule.
         reach: number of positions for which the rule is known.
     """
 
     window: int | None
+    chunk_size: int
     reach: int
 
     @classmethod
@@ -60,15 +63,15 @@ class NotedMask(Tensor):
             result = func(*args, **(kwargs or {}))
         source = args[0] if args else None
         if isinstance(result, NotedMask):  # changed in place
-            result.window = None
+            result.window, result.chunk_size = None, 0
         elif isinstance(source, NotedMask) and func in _HARMLESS and isinstance(result, Tensor):
-            return _noted(result, source.window, source.reach)
+            return _noted(result, source.window, source.chunk_size, source.reach)
         return result
 
 
-def _noted(mask: Tensor, window: int | None, reach: int) -> NotedMask:
+def _noted(mask: Tensor, window: int | None, chunk: int, reach: int) -> NotedMask:
     noted = mask.as_subclass(NotedMask)
-    noted.window, noted.reach = window, reach
+    noted.window, noted.chunk_size, noted.reach = window, chunk, reach
     return noted
 
 
@@ -87,9 +90,10 @@ def noted_mask(
     length = max_length_of(config)[0] if config is not None else None
     reach = min(length or _FARTHEST, _FARTHEST)
     padded = attention_mask is not None and not bool(attention_mask.all())
-    rule = None if padded else window_of(mask_function, reach, device)
+    window = None if padded else window_of(mask_function, reach, device)
+    chunk = 0 if padded or window is not None else chunk_of(mask_function, reach, device)
     zeros = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
-    return _noted(zeros, rule, reach)
+    return _noted(zeros, window, chunk, reach)
 
 
 def window_of(
@@ -102,21 +106,12 @@ def window_of(
         LATER if it sees the next one, None for another rule or one that can't be evaluated.
     """
     window = 0
-    zero = torch.zeros((), dtype=torch.int64, device=device)
     # Adjacent queries distinguish windows from chunks: a window is equally wide at both.
     queries = {length - 1, length - 2, length // 2, length // 3, 1}
     for query in sorted((q for q in queries if q > 0), reverse=True):
-        keys = torch.arange(query + 2, device=device)
-        try:
-            rule = mask_function(zero, zero, zero + query, keys)
-            visible = torch.as_tensor(rule, device=device).expand(query + 2)
-        except Exception:  # rules are arbitrary code
-            return None
-        if bool(visible[query + 1]):
-            return LATER
-        wide = int(visible.sum())
-        if not 0 < wide <= query + 1 or not bool(visible[query + 1 - wide : query + 1].all()):
-            return None
+        wide = _width_at(mask_function, query, device)
+        if wide is None or wide == LATER:
+            return wide
         if not window and wide <= query:
             window = wide
             if query < length - 1:  # all was visible farther on
@@ -124,6 +119,43 @@ def window_of(
         if wide != (min(window, query + 1) if window else query + 1):
             return None
     return window
+
+
+def chunk_of(
+    mask_function: Callable[..., Any], length: int, device: torch.device | str = "cpu"
+) -> int:
+    """Return the chunk of a rule as for `window_of`, evaluated below `length`.
+
+    Returns:
+        c if a query at p sees the keys from p // c * c up to itself; 0 for another rule.
+    """
+    # The query before the last chunk is the last one of a chunk, and sees all of it.
+    wide = _width_at(mask_function, length - 1, device) or length
+    chunk = _width_at(mask_function, length - wide - 1, device) if 0 < wide < length else None
+    if chunk is None or chunk <= 0:
+        return 0
+    queries = {length - 1, length - 2, length // 2, length // 3, chunk, chunk - 1, 0}
+    widths = {q: _width_at(mask_function, q, device) for q in queries}
+    return chunk if all(wide == q % chunk + 1 for q, wide in widths.items()) else 0
+
+
+def _width_at(
+    mask_function: Callable[..., Any], query: int, device: torch.device | str
+) -> int | None:
+    """Return how many keys up to itself a query sees, LATER, or None where a rule skips some of them."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(query + 2, device=device)
+    try:
+        rule = mask_function(zero, zero, zero + query, keys)
+        visible = torch.as_tensor(rule, device=device).expand(query + 2)
+    except Exception:  # rules are arbitrary code
+        return None
+    if bool(visible[query + 1]):
+        return LATER
+    wide = int(visible.sum())
+    if not 0 < wide <= query + 1 or not bool(visible[query + 1 - wide : query + 1].all()):
+        return None
+    return wide
 
 
 def noted_attention(
@@ -142,6 +174,14 @@ def noted_attention(
     window = getattr(attention_mask, "window", None)
     if window == LATER:
         raise UnsupportedModel(f"{name} attends to later tokens")
+    chunk = getattr(attention_mask, "chunk_size", 0)
+    if chunk != chunk_of_layer(module):
+        raise UnsupportedModel(
+            f"{name} attends in chunks of {chunk_of_layer(module)}, while its mask has "
+            f"{chunk or 'none'}"
+        )
+    if chunk:
+        window = 0
     if window is None:
         raise UnsupportedModel(
             f"{name} attends by a mask that is neither causal nor a sliding window, and exists only "

@@ -12,7 +12,7 @@ from torch import nn
 
 from verbatim.errors import NotSupported
 from verbatim.model.anatomy import inner_model
-from verbatim.model.experts import stacked_parameters
+from verbatim.model.experts import is_transposed, stacked_parameters
 from verbatim.model.hidden import head_of
 from verbatim.model.quantization import Quantization
 from verbatim.model.weight_packing import WeightPacking
@@ -102,7 +102,7 @@ def _columns(path: str, layer: nn.Module, name: str, parameter: nn.Parameter) ->
     if type(layer).__name__ == "Conv1D":  # transformers', which GPT-2 has
         return True if name == "weight" else None
     stacked = parameter.ndim == 3 and min(parameter.shape[1:]) >= _WIDTH
-    return bool(getattr(layer, "is_transposed", False)) if stacked else None
+    return is_transposed(layer) if stacked else None
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from verbatim.model.context import active_pass
@@ -20,6 +21,8 @@ _BY_PADDING = "create_position_ids_from_input_ids"  # of RoBERTa's kind
 # Arguments of a position embedding of BART's kind; `cache_length` since transformers 5.24.
 _EMBEDS = {("past_key_values_length", "position_ids"), ("cache_length", "position_ids")}
 _FIRST = ("input_ids", "input_ids_shape")
+# Attention whose temperature counts positions from the tokens in its cache on.
+_COUNT_CACHED = ("Llama4TextAttention",)
 
 
 def patch_positions(module: nn.Module) -> None:
@@ -29,6 +32,8 @@ def patch_positions(module: nn.Module) -> None:
             _replace(cls, _BY_PADDING, _after_padding)
         elif _counts_from_the_start(cls):
             _replace(cls, "forward", _embed)
+        elif cls.__name__ in _COUNT_CACHED:
+            _replace(cls, "forward", _after_cached)
 
 
 def counts_by_padding(module: nn.Module) -> bool:
@@ -53,6 +58,30 @@ def _after_padding(positions: Tensor, input_ids: Tensor, padding_idx: int, *_: A
 
 def _embed(positions: Tensor, layer: Any, *_: Any, **__: Any) -> Tensor:
     return nn.Embedding.forward(layer, positions + getattr(layer, "offset", 0))
+
+
+class _Cached:
+    """A cache with as many tokens as a flat row needs before each token to be at its position."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self._before
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+def _after_cached(
+    positions: Tensor, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if layer.use_rope:
+        return type(layer).forward.verbatim_original(layer, hidden_states, *args, **kwargs)
+    kwargs |= {n: _Cached(positions.flatten()) for n in ("cache", "past_key_values") if n in kwargs}
+    rows = hidden_states.flatten(0, 1)[None]
+    out, *others = type(layer).forward.verbatim_original(layer, rows, *args, **kwargs)
+    return out.view(hidden_states.shape), *others
 
 
 def _replace(cls: type, name: str, ours: Callable[..., Tensor]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verbatim.model.adapters import has_indexers, runs_indexer
 from verbatim.model.recurrent import has_supported_states
 
 # Substrings of layer types, and the reason to refuse them.
@@ -18,7 +19,6 @@ _KINDS = {
     "recurrent": _STATE,
     "hybrid": _STATE,
     "conv": "keep a convolution's state, which is not in K and V",
-    "chunked_attention": "attend within chunks, which exist only as masks",
     "compressed": "attend to compressed keys",
     "indexed": _INDEXER,
     "sparse": _INDEXER,
@@ -48,20 +48,18 @@ def reason_to_refuse(inner: Any) -> str | None:
         return known
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     run_here = has_supported_states(inner)
+    indexed = has_indexers(inner)
     for part, what in _KINDS.items():
         for kind in kinds:
-            if part in kind and not (run_here and part in _RECURRENT):
+            supported = run_here if part in _RECURRENT else indexed and what is _INDEXER
+            if part in kind and not supported:
                 return f"its {kind} layers {what}"
     stateless = kinds and _WITHOUT_STATE.issuperset(kinds)
     if getattr(inner, "_is_stateful", False) and not (run_here or stateless):
         return "it keeps a recurrent state, which is not in K and V"
     for layer in inner.modules():
-        if "Indexer" in type(layer).__name__:
+        if "Indexer" in type(layer).__name__ and not runs_indexer(layer):
             return (
                 f"its attention chooses keys by {type(layer).__name__}, which has keys of its own"
             )
-        if getattr(layer, "attn_temperature_tuning", False) and not getattr(
-            layer, "use_rope", True
-        ):
-            return "its attention's temperature counts positions from the start of a row"
     return None

@@ -54,6 +54,7 @@ class LayerStruct(ctypes.Structure):
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("window", _LONG),
+        ("chunk", _LONG),
         ("sinks", _POINTER),
         ("mixture", _POINTER),
         ("delta", _POINTER),

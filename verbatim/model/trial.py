@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape
 from verbatim.model.borrow import Forwards, borrow, configs_of, quiet
 from verbatim.model.context import Update, activate
@@ -62,7 +63,12 @@ class _TrialPass:
         return update(state, StateRows(starts, sources, starts[1:] - 1, slots + turn * count))
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
@@ -76,8 +82,27 @@ class _TrialPass:
                 keys = torch.cat([self._kept[slot][0], keys])
                 values = torch.cat([self._kept[slot][1], values])
             self._kept[slot] = keys, values
+            start = sum(self.lengths[:s])
+            if isinstance(options, IndexOptions):
+                weights = options.weights[start : start + len(queries)]
+                outs.append(_chosen(queries, keys, weights, options.top_k))
+                continue
+            if options.chosen is not None:
+                chosen = options.chosen[start : start + len(queries)]
+                outs.append(_attention(queries, keys, values, replace(options, chosen=chosen)))
+                continue
             outs.append(_attention(queries, keys, values, options))
         return torch.cat(outs)
+
+
+def _chosen(q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
+    """Choose the keys of the last rows `q` `[R, H, D]` of a sequence with `k` `[L, 1, D]`."""
+    dots = (q.float()[:, None] * k.float()).sum(-1)  # [R, L, H]
+    scores = (dots.relu() * weights[:, None]).sum(-1)
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(k) - len(q))
+    best = scores.masked_fill(later, -torch.inf).topk(min(top_k, len(k)))
+    chosen = torch.where(best.values > -torch.inf, best.indices, -1)
+    return torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[1]), value=-1)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -87,13 +112,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
     scores = (q.float()[:, None] * keys).sum(-1) * options.scale  # [R, L, H]
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    distance = (
-        torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
-        - torch.arange(len(k), device=q.device)
-    )[..., None]
+    positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    distance = (positions - torch.arange(len(k), device=q.device))[..., None]
     if options.alibi is not None:
         scores = scores - distance * options.alibi.to(q.device)
-    seen = (distance >= 0) & (distance < (options.window or math.inf))
+    lowest = options.lowest_key(positions)[..., None]
+    seen = (distance >= 0) & (distance <= positions[..., None] - lowest)
+    if options.chosen is not None:
+        among = torch.zeros(len(q), len(k) + 1, dtype=torch.bool, device=q.device)
+        seen &= among.scatter(1, options.chosen.long() % (len(k) + 1), True)[:, :-1, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.to(q.device).expand(len(q), 1, -1)

@@ -12,6 +12,7 @@ VERIFIED = frozenset(
     ArceeForCausalLM
     AriaTextForCausalLM
     AXK1ForCausalLM
+    AXK2ForCausalLM
     BailingHybridForCausalLM
     BambaForCausalLM
     BartForCausalLM
@@ -34,10 +35,12 @@ VERIFIED = frozenset(
     Data2VecTextForCausalLM
     DbrxForCausalLM
     DeepseekV2ForCausalLM
+    DeepseekV32ForCausalLM
     DeepseekV3ForCausalLM
     DiffLlamaForCausalLM
     DoryForCausalLM
     Dots1ForCausalLM
+    Dots3NoteForCausalLM
     ElectraForCausalLM
     Emu3ForCausalLM
     Ernie4_5_MoeForCausalLM
@@ -63,6 +66,7 @@ VERIFIED = frozenset(
     Glm4MoeForCausalLM
     Glm4MoeLiteForCausalLM
     GlmForCausalLM
+    GlmMoeDsaForCausalLM
     GotOcr2ForConditionalGeneration
     GPT2LMHeadModel
     GPTBigCodeForCausalLM
@@ -83,6 +87,7 @@ VERIFIED = frozenset(
     HunYuanMoEV1ForCausalLM
     HyperCLOVAXForCausalLM
     HYV3ForCausalLM
+    HYV4ForCausalLM
     Jais2ForCausalLM
     JambaForCausalLM
     JetMoeForCausalLM
@@ -93,6 +98,7 @@ VERIFIED = frozenset(
     Lfm2ForCausalLM
     Lfm2MoeForCausalLM
     Lfm3ForCausalLM
+    Llama4ForCausalLM
     LlamaForCausalLM
     LongcatFlashForCausalLM
     Mamba2ForCausalLM

@@ -155,7 +155,7 @@ class Resident:
             **({} if gpu is None else {"gpu": gpu}),
             "dtype": dtype_name(anatomy.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
-            "layers": len(anatomy.layers),
+            "layers": sum(shape.value_dim > 0 for shape in anatomy.layers),
             "routing_bytes": self._records.nbytes if self._records else 0,
             "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,

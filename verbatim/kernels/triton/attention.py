@@ -83,6 +83,7 @@ def _attend(
     KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -131,6 +132,8 @@ def _attend(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(first_position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        lowest = tl.maximum(lowest, first_position // CHUNK * CHUNK)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
@@ -160,6 +163,8 @@ def _attend(
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (position[:, None] - key[None, :] < WINDOW)
+            if CHUNK > 0:
+                seen = seen & (key[None, :] >= (position // CHUNK * CHUNK)[:, None])
             score = tl.where(seen, score, float("-inf"))
             highest = tl.maximum(split_top, tl.max(score, 1))
             safe = tl.where(highest == float("-inf"), 0.0, highest)
@@ -325,6 +330,7 @@ def paged_attention(
         KEYS=KEYS,
         SPLIT=SPLIT,
         WINDOW=options.window,
+        CHUNK=options.chunk,
         SOFTCAP=options.softcap,
         HAS_ALIBI=options.alibi is not None,
         COMPUTE=DTYPES[compute],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import UnsupportedModel
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model.anatomy import Look, inner_model, look_forward, takes_positions
 from verbatim.model.borrow import configs_of
 from verbatim.model.hidden import head_of
@@ -148,7 +148,12 @@ class _LookInside(Look):
     inside = False
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         if not self.inside:
             raise Beyond("what attends is not all in one list of layers")

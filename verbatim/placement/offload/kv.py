@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Batch
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype, Packing
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.placement.offload.choice import Percents
@@ -157,7 +157,7 @@ class TieredKVStore(KVStore):
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         raise AssertionError("a store over tiers is attended in through stores_for")
 
@@ -285,7 +285,7 @@ class _MicroBatchStore(KVStore):
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         whole, view = self._whole, self._view
         batch = query_starts, context_lens
@@ -315,10 +315,10 @@ class _MicroBatchStore(KVStore):
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         whole = self._whole
-        if whole.top_k is None:
+        if whole.top_k is None or isinstance(options, IndexOptions):
             return store.attend(place, q, query_starts, context_lens, block_tables, options)
         return top_k_attention(
             store,

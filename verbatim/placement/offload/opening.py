@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verbatim.errors import InvalidRequest, OutOfBlocks, UnsupportedModel
+from verbatim.errors import InvalidRequest, NotSupported, OutOfBlocks, UnsupportedModel
 from verbatim.heap import Heap
 from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
@@ -182,6 +182,11 @@ def _store(
     trace: Trace,
     layers: DraftLayers,
 ) -> TieredKVStore:
+    if anatomy.indexed and offload.attention_top_k is not None:
+        raise NotSupported(
+            f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer, which "
+            "chooses the keys itself"
+        )
     dtype = options.kv_dtype or anatomy.dtype
     beside = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
     beside += layers.bytes_per_token(dtype)

@@ -11,6 +11,7 @@ from torch import nn
 from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
+from verbatim.model.adapters import runs_indexer
 from verbatim.model.recurrent import state_bytes
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
@@ -199,6 +200,7 @@ def shape_of(
     layers = _first(text, "num_hidden_layers") or 1
     kinds = getattr(text, "layer_types", None) or ()
     attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
+    indexed = [LayerShape(1, int(m.head_dim), 0) for m in model.modules() if runs_indexer(m)]
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
     return ModelShape(
@@ -217,7 +219,7 @@ def shape_of(
         ),
         held=tuple(number[id(slot)] for slot in units.held),
         itemsize=dtype.itemsize,
-        kv_bytes_per_token=bytes_per_token([stored] * attending, kv_dtype or dtype)
+        kv_bytes_per_token=bytes_per_token([stored] * attending + indexed, kv_dtype or dtype)
         + 2 * top_k * layers * bool(experts),  # its routing is recorded beside
         layers=max(1, attending),
         hidden=hidden,

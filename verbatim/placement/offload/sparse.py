@@ -85,7 +85,7 @@ def top_k_attention(
 
 def _few(begin: int, end: int, top_k: int, options: AttentionOptions) -> int:
     """Return how many of the rows at these positions attend to at most `top_k` keys."""
-    if options.window and options.window <= top_k:
+    if 0 < (options.window or options.chunk) <= top_k:
         return end - begin
     return max(0, min(end, top_k) - begin)
 
@@ -105,7 +105,8 @@ def _rows(
     grouped = (kv_heads, heads // kv_heads)
     queries = q.float().reshape(rows, *grouped, 1, key_size)
     positions = torch.arange(position, position + rows).reshape(rows, 1, 1, 1)
-    oldest = max(0, position + 1 - options.window) // _TILE * _TILE if options.window else 0
+    lowest = options.lowest_key(positions)
+    oldest = int(lowest[0]) // _TILE * _TILE
     scored = []
     for first in range(oldest, position + rows, _TILE):
         tile = keys[:, first : first + _TILE].unsqueeze(1)  # [Hkv, 1, tile, Dk]
@@ -116,9 +117,7 @@ def _rows(
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi is not None:
         scores = scores + options.alibi.reshape(*grouped, 1) * (places - positions)
-    seen = places <= positions
-    if options.window:
-        seen = seen & (positions - places < options.window)
+    seen = (lowest <= places) & (places <= positions)
     scores = torch.where(seen, scores, -torch.inf)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].sort(-1).values
     scores = scores.gather(-1, best)  # [R, Hkv, G, k], by position

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import NotSupported
-from verbatim.kernels.options import AttentionOptions
+from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import StateStore
 from verbatim.kv.store import KVStore, LayerShape, make_store
@@ -46,6 +46,13 @@ def split_heads(query_heads: int, kv_heads: int, size: int) -> tuple[list[int], 
     return [*query, query_heads], slices
 
 
+def split_layer(query_heads: int, shape: LayerShape, size: int) -> tuple[list[int], list[slice]]:
+    """Split the heads of a layer as `split_heads` does; every rank has all keys of an indexer."""
+    if not shape.value_dim:
+        return [0] * size + [query_heads], [slice(0, shape.kv_heads)] * size
+    return split_heads(query_heads, shape.kv_heads, size)
+
+
 class HeadStore(KVStore):
     """A `KVStore` that keeps and attends with this rank's heads, and gathers the others' results.
 
@@ -69,7 +76,7 @@ class HeadStore(KVStore):
         states: StateStore | None = None,
     ) -> None:
         self._heads = [
-            split_heads(heads, shape.kv_heads, ranks.size)
+            split_layer(heads, shape, ranks.size)
             for heads, shape in zip(query_heads, layers, strict=True)
         ]
         self._value_sizes = [shape.value_dim for shape in layers]
@@ -97,8 +104,10 @@ class HeadStore(KVStore):
         query_starts: Tensor,
         context_lens: Tensor,
         block_tables: Tensor,
-        options: AttentionOptions,
+        options: AttentionOptions | IndexOptions,
     ) -> Tensor:
+        if isinstance(options, IndexOptions):
+            return self._own.attend(layer, q, query_starts, context_lens, block_tables, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]
         own, width = slice(bounds[rank], bounds[rank + 1]), self._value_sizes[layer]
         if options.sinks is not None or options.alibi is not None:
@@ -131,6 +140,6 @@ def own_layers(
     """
     found = []
     for shape, heads in zip(layers, query_heads, strict=True):
-        own = split_heads(heads, shape.kv_heads, size)[1][rank]
+        own = split_layer(heads, shape, size)[1][rank]
         found.append(replace(shape, kv_heads=own.stop - own.start))
     return found

@@ -1,0 +1,129 @@
+"""Indexers: which keys they choose, and attention to those."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.toys import make_toy, random_ids
+from verbatim import LLM, NotSupported, Offload, SamplingParams
+from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kv.indexing import choose_keys
+from verbatim.kv.quantized import PACKINGS
+from verbatim.kv.store import LayerShape, make_store
+
+SHAPES = [LayerShape(1, 16, 0), LayerShape(2, 8, 12)]
+BLOCK_SIZE = 5
+LENGTH = 150
+DTYPES = [torch.float32, torch.bfloat16, *PACKINGS.values()]
+
+
+def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> Tensor:
+    """Choose keys for the last rows of one sequence, whose keys `[L, D]` lie in one block."""
+    return choose_keys(
+        q[start:],
+        lambda _: keys,
+        torch.tensor([0, len(keys) - start], dtype=torch.int32),
+        torch.tensor([len(keys)], dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        IndexOptions(top_k, weights[start:]),
+    )
+
+
+def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() -> None:
+    scores = torch.tensor([3.0, 1.0, 2.0, 2.0, 5.0, 2.0, -1.0, 2.0, 0.0])
+    q, weights = torch.ones(9, 2, 1), torch.full((9, 2), 0.5)
+    chosen = choose(q, weights, scores[:, None], 0, 4)
+    assert chosen.tolist() == [
+        [0, -1, -1, -1],
+        [0, 1, -1, -1],
+        [0, 1, 2, -1],
+        [0, 1, 2, 3],
+        [0, 2, 3, 4],
+        [0, 2, 3, 4],
+        [0, 2, 3, 4],
+        [0, 2, 3, 4],
+        [0, 2, 3, 4],
+    ]
+    # Below 0, all scores are those of the weights' sign, and equal.
+    assert choose(q, weights, -1 - scores.abs()[:, None], 5, 3).tolist() == [[0, 1, 2]] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 20, LENGTH])
+def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_k: int) -> None:
+    numbers = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=numbers)
+
+    index_q, index_k, weights = noise(LENGTH, 3, 16), noise(LENGTH, 1, 16), noise(LENGTH, 3)
+    q, k, v = noise(LENGTH, 4, 8), noise(LENGTH, 2, 8), noise(LENGTH, 2, 12)
+
+    def run(cuts: list[int], top_k: int | None, seed: int) -> Tensor:
+        blocks = 1 + torch.randperm(30, generator=torch.Generator().manual_seed(seed))
+        store = make_store(SHAPES, 31, BLOCK_SIZE, dtype, torch.device("cpu"))
+        store.poison(list(range(31)))
+        outs = []
+        for begin, end in pairwise(cuts):
+            at = torch.arange(begin, end)
+            slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            batch = (
+                torch.tensor([0, end - begin], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+                blocks[None].int(),
+            )
+            options = AttentionOptions(scale=0.3)
+            store.write(0, index_k[at], index_k[at][..., :0], slots)
+            if top_k is not None:
+                indexed = IndexOptions(top_k, weights[at])
+                chosen = store.attend(0, index_q[at], *batch, indexed)
+                options = AttentionOptions(scale=0.3, chosen=chosen)
+            store.write(1, k[at], v[at], slots)
+            outs.append(store.attend(1, q[at], *batch, options))
+        return torch.cat(outs)
+
+    want = run([0, LENGTH], top_k, seed=0)
+    assert want.isfinite().all()
+    for cuts in ([0, 1, 20, 21, 90, LENGTH], [0, *range(60, LENGTH + 1)]):
+        assert torch.equal(run(cuts, top_k, seed=len(cuts)), want)
+    plain = run([0, LENGTH], None, seed=1)
+    assert torch.equal(want[:top_k], plain[:top_k])
+    assert top_k == LENGTH or not torch.equal(want[top_k:], plain[top_k:])
+
+
+def test_the_keys_of_an_indexer_are_counted() -> None:
+    with LLM(make_toy("deepseek_v32"), kv_memory="1MB") as llm:
+        info = llm.info()
+    assert info["layers"] == 3
+    assert info["kv_bytes_per_token"] == 3 * 4 * (4 * (24 + 12) + 16)
+
+
+def test_an_indexer_matters_once_there_are_more_keys_than_it_chooses() -> None:
+    prompts = [random_ids(n, seed=3) for n in (4, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+
+    def logprobs() -> list[object]:
+        with LLM(model, kv_memory="1MB") as llm:
+            return [result.outputs[0].logprobs for result in llm.generate(prompts, params)]
+
+    model = make_toy("deepseek_v32")
+    few, many = logprobs()
+    for layer in model.model.layers:
+        layer.self_attn.indexer.wk.weight.data.neg_()
+    assert logprobs()[0] == few
+    assert logprobs()[1] != many
+
+
+def test_attention_to_the_likeliest_keys_is_refused_beside_an_indexer(tmp_path: Path) -> None:
+    make_toy("deepseek_v32").save_pretrained(tmp_path)
+    with (
+        pytest.raises(NotSupported, match=r"attention_top_k=4.*indexer"),
+        LLM(tmp_path, kv_memory="1MB", placement=Offload(attention_top_k=4)),
+    ):
+        pass
