@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from verbatim import kernels
@@ -21,7 +23,7 @@ from verbatim.kv.states import StateSlots
 from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
-from verbatim.model.limits import eos_ids_of, max_length_of
+from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
 from verbatim.placement.cluster.choice import Cluster
@@ -84,6 +86,7 @@ def open_engine(
             tokenizer=loaded.tokenizer,
             limit=limit,
             eos_ids=eos_ids_of(loaded.generation_config, config),
+            placeholders=placeholders_of(loaded.wrapper or config),
             live=loaded.live,
             config=config,
             generation_config=loaded.generation_config,
@@ -173,6 +176,7 @@ def open_runner(
     limit: tuple[int | None, str],
     eos_ids: frozenset[int],
     live: bool,
+    placeholders: Mapping[int, str] = MappingProxyType({}),
     config: Any = None,
     generation_config: Any = None,
     drafting: Drafting | None = None,
@@ -186,6 +190,7 @@ def open_runner(
         tokenizer: a transformers tokenizer, or None to work with ids only.
         limit: maximum length of prompt and completion together, and the source of the number.
         live: the caller owns the module, and may change its weights.
+        placeholders: ids that prompts may not have, as of `Admission`.
     """
     length, source = limit
     capacity = (runner.num_blocks - 1) * options.block_size
@@ -209,7 +214,15 @@ def open_runner(
         live=live,
     )
     text = None if tokenizer is None else Tokenizer(tokenizer)
-    admission = Admission(text, runner, length, source, eos_ids, drafts=drafting is not None)
+    admission = Admission(
+        text,
+        runner,
+        length,
+        source,
+        eos_ids,
+        drafts=drafting is not None,
+        placeholders=placeholders,
+    )
     return EngineHandle(
         engine,
         admission,

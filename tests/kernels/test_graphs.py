@@ -59,7 +59,9 @@ def test_rows_are_rounded_up_by_little() -> None:
     assert all(size <= 2 * rows for rows, size in enumerate(sizes, 1))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt2", "qwen3_5", "granite_dense", "lfm2", "mamba"]
+)
 def test_recorded_steps_give_the_same_bits(name: str, recording: Counting) -> None:
     prompts = [random_ids(3 + 2 * i, i) for i in range(11)]
     params = [SamplingParams(max_tokens=2 + 2 * i, seed=i, ignore_eos=True) for i in range(11)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +13,58 @@ from verbatim import kernels
 from verbatim.kv.recurrence import causal_conv, linear_recurrence
 from verbatim.kv.states import StateRows
 
-pytestmark = pytest.mark.skipif(kernels.library() is None, reason="no compiled kernels")
 LENGTHS = (1, 37, 5)
 # Heads, heads of the keys, rows and columns of a state.
 SHAPES = [(4, 2, 16, 16), (4, 4, 24, 100), (2, 1, 128, 128), (40, 1, 9, 1), (3, 3, 5, 17)]
 
 
-def rows_of(cuts: list[tuple[int, int]], slots: list[tuple[int, int]], *, every: bool) -> StateRows:
+BACKENDS = ("compiled", "triton")
+
+
+def each_backend(names: str, cases: list[Any], slow: Callable[[Any], bool]) -> Any:
+    """Parametrize over backends and cases; those that are `slow` under Triton's interpreter are marked."""
+    found = [
+        pytest.param(
+            backend,
+            *(case if "," in names else [case]),
+            marks=[pytest.mark.slow] if backend == "triton" and slow(case) else [],
+        )
+        for backend in BACKENDS
+        for case in cases
+    ]
+    return pytest.mark.parametrize(f"device,{names}", found, indirect=["device"])
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels of this backend run."""
+    if request.param == "compiled":
+        if kernels.library() is None:
+            pytest.skip("no compiled kernels")
+        return torch.device("cpu")
+    from support.triton_here import DEVICE, INTERPRETED
+    from verbatim.kernels.triton import recurrence
+
+    if INTERPRETED:
+        monkeypatch.setenv("VERBATIM_KERNELS", "triton")
+        monkeypatch.setattr(recurrence, "NUMBERS", 2048)  # it takes its time for each program
+    return DEVICE
+
+
+def thread_counts(device: torch.device) -> Iterator[int]:
+    """Numbers of threads, each set while it is used; none for Triton, which has no threads."""
+    for threads in (1, 3, 7) if kernels.library() is not None and device.type == "cpu" else ():
+        torch.set_num_threads(threads)
+        yield threads
+
+
+def rows_of(
+    device: torch.device,
+    cuts: list[tuple[int, int]],
+    slots: list[tuple[int, int]],
+    *,
+    every: bool,
+) -> StateRows:
     """Rows `cuts[s]` of each sequence, from slot `slots[s][0]` to `slots[s][1]`.
 
     Args:
@@ -32,11 +78,13 @@ def rows_of(cuts: list[tuple[int, int]], slots: list[tuple[int, int]], *, every:
         rows += [int(starts[s]) + row for row in written]
         targets += [slots[s][1] + i for i in range(len(written))]
     sources = [source for source, _ in slots]
-    tensors = (torch.tensor(x, dtype=torch.int32) for x in (sources, rows, targets))
-    return StateRows(starts.int(), *tensors)
+    columns = (starts, *map(torch.tensor, (sources, rows, targets)))
+    return StateRows(*(x.to(device, torch.int32) for x in columns))
 
 
-def operands(shape: tuple[int, int, int, int], *, by_row: bool, delta: bool) -> dict[str, Any]:
+def operands(
+    shape: tuple[int, int, int, int], device: torch.device, *, by_row: bool, delta: bool
+) -> dict[str, Any]:
     heads, key_heads, depth, width = shape
     noise = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
@@ -45,13 +93,14 @@ def operands(shape: tuple[int, int, int, int], *, by_row: bool, delta: bool) -> 
         return torch.randn(size, generator=noise)
 
     decay = torch.rand(total, heads, *([depth] if by_row else []), generator=noise)
-    return dict(
+    given = dict(
         q=random(total, key_heads, depth),
         k=random(total, key_heads, depth) / depth**0.5,
         v=random(total, heads, width),
         decay=decay,
         beta=torch.rand(total, heads, generator=noise) if delta else None,
     )
+    return {name: None if x is None else x.to(device) for name, x in given.items()}
 
 
 def cut(given: dict[str, Any], cuts: list[tuple[int, int]]) -> dict[str, Any]:
@@ -62,31 +111,32 @@ def cut(given: dict[str, Any], cuts: list[tuple[int, int]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_recurrence(shape: tuple[int, int, int, int], by_row: bool, delta: bool) -> None:
-    given = operands(shape, by_row=by_row, delta=delta)
+@each_backend("shape", SHAPES, slow=lambda shape: shape[2] > 16)
+def test_recurrence(
+    shape: tuple[int, int, int, int], by_row: bool, delta: bool, device: torch.device
+) -> None:
+    given = operands(shape, device, by_row=by_row, delta=delta)
     heads, _, depth, width = shape
     whole = [(0, n) for n in LENGTHS]
-    states = torch.full((200, heads, depth, width), torch.nan)
+    states = torch.full((200, heads, depth, width), torch.nan, device=device)
     states[0] = 0
-    at = rows_of(whole, [(0, 1), (0, 10), (0, 60)], every=True)
+    at = rows_of(device, whole, [(0, 1), (0, 10), (0, 60)], every=True)
     expected_states = states.clone()
     expected = linear_recurrence(**given, state=expected_states, at=at, reference=True)
     out = linear_recurrence(**given, state=states, at=at)
     assert torch.allclose(out, expected, rtol=1e-4, atol=1e-4)
     assert torch.allclose(states, expected_states, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not states[at.targets.long()].isnan().any()
-    for threads in (1, 3, 7):
-        torch.set_num_threads(threads)
+    for _ in thread_counts(device):
         assert torch.equal(linear_recurrence(**given, state=states.clone(), at=at), out)
     # In two chunks, the second from the states that the first has written.
     heads_of = [(0, 1), (0, 20), (0, 2)]
     tails = [(1, 1), (20, 37), (2, 5)]
     cuts = torch.full_like(states, torch.nan)
     cuts[0] = 0
-    at = rows_of(heads_of, [(0, 1), (0, 2), (0, 3)], every=False)
+    at = rows_of(device, heads_of, [(0, 1), (0, 2), (0, 3)], every=False)
     head = linear_recurrence(**cut(given, heads_of), state=cuts, at=at)
-    at = rows_of(tails, [(1, 4), (2, 5), (3, 6)], every=False)
+    at = rows_of(device, tails, [(1, 4), (2, 5), (3, 6)], every=False)
     at = at._replace(rows=at.rows[1:], targets=at.targets[1:])  # the first has no rows left
     tail = linear_recurrence(**cut(given, tails), state=cuts, at=at)
     assert torch.equal(torch.cat([head[:21], tail[:17], head[21:], tail[17:]]), out)
@@ -94,15 +144,17 @@ def test_recurrence(shape: tuple[int, int, int, int], by_row: bool, delta: bool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("channels", "width"), [(64, 4), (37, 3), (200, 7), (5, 2)])
-def test_convolution(channels: int, width: int, dtype: torch.dtype) -> None:
+@each_backend(
+    "channels,width", [(64, 4), (37, 3), (200, 7), (5, 2)], slow=lambda case: case != (37, 3)
+)
+def test_convolution(channels: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     noise = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(LENGTHS), channels, generator=noise).to(dtype)
-    weight = torch.randn(channels, width, generator=noise).to(dtype)
-    bias = torch.randn(channels, generator=noise).to(dtype)
-    states = torch.zeros(100, width - 1, channels, dtype=dtype)
-    at = rows_of([(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 50)], every=True)
-    at = at._replace(targets=torch.arange(1, 1 + sum(LENGTHS), dtype=torch.int32))
+    x = torch.randn(sum(LENGTHS), channels, generator=noise).to(device, dtype)
+    weight = torch.randn(channels, width, generator=noise).to(device, dtype)
+    bias = torch.randn(channels, generator=noise).to(device, dtype)
+    states = torch.zeros(100, width - 1, channels, dtype=dtype, device=device)
+    at = rows_of(device, [(0, n) for n in LENGTHS], [(0, 1), (0, 2), (0, 7)], every=True)
+    at = at._replace(targets=torch.arange(1, 1 + sum(LENGTHS)).to(at.targets))
     expected_states = states.clone()
     expected = causal_conv(x, weight, bias, expected_states, at, reference=True)
     out = causal_conv(x, weight, bias, states, at)
@@ -116,11 +168,8 @@ def test_convolution(channels: int, width: int, dtype: torch.dtype) -> None:
         groups=channels,
     )[0, :, :37].T
     assert torch.allclose(out[1:38], alone, rtol=1e-4, atol=1e-4)
-    for threads in (1, 3, 7):
-        torch.set_num_threads(threads)
+    for _ in thread_counts(device):
         assert torch.equal(causal_conv(x, weight, bias, states.clone(), at), out)
-    one = torch.zeros(2, dtype=torch.int32)
-    one[1] = 1
     for row in range(1, 38):  # token by token from the states before
-        at = StateRows(one, torch.tensor([row if row > 1 else 0]).int(), one[:1], one[:1] + 99)
+        at = rows_of(device, [(0, 1)], [(row if row > 1 else 0, 99)], every=False)
         assert torch.equal(causal_conv(x[row : row + 1], weight, bias, states, at)[0], out[row])

@@ -32,6 +32,10 @@ TOYS: dict[str, dict[str, Any]] = {
     "bloom": dict(hidden_size=36, n_head=3, n_layer=1),
     "gpt2": dict(n_embd=36, n_head=3, n_layer=1),
     "qwen3_moe": TINY,
+    "qwen3_5": TINY | dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+    "granite_dense": TINY
+    | dict(mamba_n_heads=4, num_hidden_layers=2, layer_types=["mamba", "attention"]),
+    "lfm2": TINY | dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]),
 }
 
 
@@ -68,10 +72,14 @@ def holds_in_every_schedule(module: Any) -> None:
         assert [facts(llm, slice(i, i + 1))[0] for i in (0, 2)] == expected[::2], "alone"
         info = llm.info()  # kv_memory is for what a token takes in all, its experts' ids among it
         tokens = info["num_blocks"] * info["block_size"]
-        per_token = (info["kv_bytes"] + info["routing_bytes"]) // tokens
+        states = info["state_bytes"] * info.get("state_slots", 0)
+        per_token = (info["kv_bytes"] - states + info["routing_bytes"]) // tokens
     with LLM(module, deterministic=True, max_batch_tokens=4, block_size=3) as llm:
         assert facts(llm) == expected, "chunked"
-    memory = dict(kv_memory=per_token * 16, block_size=4, prefix_cache=False)
+    kv_memory = per_token * 16
+    if states:  # half of it is for them, and a sequence needs three slots
+        kv_memory = 2 * max(kv_memory, 3 * info["state_bytes"])
+    memory = dict(kv_memory=kv_memory, block_size=4, prefix_cache=False)
     with LLM(module, deterministic=True, **memory) as llm:
         assert facts(llm) == expected
         assert llm.stats()["preemptions"] > 0

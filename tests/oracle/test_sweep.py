@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from support import sweep, toys
-from support.sweep_forward import (
-    CUT,
-    LENGTHS,
-    empty_store,
-    forward,
-    sequences,
-)
+from support.sweep_forward import assert_equal_in_every_schedule
 from verbatim.errors import UnsupportedModel
 from verbatim.model.decoder import Decoder
 from verbatim.model.verified import VERIFIED
@@ -26,34 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     pytest.mark.usefixtures("one_thread"),
 ]
-
-
-def plain(model: Any) -> list[Tensor]:
-    """transformers' own logits, one sequence at a time, without a cache."""
-    with torch.no_grad():
-        return [
-            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in sequences()
-        ]
-
-
-def assert_equal_in_every_schedule(model: Any, decoder: Decoder) -> None:
-    whole = [(0, n) for n in LENGTHS]
-    packed = forward(decoder, empty_store(decoder), [0, 1, 2], whole)
-    expected = plain(model)
-    scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
-    for ours, theirs in zip(packed, expected, strict=True):
-        # transformers' two forwards of recurrent layers, chunked and cached, differ by as much.
-        limit = 1e-4 if decoder.anatomy.states else 1e-5
-        assert float((ours - theirs).abs().max()) / scale < limit
-
-    store = empty_store(decoder)
-    head = forward(decoder, store, [0, 1, 2], [(0, c) for c in CUT])
-    tail = forward(decoder, store, [0, 1, 2], list(zip(CUT, LENGTHS, strict=True)))
-    for logits, first, rest in zip(packed, head, tail, strict=True):
-        assert torch.equal(logits, torch.cat([first, rest]))
-    for s, logits in enumerate(packed):
-        (alone,) = forward(decoder, empty_store(decoder), [s], [whole[s]], last_only=True)
-        assert torch.equal(alone[0], logits[-1])
 
 
 def opened(model: Any) -> tuple[Decoder | None, str]:

@@ -309,6 +309,7 @@ def test_parts_of_text_are_one_text(served):
         "/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}
     )
     assert error["param"].startswith("messages.0.content")
+    assert "'image_url'" in error["message"]
 
 
 def test_response_formats_hold(served):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from support import toys
+from support import toys, wrappers
 from support.sweep_settings import DEFAULT, SETTINGS, SMALL, VARIANTS
 
 _MADE_WITH = 24  # the minor version of transformers 5 that these lists were made with
@@ -149,6 +149,19 @@ def markdown() -> str:
             lines.append(f"| {why} | {', '.join(found)} |")
     lines += ["", "## Not tried", ""]
     lines += [f"- `{name}`: {why}" for name, why in UNBUILDABLE.items()]
+    lines += [
+        "",
+        f"## Models of images and sound, for text ({len(wrappers.SUPPORTED)})",
+        "",
+        "These are held to the same rules, live and from a folder, by `tests/oracle/test_wrappers.py`.",
+        "Others are compared with their own forward when they are opened. Images and sounds are rejected.",
+        "",
+        ", ".join(f"`{name}`" for name in wrappers.SUPPORTED),
+        "",
+        "Refused: "
+        + ", ".join(f"`{name}` ({why})" for name, why in wrappers.REFUSED.items())
+        + ".",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verbatim.kernels.options import AttentionOptions, NormKind
-from verbatim.kernels.triton import attention, linear, norm, rope, sampling
+from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
 
 
 class NoDevice:
@@ -59,12 +59,30 @@ def attend(tokens: int, sequences: int, dtype: torch.dtype, *, head: int = 128) 
     attention.paged_attention(q, store, store, numbers, numbers[1:], tables, options)
 
 
+def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:
+    """A convolution in `dtype` and, with float32, the delta rule; else a recurrence of Mamba's shape."""
+    starts = torch.zeros(sequences + 1, dtype=torch.int32)
+    rows = starts[1:].clone()
+    at = starts, rows, rows, rows
+    x, weight = torch.empty(tokens, 300, dtype=dtype), torch.empty(300, 4, dtype=dtype)
+    recurrence.causal_conv(x, weight, None, torch.empty(9, 3, 300, dtype=dtype), at)
+    delta = dtype is torch.float32
+    key_heads, heads, depth, width = (16, 32, 128, 128) if delta else (1, 300, 16, 1)
+    # Not aligned, as a part of a single row may be.
+    k = torch.empty(tokens * key_heads * depth + tokens)[tokens:].view(tokens, key_heads, depth)
+    v, rate = torch.empty(tokens, heads, width), torch.empty(tokens, heads)
+    decay = rate if delta else torch.empty(tokens, heads, depth)
+    state = torch.empty(9, heads, depth, width)
+    recurrence.linear_recurrence(k, k, v, decay, rate if delta else None, state, at)
+
+
 for dtype in (torch.bfloat16, torch.float32):
     weight, z = torch.empty(512, 256, dtype=dtype), torch.zeros(5, dtype=torch.int64)
     for tokens, sequences in ((1, 1), (4, 4), (77, 3)):
         label = f"{tokens}x{sequences}"
         attend(tokens, sequences, dtype)
         linear.linear(torch.empty(tokens, 256, dtype=dtype), weight)
+        recur(tokens, sequences, dtype)
     label = "wide"
     attend(7, 1, dtype, head=256)
     label = "once"

@@ -354,6 +354,33 @@ def test_a_tokenizer_without_a_template_is_refused():
     assert render_chat(toys.byte_level(), HI, chat_template=TEMPLATE)
 
 
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ p['text'] }}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_template_that_reads_only_parts_is_given_parts(chatty):
+    """Llava's renders nothing of a string."""
+    messages = [*HI, {"role": "assistant", "content": " well "}]
+    ids = render_chat(chatty, messages, chat_template=PARTS)
+    assert chatty.decode(ids) == "user: hi;assistant:  well ;"
+    both = PARTS.replace(
+        "{% for p", "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p"
+    )
+    ids = render_chat(chatty, messages, chat_template=both.replace(";{%", "{% endif %};{%"))
+    assert chatty.decode(ids) == "user: hi;assistant:  well ;"
+
+
+def test_parts_other_than_text_are_refused_by_name(chatty):
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(
+        NotSupported, match=r'messages\[0\]\["content"\] has a part of type .image_url'
+    ):
+        render_chat(chatty, [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}])
+
+
 COSTLY = {
     "product": "{{ 'a' * 10**9 }}",
     "product of lists": "{{ [0] * 10**9 }}",

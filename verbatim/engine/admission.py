@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as SequenceOf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,6 +39,7 @@ class Admission:
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.
+        placeholders: ids that stand for images or sounds in a prompt, with the config field that names each.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Admission:
         eos_ids: frozenset[int],
         *,
         drafts: bool = False,
+        placeholders: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self.runner = runner
@@ -57,6 +60,7 @@ class Admission:
         self.limit_source = limit_source
         self.eos_ids = eos_ids
         self.drafts = drafts
+        self.placeholders = placeholders
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # created for the first structured request
 
@@ -231,6 +235,7 @@ class Admission:
 
         Raises:
             InvalidRequest: as `admit`.
+            NotSupported: an id that stands for an image or a sound.
         """
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt given as text")
@@ -245,6 +250,10 @@ class Admission:
             ids = [self._id(value) for value in _plain(prompt)]
         if not ids:
             raise InvalidRequest("the prompt is empty: at least one token is needed")
+        for value in self.placeholders.keys() & ids:
+            raise NotSupported(
+                f"prompt: id {value} is the model's {self.placeholders[value]}; only text is supported"
+            )
         return ids
 
     def _id(self, value: Any) -> int:

@@ -38,14 +38,20 @@ def causal_conv(
         bias: `[C]`.
         state: `[slots, K - 1, C]` in the dtype of `x`, the last inputs, oldest first; written at
             `at.targets`.
-        reference: compute it in torch, and not by the kernel.
+        reference: compute it in torch, and not by a kernel.
 
     Returns:
         `[T, C]` float32.
     """
+    library = None if reference or x.dtype not in _SUFFIX else _library(x.device)
+    if library is None and not reference and kernels.triton_serves(x.device):
+        from verbatim.kernels.triton import recurrence
+
+        if recurrence.served(x):
+            bias = None if bias is None else bias.to(x.dtype)
+            return recurrence.causal_conv(x, weight.to(x.dtype), bias, state, at)
     before = weight.shape[1] - 1
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    library = None if reference or x.dtype not in _SUFFIX else _library(x.device)
     if library is not None:
         function = getattr(library, f"vb_causal_conv_{_SUFFIX[x.dtype]}")
         x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
@@ -94,13 +100,17 @@ def linear_recurrence(
         decay: `[T, H]` or, one for each row of S, `[T, H, K]`; float32, in 0 to 1.
         beta: `[T, H]` float32: the delta rule; None: without.
         state: `[slots, H, K, V]` float32, written at `at.targets`.
-        reference: compute it in torch, and not by the kernel.
+        reference: compute it in torch, and not by a kernel.
 
     Returns:
         `[T, H, V]` float32.
     """
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     library = None if reference else _library(v.device)
+    if library is None and not reference and kernels.triton_serves(v.device):
+        from verbatim.kernels.triton import recurrence
+
+        return recurrence.linear_recurrence(q, k, v, decay, beta, state, at)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if library is not None:
         q, k, v, decay = (x.contiguous() for x in (q, k, v, decay))
         beta = None if beta is None else beta.contiguous()

@@ -46,8 +46,8 @@ class StateRows(NamedTuple):
         """Return those of a batch; one without states begins with zeros and writes nothing."""
         sources, rows, targets = batch.state_sources, batch.state_rows, batch.state_targets
         if sources is None or rows is None or targets is None:
-            none = torch.empty(0, dtype=torch.int32)
-            sources, rows, targets = torch.zeros_like(batch.context_lens), none, none
+            sources = torch.zeros_like(batch.context_lens)
+            rows = targets = sources.new_empty(0)
         return cls(batch.query_starts, sources, rows, targets)
 
 

@@ -262,8 +262,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.look_again()
-            anatomy = self.anatomy
-            plain = anatomy.routed is None and not anatomy.states and not anatomy.indexed
+            plain = self.anatomy.routed is None and not self.anatomy.indexed
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:

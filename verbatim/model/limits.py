@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 # Config fields of the largest position plus one.
@@ -59,6 +60,19 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
         return []
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
+
+
+# Config fields of the id that stands for a piece of an image or a sound in a prompt.
+_PLACEHOLDER = re.compile(r"^(image|video|audio)_token_(id|index)$")
+
+
+def placeholders_of(config: Any) -> dict[int, str]:
+    """Return the ids that stand for images and sounds in prompts, with the config field that names them."""
+    return {
+        value: name
+        for name, value in getattr(config, "__dict__", {}).items()
+        if _PLACEHOLDER.match(name) and isinstance(value, int)
+    }
 
 
 def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:

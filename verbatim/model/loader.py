@@ -69,6 +69,9 @@ class LoadedModel:
     folder: Path | None = None  # their folder
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
+    wrapper: Any = (
+        None  # the transformers config of the folder, which may be of a model of images, too
+    )
     original: dict[str, Tensor] | None = (
         None  # the state dict before quantization, with its parameters
     )
@@ -248,7 +251,13 @@ def load(
         module, lazy_weights = skeleton(folder, config, settled, trust_remote_code)
         generation = _generation_config(folder, config)
         return LoadedModel(
-            module, tokenizer, generation, source, lazy_weights=lazy_weights, folder=folder
+            module,
+            tokenizer,
+            generation,
+            source,
+            lazy_weights=lazy_weights,
+            folder=folder,
+            wrapper=config,
         )
     module = built_module(source, config, settled, where)
     folder = _folder(source, where)
@@ -259,7 +268,9 @@ def load(
         return again
 
     checkpoint = Checkpoint(folder, module, read=read, fingerprints=fingerprints)
-    return LoadedModel(module, tokenizer, module.generation_config, source, checkpoint=checkpoint)
+    return LoadedModel(
+        module, tokenizer, module.generation_config, source, checkpoint=checkpoint, wrapper=config
+    )
 
 
 def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
@@ -340,7 +351,6 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
         UnsupportedModel: not a causal language model.
     """
     from transformers import AutoConfig, PretrainedConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         plain, _ = PretrainedConfig.get_config_dict(source, **where)
@@ -356,7 +366,7 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     remote = where["trust_remote_code"] and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+    if type(config) not in auto_class(config)._model_mapping and not remote:
         raise UnsupportedModel(
             f"{source}: model type {config.model_type!r} is not a causal language model in transformers"
         )
@@ -365,18 +375,30 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     return config
 
 
+def auto_class(config: Any) -> Any:
+    """Return transformers' auto class that builds the model of a config.
+
+    A model of images or sound without a causal class of its own is built whole, and run on text.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    causal: Any = AutoModelForCausalLM
+    multimodal: Any = AutoModelForMultimodalLM
+    if type(config) in causal._model_mapping or type(config) not in multimodal._model_mapping:
+        return causal  # the checkpoint's own code, where it is in neither
+    return multimodal
+
+
 def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
     """Load the module with its weights by transformers; arguments as in `read_config`.
 
     Raises:
         ModelError: it can't be loaded, or weights are missing.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         with building, quiet(progress=_weight_bytes(source) > _BIG):
             _check_fit(source, config, where)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **where
             )
     except VerbatimError:
@@ -399,8 +421,6 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
     Raises:
         ModelError: a model far larger than the files, or integer weights.
     """
-    from transformers import AutoModelForCausalLM
-
     folder, trust = Path(source), where["trust_remote_code"]
     if "gguf_file" not in where and not folder.is_dir():
         from transformers.utils.hub import cached_file
@@ -416,7 +436,7 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
                 shards_of(Path(index))
         return
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust)
+        module = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust)
     if "gguf_file" in where:
         check_size(source, module, (folder / where["gguf_file"]).stat().st_size)
         return

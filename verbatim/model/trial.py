@@ -60,7 +60,8 @@ class _TrialPass:
         slots = 1 + torch.arange(count, dtype=torch.int32)
         turn = self._num_forwards % 2
         sources = torch.zeros_like(slots) if self._num_forwards == 1 else slots + (1 - turn) * count
-        return update(state, StateRows(starts, sources, starts[1:] - 1, slots + turn * count))
+        at = (starts, sources, starts[1:] - 1, slots + turn * count)
+        return update(state, StateRows(*(x.to(self._device) for x in at)))
 
     def attend(
         self,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import SCRATCH_BLOCK, Batch
+from verbatim.batch import SCRATCH_BLOCK, ZERO_STATE, Batch
 from verbatim.errors import first_line
+from verbatim.kv.states import StateRows
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder
 
@@ -99,8 +100,10 @@ class DecodeGraphs:
 
     def _look(self) -> list[int]:
         layers = self._store.layers
-        store = layers[0][0].data_ptr() if layers else 0
-        return [store, *map(Tensor.data_ptr, self._weights)]
+        stores = [layers[0][0]] if layers else []
+        if self._store.states is not None:
+            stores += self._store.states.tensors[:1]
+        return [*map(Tensor.data_ptr, stores), *map(Tensor.data_ptr, self._weights)]
 
     def _record(self, rows: int, width: int) -> _Recorded:
         device = self._store.device
@@ -113,6 +116,10 @@ class DecodeGraphs:
             block_tables=torch.full((rows, width), SCRATCH_BLOCK, dtype=torch.int32, **made),
             logit_rows=torch.arange(rows, **made),
         )
+        if self._store.states is not None:
+            zeros = torch.zeros(rows, dtype=torch.int32, **made)
+            batch.state_sources, batch.state_targets = zeros, zeros.clone()
+            batch.state_rows = zeros + rows  # there is no such row, so nothing is written
         slots = torch.zeros(rows, dtype=torch.int64, **made)
         store = self._store
         replay = self._recorder(lambda: self._decoder.forward_in_place(batch, slots, store))
@@ -121,16 +128,20 @@ class DecodeGraphs:
     def _fill(self, recorded: _Recorded, batch: Batch) -> None:
         """Put a step's numbers where the recorded one reads them, those of nobody behind them."""
         rows, static = batch.num_tokens, recorded.batch
-        spare = static.num_tokens - rows
         tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
         tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables
         slots = batch.slots(self._store.block_size)
-        for place, values, filler in (
+        columns = [
             (static.token_ids, batch.token_ids, 0),
             (static.positions, batch.positions, 0),
             (static.context_lens, batch.context_lens, 1),
             (recorded.slots, slots, SCRATCH_BLOCK * self._store.block_size),
-        ):
+        ]
+        if self._store.states is not None:
+            fillers = ZERO_STATE, static.num_tokens, ZERO_STATE
+            columns += zip(StateRows.of(static)[1:], StateRows.of(batch)[1:], fillers, strict=True)
+        for place, values, filler in columns:
+            spare = len(place) - len(values)
             padded = torch.cat([values, values.new_full((spare,), filler)]) if spare else values
             place.copy_(padded, non_blocking=True)
         static.block_tables.copy_(tables, non_blocking=True)

@@ -21,6 +21,8 @@ _RESERVED = {
     "tokenizer_kwargs",
     "truncation",
 }
+# A template that looks at the parts of a message. Those of models of images may ignore a string.
+_READS_PARTS = re.compile(r"\bin \w+(\.content|\[['\"]content['\"]\])")
 # Arguments with an effect although the template does not name them.
 _UNNAMED = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
 
@@ -67,15 +69,29 @@ def render_chat(
     # Imported here, as it takes seconds.
     from verbatim.text.template import bounded
 
-    with failures_as(InvalidRequest, "the chat template refuses these messages"), bounded():
-        ids = hf.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
-            **template_kwargs,
-        )
-    return list(ids)
+    plain = [dict(message) for message in messages]
+
+    def rendered(given: list[dict[str, Any]], *, tokenize: bool) -> Any:
+        with failures_as(InvalidRequest, "the chat template refuses these messages"), bounded():
+            return hf.apply_chat_template(
+                given,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **template_kwargs,
+            )
+
+    def keeps_texts(given: list[dict[str, Any]]) -> bool:
+        try:
+            text = rendered(given, tokenize=False)
+        except InvalidRequest:
+            return False
+        return all(message["content"].strip() in text for message in plain)
+
+    if _READS_PARTS.search(template) and not keeps_texts(plain):
+        parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in plain]
+        plain = parts if keeps_texts(parts) else plain
+    return list(rendered(plain, tokenize=True))
 
 
 def _check(messages: Any) -> None:
@@ -92,8 +108,17 @@ def _check(messages: Any) -> None:
         for key in ("role", "content"):
             if key not in message:
                 raise InvalidRequest(f'messages[{index}] has no "{key}"')
+            _check_parts(message[key], f'messages[{index}]["{key}"]')
             if not isinstance(message[key], str):
                 raise InvalidRequest(
                     f'messages[{index}]["{key}"] is a {type(message[key]).__name__}: '
                     "must be a string"
                 )
+
+
+def _check_parts(content: Any, where: str) -> None:
+    """Refuse parts of images and sounds by their type."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in (None, "text"):
+            raise NotSupported(f"{where} has a part of type {kind!r}: only text is supported")

@@ -13,7 +13,7 @@ from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
 from verbatim.model.borrow import quiet
-from verbatim.model.loader import building
+from verbatim.model.loader import auto_class, building
 from verbatim.model.packed import placeholder
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced
@@ -72,18 +72,16 @@ def _load_traced(
     trust_remote_code: bool,
     stored: dict[str, Stored],
 ) -> tuple[Any, dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            empty: Any = AutoModelForCausalLM.from_config(
+            empty: Any = auto_class(config).from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
         check_size(folder, empty, sum(tensor.nbytes for tensor in stored.values()))
         check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in stored.items()})
         module, report = type(empty).from_pretrained(
             None,
-            config=config,
+            config=empty.config,  # of the language model, where `config` is of more
             state_dict={name: traced(tensor) for name, tensor in stored.items()},
             dtype=dtype,
             output_loading_info=True,

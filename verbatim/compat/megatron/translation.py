@@ -103,6 +103,7 @@ class Translation:
             self.max_sequence_length,
             engine_admission.limit_source,
             frozenset(),
+            placeholders=engine_admission.placeholders,
         )
         admitted = admission.admit(
             ids, engine_params, first_sample=row if params.seed is None else 0

@@ -28,6 +28,7 @@ from verbatim.model.loader import (
     HUB_ID,
     Checkpoint,
     LoadedModel,
+    auto_class,
     building,
     read_config,
     settle_dtype,
@@ -218,7 +219,6 @@ class _ModuleBuilder:
         return finished
 
     def _built(self, dtype: torch.dtype) -> Any:
-        from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
         config = copy.deepcopy(self.config)  # building writes to it
@@ -227,7 +227,7 @@ class _ModuleBuilder:
         try:
             # Each weight is read later; only allocate memory.
             with building, no_init_weights():
-                module: Any = AutoModelForCausalLM.from_config(
+                module: Any = auto_class(config).from_config(
                     config, dtype=dtype, trust_remote_code=self._trust
                 )
             module.tie_weights()

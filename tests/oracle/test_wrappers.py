@@ -1,0 +1,65 @@
+"""Models of images and sound, run on text: their own logits in every schedule, and no image is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support import toys
+from support.requests_mixed import all_facts, mixed_requests
+from support.sweep_forward import assert_equal_in_every_schedule
+from support.toy_tokenizers import byte_level
+from support.wrappers import PLACEHOLDER, REFUSED, SUPPORTED, make_wrapper
+from verbatim import LLM, NotSupported, Offload, UnsupportedModel
+from verbatim.model.decoder import Decoder
+from verbatim.model.loader import load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def wrapper_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return toys.saver(tmp_path_factory, make_wrapper)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+    model = make_wrapper(name)
+    assert_equal_in_every_schedule(model, Decoder(model))
+    assert_equal_in_every_schedule(model, Decoder(load(wrapper_folders(name)).module))
+
+
+# Toys are cast to their dtype, and Llama 4's vision tower has complex angles.
+@pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=REFUSED[name]):
+        Decoder(make_wrapper(name))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3"])
+def test_offloaded_tokens_are_the_same(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+    prompts, params = mixed_requests(6)
+    prompts = [[i for i in ids if i != PLACEHOLDER] for ids in prompts]
+    with LLM(wrapper_folders(name)) as llm:
+        expected = all_facts(llm.generate(prompts, params))
+    with LLM(wrapper_folders(name), placement=Offload(gpu="200MB")) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
+def test_images_are_refused_by_name(name: str, wrapper_folders: Callable[[str], Path]) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    with LLM(wrapper_folders(name)) as llm:
+        with pytest.raises(NotSupported, match=f"id {PLACEHOLDER} is the model's image_token"):
+            llm.generate([3, PLACEHOLDER, 4])
+        with llm.session() as session, pytest.raises(NotSupported, match="image_token"):
+            session.generate([3, PLACEHOLDER])
+    asked = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    with (
+        LLM(make_wrapper(name), tokenizer=byte_level().hf) as llm,
+        pytest.raises(NotSupported, match="type 'image_url': only text"),
+    ):
+        llm.chat(asked)

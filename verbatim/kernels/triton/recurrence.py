@@ -1,0 +1,223 @@
+"""Recurrent operations over flat rows of many sequences: causal convolution and linear recurrences.
+
+`verbatim.kv.recurrence` says what the arguments are, and has the plain references. A row is computed from
+the state before it and from itself, by one compiled kernel whose tiles depend on the model's shapes alone.
+So its bits depend neither on the chunks of its sequence nor on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, widened
+
+# As `verbatim.kv.states.StateRows`: query starts, sources, rows, targets.
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+CHANNELS = 256  # of a convolution, in one program
+NUMBERS = 1024  # of a state, in one program: 32 registers of each thread of a warp
+_SEARCHED = tl.constexpr(128)  # numbers that a search loads at once
+
+
+def served(x: Tensor) -> bool:
+    """Return whether the kernels support this dtype."""
+    return x.dtype in DTYPES
+
+
+@helper
+def _count_below(values, size, bound):
+    """The number of the ascending `values[:size]` that are below `bound`."""
+    count = tl.zeros([_SEARCHED], tl.int32)
+    for start in range(0, size, _SEARCHED):
+        at = start + tl.arange(0, _SEARCHED)
+        held = at < size
+        count += (held & (tl.load(values + at, mask=held, other=0) < bound)).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_writes"])
+def _causal_conv(
+    out,
+    x,
+    weight,
+    bias,
+    state,
+    starts,
+    sources,
+    rows,
+    targets,
+    num_sequences,
+    num_writes,
+    channels,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """One row of some channels; inputs before the first row of its sequence are in the state."""
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    held = channel < channels
+    sequence = _count_below(starts + 1, num_sequences, row + 1)
+    before = row - tl.load(starts + sequence)
+    slot_size = tl.full([], TAPS - 1, tl.int64) * channels
+    source = state + tl.load(sources + sequence) * slot_size + channel
+    write = _count_below(rows, num_writes, row)
+    written = tl.load(rows + write, mask=write < num_writes, other=-1) == row
+    target = state + tl.load(targets + write, mask=written, other=0) * slot_size + channel
+    place = row.to(tl.int64) * channels + channel
+    total = tl.zeros([CHANNELS], tl.float32)
+    if HAS_BIAS:
+        total += widened(tl.load(bias + channel, mask=held, other=0.0))
+    for tap in tl.static_range(TAPS):
+        past = before + tap < TAPS - 1
+        new = tl.load(x + place + (tap - TAPS + 1) * channels, mask=held & (not past), other=0.0)
+        old = tl.load(source + (before + tap) * channels, mask=held & past, other=0.0)
+        value = tl.where(past, old, new)
+        factor = tl.load(weight + channel * TAPS + tap, mask=held, other=0.0)
+        total += widened(value) * widened(factor)
+        if tap > 0:
+            tl.store(target + (tap - 1) * channels, value, mask=held & written)
+    tl.store(out + place, total, mask=held)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, at: Rows) -> Tensor:
+    """Compute `verbatim.kv.recurrence.causal_conv`; `served(x)` must hold."""
+    num_tokens, channels = x.shape
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if num_tokens:
+        block = min(CHANNELS, triton.next_power_of_2(channels))
+        _causal_conv[(num_tokens, triton.cdiv(channels, block))](
+            out,
+            x.contiguous(),
+            weight.contiguous(),
+            weight if bias is None else bias.contiguous(),
+            state,
+            *at,
+            len(at[1]),
+            len(at[2]),
+            channels,
+            TAPS=weight.shape[1],
+            HAS_BIAS=bias is not None,
+            CHANNELS=block,
+            num_warps=1,
+            **EXACT,
+        )
+    return out
+
+
+# Operands of one row may be aligned otherwise than those of many, and the compiler chooses the layout of a
+# sum by that.
+@triton.jit(
+    do_not_specialize=["num_writes"],
+    do_not_specialize_on_alignment=["out", "q", "k", "v", "decay", "beta"],
+)
+def _linear_recurrence(
+    out,
+    q,
+    k,
+    v,
+    decay,
+    beta,
+    state,
+    starts,
+    sources,
+    rows,
+    targets,
+    num_writes,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DECAY_BY_ROW: tl.constexpr,
+    DELTA: tl.constexpr,
+    DEPTH_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+):
+    """All rows of one sequence, for some of the columns of all heads with one key head.
+
+    A head of Mamba has one column, and a tile many heads; elsewhere a tile is a part of one head.
+    """
+    sequence, key_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    depth = tl.arange(0, DEPTH_BLOCK)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    held_depth, held_column = depth < DEPTH, column < GROUP * WIDTH
+    # The head of each column, or of all of them.
+    own_column = tile * COLUMNS + tl.arange(0, TILE_HEADS)
+    own_head, held_head = own_column // WIDTH, own_column < GROUP * WIDTH
+    held_state = held_depth[:, None] & held_column[None, :]
+    head = key_head * GROUP + column // WIDTH
+    at_state = (head * DEPTH * WIDTH + column % WIDTH)[None, :] + (depth * WIDTH)[:, None]
+    slot_size = tl.full([], KEY_HEADS * GROUP * DEPTH * WIDTH, tl.int64)
+    source = tl.load(sources + sequence) * slot_size
+    s = tl.load(state + source + at_state, mask=held_state, other=0.0)
+    begin = tl.load(starts + sequence).to(tl.int64)
+    end = tl.load(starts + sequence + 1).to(tl.int64)
+    write = _count_below(rows, num_writes, begin)
+    for row in range(begin, end):
+        at_head = row * KEY_HEADS + key_head
+        keys = tl.load(k + at_head * DEPTH + depth, mask=held_depth, other=0.0)
+        queries = tl.load(q + at_head * DEPTH + depth, mask=held_depth, other=0.0)
+        value = tl.load(v + at_head * GROUP * WIDTH + column, mask=held_column, other=0.0)
+        own = at_head * GROUP + own_head
+        if DECAY_BY_ROW:
+            factor = tl.load(
+                decay + (own * DEPTH)[None, :] + depth[:, None],
+                mask=held_depth[:, None] & held_head[None, :],
+                other=0.0,
+            )
+        else:
+            factor = tl.load(decay + own, mask=held_head, other=0.0)[None, :]
+        s = s * factor
+        if DELTA:
+            rate = tl.load(beta + own, mask=held_head, other=0.0)
+            value = (value - tl.sum(s * keys[:, None], 0)) * rate
+        s = s + keys[:, None] * value[None, :]
+        read = tl.sum(s * queries[:, None], 0)
+        tl.store(out + at_head * GROUP * WIDTH + column, read, mask=held_column)
+        if tl.load(rows + write, mask=write < num_writes, other=-1) == row:
+            target = tl.load(targets + write) * slot_size
+            tl.store(state + target + at_state, s, mask=held_state)
+            write += 1
+
+
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    at: Rows,
+) -> Tensor:
+    """Compute `verbatim.kv.recurrence.linear_recurrence`."""
+    _, key_heads, depth = k.shape
+    _, heads, width = v.shape
+    group = heads // key_heads
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    rows = triton.next_power_of_2(depth)
+    columns = min(max(1, NUMBERS // rows), triton.next_power_of_2(group * width))
+    if out.numel():
+        grid = len(at[1]), key_heads, triton.cdiv(group * width, columns)
+        _linear_recurrence[grid](
+            out,
+            *(x.contiguous() for x in (q, k, v, decay)),
+            out if beta is None else beta.contiguous(),
+            state,
+            *at,
+            len(at[2]),
+            KEY_HEADS=key_heads,
+            GROUP=group,
+            DEPTH=depth,
+            WIDTH=width,
+            DECAY_BY_ROW=decay.dim() == 3,
+            DELTA=beta is not None,
+            DEPTH_BLOCK=rows,
+            COLUMNS=columns,
+            TILE_HEADS=columns if width % columns else 1,
+            num_warps=1,
+            **EXACT,
+        )
+    return out
