@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.integers import integer
+from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest
 
 

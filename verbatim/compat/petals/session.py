@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from verbatim.compat.integers import integer
+from verbatim.compat.batches import integer
 from verbatim.compat.petals.given import TokenColumns
 from verbatim.compat.petals.turn import Turn, TurnOptions
 from verbatim.core import SessionCache

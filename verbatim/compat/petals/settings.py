@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.compat.integers import integer
+from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
