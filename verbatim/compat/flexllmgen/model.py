@@ -79,8 +79,8 @@ class OptLM:
             for name in ("env", "path", "policy"):
                 if getattr(self, name) is not None:
                     raise InvalidRequest(
-                        f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, which is open "
-                        "already; leave it at None"
+                        f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, "
+                        "which is open already; leave it at None"
                     )
             self._model = config
             self.config: Any = self.llm.engine.config

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
-from verbatim.compat.megatron.sampling import draw_seed
 from verbatim.compat.megatron.translation import Translation
 from verbatim.core import Completion, Delta, FinishReason, Request, TopLogprobs
 from verbatim.engine.calls import ThreadWaiter

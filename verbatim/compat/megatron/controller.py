@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import pad_rows
-from verbatim.compat.megatron import streaming
+from verbatim.compat.batches import draw_seed, pad_rows
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest
-from verbatim.compat.megatron.sampling import draw_rows, draw_seed, top_of_rows, tops_of
-from verbatim.compat.megatron.speculation import Speculation
-from verbatim.compat.megatron.static import run_static_batch
+from verbatim.compat.megatron.sampling import DraftSteps, draw_rows, top_of_rows, tops_of
+from verbatim.compat.megatron.static import put_partial, run_static_batch
 from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
 from verbatim.compat.megatron.translation import Translation
@@ -26,6 +24,24 @@ from verbatim.llm import LLM
 
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
+_IN_A_STEP = "the engine does it inside of a step; call generate_output_tokens_dynamic_batch"
+_DRAFTS = 'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"'
+_LOG_PROBS = (
+    "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request"
+)
+# Documented internals of a step that have no counterpart, with what to use.
+_ELSEWHERE = {
+    "_dynamic_step_context_init": _IN_A_STEP,
+    "_dynamic_step_forward_logits": _IN_A_STEP,
+    "_dynamic_step_sample_logits_and_verify_tokens": _DRAFTS,
+    "_compute_serial_mtp_and_sample": _DRAFTS,
+    "_dynamic_step_calculate_log_probs": _LOG_PROBS,
+    "_dynamic_step_calculate_log_probs_speculative": _LOG_PROBS,
+    "_dynamic_step_calculate_top_n_logprobs": _LOG_PROBS,
+    "_dynamic_step_calculate_top_n_logprobs_speculative": _LOG_PROBS,
+    "_router_record_bookkeeping": "routing is recorded per request; use LLM.generate with "
+    "SamplingParams(record_routing=True)",
+}
 
 
 class InferenceWrappedModel:
@@ -40,7 +56,7 @@ class InferenceWrappedModel:
         self.inference_context: Any = None
 
 
-class TextGenerationController(Speculation):
+class TextGenerationController(DraftSteps):
     """Tokenizes, generates on the engine, and detokenizes.
 
     Args:
@@ -159,12 +175,12 @@ class TextGenerationController(Speculation):
             )
         ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
         texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
-        parts = None
+        segments = None
         if detokenize_segments:
-            parts = [self._translation.segments(row, skip_special_tokens) for row in ids]
+            segments = [self._translation.segments(row, (), skip_special_tokens) for row in ids]
         if tokens_gpu_tensor.dim() == 2:
-            return texts, parts
-        return texts[0], None if parts is None else parts[0]
+            return texts, segments
+        return texts[0], None if segments is None else segments[0]
 
     def pad_input_prompt_tokens(
         self,
@@ -397,16 +413,14 @@ class TextGenerationController(Speculation):
                 continue
             start, length = int(prompt_lengths[row]), int(generated_lengths[row])
             row_logprobs = None if output_log_probs is None else output_log_probs[row]
-            streaming.put(
-                self._translation,
-                sampling_params,
-                number,
-                request,
-                stream,
-                tokens[row][:start].tolist(),
-                tokens[row][start : start + length].tolist(),
-                None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist(),
-            )
+            ids = tokens[row][start : start + length].tolist()
+            text, segments = "", None
+            if self._translation.text is not None:
+                text = self._translation.detokenize(ids)
+                if sampling_params.return_segments:
+                    segments = self._translation.segments(ids, tokens[row][:start].tolist())
+            logprobs = None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist()
+            put_partial(stream, number, request, sampling_params, ids, logprobs, text, segments)
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
 
@@ -462,9 +476,65 @@ class TextGenerationController(Speculation):
         step = self.async_generate_output_tokens_dynamic_batch()
         return asyncio.run_coroutine_threadsafe(step, loop).result()
 
+    def _dynamic_step_sample_bookkeeping(self) -> None:
+        """Group the requests of `inference_context` by their parameters, for `_sample_from_logits_2d`."""
+        buckets: dict[tuple[float, int, float], list[int]] = {}
+        for index, request in enumerate(self.inference_context.requests.values()):
+            params = request.sampling_params or SamplingParams()
+            key = params.temperature, params.top_k, params.top_p
+            buckets.setdefault(key, []).append(index)
+        self._torch_sampling_buckets = [(indices, *key) for key, indices in buckets.items()]
+
+    def _dynamic_step_sample_logits(self, logits: Tensor) -> Tensor:
+        """Draw for each request of the last bookkeeping, from its row of `[N, V]` or `[1, N, V]`."""
+        return self._sample_from_logits_2d(logits[0] if logits.dim() == 3 else logits)
+
+    def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
+        """Return whether any request wants log-probs, and whether any wants a top-n."""
+        params = [
+            r.sampling_params or SamplingParams() for r in self.inference_context.requests.values()
+        ]
+        return any(p.return_log_probs for p in params), any(p.top_n_logprobs for p in params)
+
+    def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
+        """Report what the engine has sampled, without a step: the result of the documented step."""
+        return self.inference_context.collect(self._stop) or {}
+
+    def _get_mtp_num_heads(self) -> int:
+        """Return the number of MTP layers that the model's config states."""
+        config = self._translation.llm.engine.config
+        names = ("num_mtp_layers", "mtp_num_hidden_layers")
+        return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
+
+    def _init_dynamic_sampling_tensors(self) -> None:
+        """Clear the buckets: each request carries its own parameters."""
+        self._torch_sampling_buckets = []
+
+    def _init_mtp_sampling_tensor(self) -> None:
+        """Do nothing: drafts have no tensor of the controller."""
+
+    def _rewind_kv_cache(self) -> None:
+        """Do nothing: each step of the engine counts only accepted tokens, and frees later blocks."""
+
+    def _dummy_serial_mtp_forward(self) -> None:
+        """Do nothing: there are no expert-parallel collectives to match."""
+
     def dummy_forward(self) -> None:
         """Run the model once on the scratch block, without effect on any request."""
         self._translation.llm.engine.dummy_forward()
+
+
+def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:
+    def method(self: TextGenerationController, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"{name}: {use}")
+
+    method.__name__ = name
+    method.__doc__ = f"Raise NotSupported: {use}."
+    return method
+
+
+for _name, _use in _ELSEWHERE.items():
+    setattr(TextGenerationController, _name, _elsewhere(_name, _use))
 
 
 def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:

@@ -19,7 +19,6 @@ from verbatim.compat.megatron.request import (
     InferenceRequest,
     Status,
     TopN,
-    clear_outputs,
 )
 from verbatim.compat.megatron.tokenizer import (
     Segments,
@@ -114,7 +113,7 @@ class Translation:
         """Update the caller's request when it starts."""
         # A copy: the caller may change theirs for the next request.
         request.sampling_params = copy.copy(request.sampling_params or SamplingParams())
-        clear_outputs(request)
+        request.clear_outputs()
         if _caller_ids(request) is None:
             assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
@@ -163,20 +162,19 @@ class Translation:
         return entries
 
     def detokenize(
-        self,
-        ids: Sequence[int],
-        remove_EOD: bool = True,
-        skip_special_tokens: bool = True,
+        self, ids: Sequence[int], remove_EOD: bool = True, skip_special_tokens: bool = True
     ) -> str:
         """Return the text of ids."""
         return detokenize(self.need_tokenizer("text"), ids, remove_EOD, skip_special_tokens)
 
-    def segments(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
-        """Return the text of each id."""
+    def segments(
+        self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of each id, which follow those of `prompt`."""
         assert self.text is not None
-        parts = Segments(self.text, skip_special_tokens=skip_special_tokens)
-        parts.extend(ids, last=True)
-        return parts.texts
+        segments = Segments(self.text, prompt, skip_special_tokens=skip_special_tokens)
+        segments.extend(ids, last=True)
+        return segments.texts
 
     def _fill_text(
         self,
@@ -185,15 +183,12 @@ class Translation:
         prompt_ids: list[int],
         completion: Completion,
     ) -> None:
-        assert self.text is not None
         prompt = self._prompt_text(request, prompt_ids)
         text = self.with_end(params, completion.token_ids, completion.text)
         request.generated_text, request.text = text, prompt + text
         if params.return_segments:
-            parts = Segments(self.text, prompt_ids)
-            parts.extend(completion.token_ids, last=True)
-            request.generated_segments = parts.texts
-            request.segments = self.segments(prompt_ids) + parts.texts
+            request.generated_segments = self.segments(completion.token_ids, prompt_ids)
+            request.segments = self.segments(prompt_ids) + request.generated_segments
 
     def with_end(self, params: SamplingParams, ids: list[int], text: str) -> str:
         """Return the text of a completion, with its `eod` if the params keep it."""

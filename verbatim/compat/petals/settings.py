@@ -10,54 +10,23 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
 # Supported parameters, with transformers' defaults.
-DONE: dict[str, Any] = {
-    "max_length": None,
-    "max_new_tokens": None,
-    "min_length": None,
-    "min_new_tokens": None,
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "remove_invalid_values": False,
-    "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "watermarking_config": None,
-    "renormalize_logits": False,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "max_time": None,
-    "stop_strings": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+DONE: dict[str, Any] = dict.fromkeys(
+    "max_length max_new_tokens min_length min_new_tokens min_p top_h bad_words_ids sequence_bias "
+    "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens watermarking_config max_time stop_strings pad_token_id bos_token_id "
+    "eos_token_id".split()
+)
 _SWITCHES = (
-    "do_sample",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
+    "do_sample remove_invalid_values renormalize_logits return_dict_in_generate output_scores "
+    "output_logits".split()
+)
+DONE |= dict.fromkeys((*_SWITCHES, "early_stopping"), False)
+DONE |= dict.fromkeys(("num_beams", "num_return_sequences"), 1)
+DONE |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0)
+DONE |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0) | {"top_k": 50}
+DONE |= dict.fromkeys(
+    "temperature top_p typical_p repetition_penalty encoder_repetition_penalty length_penalty".split(),
+    1.0,
 )
 _COUNTS = {"num_beams": 1, "num_return_sequences": 1, "max_length": 1, "max_new_tokens": 1}
 _COUNTS |= {"min_length": 0, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0}
@@ -168,6 +137,11 @@ class Settings(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def is_on(self, name: str) -> bool:
+        """Return whether a parameter is neither None nor transformers' default."""
+        value = self[name]
+        return value is not None and value != DONE[name]
 
     @property
     def num_beams(self) -> int:
