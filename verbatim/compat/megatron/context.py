@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -190,19 +191,11 @@ class DynamicInferenceContext:
         self._fresh.update(dict.fromkeys(e for e in fresh if e.pending or e.ended))
         finished = [e.number for e in fresh if e.ended and not e.pending]
         finished += [n for n in active if n in stopped and n not in finished]
-        paused = self._newly_paused()
-        step = _step(
-            active,
-            [entry.ids[-1] for entry in rows],
-            self._log_probs((entry.request, entry.logprobs[-1]) for entry in rows),
-        )
+        reported = [(entry.request, entry.ids[-1], entry.logprobs[-1]) for entry in rows]
+        step = _step(reported, self._newly_paused(), finished)
         for number in finished:
             self._stop(number)
-        return {
-            **step,
-            "newly_paused_request_ids": _ids(paused),
-            "finished_request_ids": _ids(finished),
-        }
+        return step
 
     def peek(self) -> dict[str, Any] | None:
         """Return what the next step would sample, without changing any request."""
@@ -214,11 +207,7 @@ class DynamicInferenceContext:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
             draws = self._handle.peek()
             drawn = [(requests[r], token, logprob) for r, token, logprob in draws if r in requests]
-        return _step(
-            [request.request_id for request, _, _ in drawn],
-            [token for _, token, _ in drawn],
-            self._log_probs((request, logprob) for request, _, logprob in drawn),
-        )
+        return _step(drawn)
 
     def _in_order(self) -> list[_Entry]:
         """Return the entries with new output, in order of arrival."""
@@ -277,31 +266,28 @@ class DynamicInferenceContext:
             weight_versions=entry.admitted.sequences[0].weight_versions[: len(entry.ids)],
         )
 
-    def _log_probs(self, rows: Iterable[tuple[InferenceRequest, float]]) -> Tensor | None:
-        """Return one log-prob per row, NaN for requests that want none; None if none wants any."""
-        each = [
-            (
-                request.sampling_params is not None and request.sampling_params.return_log_probs,
-                value,
-            )
-            for request, value in rows
-        ]
-        if not any(wanted for wanted, _ in each):
-            return None
-        values = [value if wanted else float("nan") for wanted, value in each]
-        return torch.tensor(values, dtype=torch.float32)
 
+def _step(
+    rows: list[tuple[InferenceRequest, int, float]],
+    paused: Iterable[int] = (),
+    finished: Iterable[int] = (),
+) -> dict[str, Any]:
+    """Return the documented result of a step.
 
-def _step(active: list[int], sample: list[int], log_probs: Tensor | None) -> dict[str, Any]:
+    Args:
+        rows: the requests that got a token, the token and its log-prob.
+    """
+    wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _, _ in rows]
+    log_probs = [p if wanted else math.nan for wanted, (_, _, p) in zip(wants, rows, strict=True)]
     return {
-        "active_request_ids": _ids(active),
-        "newly_paused_request_ids": _ids([]),
-        "finished_request_ids": _ids([]),
-        "sample": _ids(sample),
-        "log_probs": log_probs,
+        "active_request_ids": _ids(request.request_id for request, _, _ in rows),
+        "newly_paused_request_ids": _ids(paused),
+        "finished_request_ids": _ids(finished),
+        "sample": _ids(token for _, token, _ in rows),
+        "log_probs": torch.tensor(log_probs) if any(wants) else None,
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
 
 
-def _ids(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def _ids(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)

@@ -45,11 +45,7 @@ _ELSEWHERE = {
 
 
 class InferenceWrappedModel:
-    """A model with its inference context, as Megatron wraps it.
-
-    Args:
-        model: an open `LLM`, or a live transformers module.
-    """
+    """An open `LLM` or a live module with its inference context, as Megatron wraps it."""
 
     def __init__(self, model: LLM | nn.Module) -> None:
         self.model = model
@@ -113,8 +109,7 @@ class TextGenerationController(DraftSteps):
     ) -> None:
         """Let `callback` end requests of the dynamic batch.
 
-        It is called after each step with the ids of the requests that got a token, and returns the ids
-        to end. `stop_words` need no callback.
+        It gets the ids of the requests that a step gave a token, and returns those to end.
         """
         self._stop = callback
 
@@ -122,11 +117,7 @@ class TextGenerationController(DraftSteps):
 
     @staticmethod
     def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none.
-
-        Raises:
-            InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
-        """
+        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none."""
         return tokenize(tokenizer, prompt, add_BOS)
 
     @staticmethod
@@ -136,11 +127,9 @@ class TextGenerationController(DraftSteps):
         remove_EOD: bool = True,
         skip_special_tokens: bool = True,
     ) -> str:
-        """Return the text of ids.
+        """Return the text of ids, without trailing `eod`s if `remove_EOD`.
 
-        Args:
-            remove_EOD: leave out trailing `eod`s.
-            skip_special_tokens: passed on if the tokenizer accepts it.
+        `skip_special_tokens` is passed on if the tokenizer accepts it.
         """
         return detokenize(tokenizer, tokens, remove_EOD, skip_special_tokens)
 
@@ -151,24 +140,15 @@ class TextGenerationController(DraftSteps):
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
     ) -> tuple[str, list[str] | None] | tuple[list[str], list[list[str]] | None]:
-        """Return the text of a sequence and the text of each of its tokens; of a batch, lists of both.
+        """Return the text of a sequence `[L]` and of each of its tokens; of a batch `[B, L]`, lists.
 
-        Args:
-            tokens_gpu_tensor: `[L]` or `[B, L]`.
-            lengths_gpu_tensor: number of valid tokens, one per sequence.
-            detokenize_segments: False returns None as the second value.
-
-        Raises:
-            InvalidRequest: not one length in 0 to L per sequence.
+        The second value is None without `detokenize_segments`.
         """
         rows = tokens_gpu_tensor if tokens_gpu_tensor.dim() == 2 else tokens_gpu_tensor[None]
         lengths = torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
         width = rows.shape[-1]
-        if (
-            rows.dim() != 2
-            or len(lengths) != len(rows)
-            or any(not 0 <= n <= width for n in lengths)
-        ):
+        fits = rows.dim() == 2 and len(lengths) == len(rows)
+        if not fits or not all(0 <= n <= width for n in lengths):
             raise InvalidRequest(
                 f"tokens {list(tokens_gpu_tensor.shape)} and lengths {lengths}: must be [L] and one "
                 "length, or [B, L] and B of them, each 0 to L"
@@ -188,11 +168,7 @@ class TextGenerationController(DraftSteps):
         padded_batch_size: int,
         padded_sequence_length: int,
     ) -> Tensor:
-        """Return the prompts as `[padded_batch_size, padded_sequence_length]` int64, padded with `eod`.
-
-        Raises:
-            InvalidRequest: the prompts don't fit, or the tokenizer has no `eod`.
-        """
+        """Return the prompts as `[padded_batch_size, padded_sequence_length]`, padded with `eod`."""
         longest = max(map(len, batch_prompt_tokens_list), default=0)
         if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
             raise InvalidRequest(
@@ -218,14 +194,10 @@ class TextGenerationController(DraftSteps):
         active_requests: Mapping[int, InferenceRequest] | None = None,
         use_attention_mask: bool = False,
     ) -> dict[str, Any]:
-        """Return a forward's inputs for a custom loop: `tokens`, `position_ids`, `attention_mask`.
+        """Return `tokens`, `position_ids` and `attention_mask` for a custom loop; generation has its own.
 
-        Generation does not use it. A wrapper's own `prep_inference_input` is called if there is one.
-
-        Args:
-            prompts_tokens: `[B, S]`.
-            active_requests: ignored.
-            use_attention_mask: a causal mask `[1, 1, S, S]`, True where a position is hidden; else None.
+        A wrapper's own `prep_inference_input` is called if there is one. With `use_attention_mask`, the mask
+        is causal, `[1, 1, S, S]`, True where a position is hidden.
         """
         prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
         length, device = prompts_tokens.shape[1], prompts_tokens.device
@@ -252,20 +224,15 @@ class TextGenerationController(DraftSteps):
         logits: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Draw one id per row, row b with sample index b.
+        """Draw one id per row of `[B, V]`, row b with sample index b: `[B]` int64.
 
         Args:
-            last_token_logits: `[B, V]`; not modified.
-            sampling_params: None takes the defaults. A `seed` requires `position`.
+            sampling_params: a `seed` requires `position`, the absolute position of the token to draw.
             vocab_size: larger ids are not drawn.
             generation_started: `[B]` bool; with `skip_prompt_log_probs` only these rows report top-n.
             top_n_logprobs_dict: with `top_n_logprobs`, {text: log-prob} is appended at each row's index.
             logits: `[B, S, V]`, to report the top-n of every position, not only of the last.
-            kwargs: `position`, the absolute position of the token to draw; `common_inference_params`,
-                the former name of `sampling_params`.
-
-        Returns:
-            `[B]` int64.
+            kwargs: `position`; `common_inference_params`, the former name of `sampling_params`.
         """
         for name in kwargs:
             if name not in _KWARGS:
@@ -289,11 +256,19 @@ class TextGenerationController(DraftSteps):
         if top_n:
             if top_n_logprobs_dict is None:
                 raise InvalidRequest(f"top_n_logprobs={top_n} needs a top_n_logprobs_dict")
-            if logits is not None:
-                self._append_prompt(params, logits, top_n_logprobs_dict)
-            else:
-                mask = _reported(params, generation_started, len(draws.ids))
+            if logits is None:
+                mask = [True] * len(draws.ids)
+                if params.skip_prompt_log_probs:
+                    if generation_started is None:
+                        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
+                    mask = [bool(value) for value in generation_started]
                 self._append(tops_of(draws), mask, top_n_logprobs_dict)
+            elif params.skip_prompt_log_probs:
+                raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
+            else:
+                for row, row_logits in enumerate(logits):
+                    tops = self._translation.by_text(top_of_rows(row_logits, top_n))
+                    top_n_logprobs_dict.setdefault(row, []).extend(tops)
         return torch.tensor(draws.ids, dtype=torch.int64, device=last_token_logits.device)
 
     def update_generation_status(
@@ -307,14 +282,7 @@ class TextGenerationController(DraftSteps):
     ) -> tuple[Tensor, Tensor]:
         """Return which rows are done after the token at one position, and their lengths without the end.
 
-        Args:
-            updated_prompts_tokens: `[B, S]`.
-            generation_started, is_generation_done_tensor: `[B]` bool. Prompt ids end no row.
-            generated_sequence_lengths: `[B]`. No argument is modified.
-            termination_id: None takes the tokenizer's `eod`.
-
-        Returns:
-            `[B]` bool and `[B]` int32.
+        Prompt ids end no row, and no argument is modified. Without `termination_id`, `eod` ends a row.
         """
         if termination_id is None:
             termination_id = eod_of(self._translation.need_tokenizer("termination_id=None"))
@@ -349,13 +317,6 @@ class TextGenerationController(DraftSteps):
         tops = [list(zip(ids, values, strict=True)) for ids, values in columns]
         self._append(tops, mask.tolist(), top_n_logprobs_dict)
 
-    def _append_prompt(self, params: SamplingParams, logits: Tensor, into: TopNDict) -> None:
-        if params.skip_prompt_log_probs:
-            raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
-        for row, row_logits in enumerate(logits):
-            tops = top_of_rows(row_logits, params.top_n_logprobs)
-            into.setdefault(row, []).extend(self._translation.by_text(tops))
-
     def _append(self, tops: list[TopLogprobs], mask: Sequence[bool], into: TopNDict) -> None:
         entries = self._translation.by_text(tops)
         for row, (entry, wanted) in enumerate(zip(entries, mask, strict=True)):
@@ -369,18 +330,11 @@ class TextGenerationController(DraftSteps):
         active_requests: dict[int, InferenceRequest],
         active_streams: Mapping[Any, AsyncStream] | None = None,
     ) -> dict[int, InferenceRequest]:
-        """Generate for all requests, each with its own params, and fill in their outputs.
+        """Generate for all requests, each with its own params, fill in their outputs, and return them.
 
         Requests without a seed share one number from torch's default generator; request i of the batch
-        draws with sample index i. One with its own seed draws as if it were alone.
-
-        Args:
-            active_requests: by id, in order.
-            active_streams: by request id; each gets the partial results. A reader that leaves
-                ends its request.
-
-        Returns:
-            `active_requests`.
+        draws with sample index i. One with its own seed draws as if it were alone. A stream, by request
+        id, gets the partial results; a reader that leaves ends its request.
 
         Raises:
             InvalidRequest: an invalid request; raised before any forward.
@@ -402,9 +356,7 @@ class TextGenerationController(DraftSteps):
     ) -> None:
         """Put the output of each request so far into its stream, in a custom loop.
 
-        Args:
-            tokens: one row `[S]` per request, prompt and completion.
-            output_log_probs: one row `[S - 1]` per request, from the second token on; or None.
+        `tokens` has a row of prompt and completion for each, `output_log_probs` one from the second token on.
         """
         for row, (number, request, stream) in enumerate(
             zip(request_ids, requests, streams, strict=True)
@@ -432,20 +384,14 @@ class TextGenerationController(DraftSteps):
         """Make one step for all requests of `inference_context`; return None if there are none.
 
         The step runs in a thread, so it does not block the event loop. If the call is cancelled, the
-        next call returns the step's output.
-
-        Args:
-            skip_bookkeeping: only return what the step would sample; the next call samples the same.
+        next call returns the step's output. With `skip_bookkeeping`, only return what the step would
+        sample; the next call samples the same.
 
         Returns:
-            A dictionary of
-            `active_request_ids`: requests that got a token, `[A]` int64;
-            `sample`: those tokens, `[A]` int64;
-            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none; None
-            if no request wants any;
-            `finished_request_ids`: requests that have ended, each reported once, `[F]` int64;
-            `newly_paused_request_ids`: preempted requests, `[P]` int64;
-            `cuda_graph_request_count`: None.
+            `active_request_ids`: requests that got a token, and `sample`: those tokens, `[A]` int64;
+            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none, None
+            if no request wants any; `finished_request_ids`: requests that have ended, each reported once;
+            `newly_paused_request_ids`: preempted ones; `cuda_graph_request_count`: None.
         """
         context = self.inference_context
         if skip_bookkeeping:
@@ -456,10 +402,7 @@ class TextGenerationController(DraftSteps):
     def generate_output_tokens_dynamic_batch(
         self, loop: asyncio.AbstractEventLoop | None = None
     ) -> dict[str, Any] | None:
-        """Run `async_generate_output_tokens_dynamic_batch` from synchronous code.
-
-        Args:
-            loop: event loop to run it in, also one running in another thread; None uses none.
+        """Run `async_generate_output_tokens_dynamic_batch` from synchronous code, in `loop` if there is one.
 
         Raises:
             VerbatimError: the calling thread runs `loop`, a deadlock.
@@ -469,7 +412,7 @@ class TextGenerationController(DraftSteps):
             return self.inference_context.collect(self._stop)
         if not loop.is_running():
             return loop.run_until_complete(self.async_generate_output_tokens_dynamic_batch())
-        if _runs_here(loop):
+        if asyncio._get_running_loop() is loop:
             raise VerbatimError(
                 "this event loop is running here; await async_generate_output_tokens_dynamic_batch()"
             )
@@ -535,19 +478,3 @@ def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:
 
 for _name, _use in _ELSEWHERE.items():
     setattr(TextGenerationController, _name, _elsewhere(_name, _use))
-
-
-def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:
-    """Return which rows report their top-n."""
-    if not params.skip_prompt_log_probs:
-        return [True] * count
-    if started is None:
-        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
-    return [bool(value) for value in started]
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.petals.given import TokenColumns, first_column, given_columns
-from verbatim.compat.petals.observer import open_observer
+from verbatim.compat.batches import draw_seed
+from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
+from verbatim.compat.petals.columns import TokenColumns, first_column, given_columns
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import Settings
-from verbatim.compat.petals.turn import Turn, TurnOptions
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
@@ -92,7 +92,7 @@ class RemoteGenerationMixin:
         kwargs |= {"assistant_model": assistant_model}
         kwargs = _check_kwargs(kwargs, synced_gpus)
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
-        tok = kwargs.pop("tokenizer", None)
+        tokenizer = kwargs.pop("tokenizer", None)
         if inputs is not None and ids is not None:
             raise InvalidRequest("inputs and input_ids are both given; they are the same thing")
         inputs = ids if inputs is None else inputs
@@ -100,21 +100,18 @@ class RemoteGenerationMixin:
         settings = Settings(self.llm, kwargs, generation_config)
         SamplingParams(seed=seed)  # validates it
         given = self._given(settings, inputs, mask, session)
-        options = TurnOptions(
-            settings,
-            open_observer(self.llm, settings, stopping_criteria, streamer, tok),
-            logits_processor,
-            prefix_allowed_tokens_fn,
+        criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
+        options = CallOptions(
+            settings, criteria, streamer, logits_processor, prefix_allowed_tokens_fn
         )
         if session is not None:
             output = session._generate(options, given, seed)
         else:
             assert given is not None
             if seed is None:
-                seed = int(torch.randint(2**53, ())) if settings["do_sample"] else 0
-            output = Turn(
-                self.llm, options, TokenColumns.empty(given.num_rows), given, seed=seed
-            ).run()
+                seed = draw_seed() if settings["do_sample"] else 0
+            past = TokenColumns.empty(given.num_rows)
+            output = GenerateCall(self.llm, options, past, given, seed=seed).run()
         return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
@@ -166,8 +163,8 @@ class RemoteGenerationMixin:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
             return None
-        opened, tokenizer = self.llm.engine, self.llm.tokenizer
-        bos_id = getattr(opened.config, "bos_token_id", None)
+        tokenizer = self.llm.tokenizer
+        bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
         if bos_id is None and tokenizer is not None:
             bos_id = tokenizer.bos_id
         return first_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
