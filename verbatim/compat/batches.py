@@ -35,6 +35,11 @@ def optional_integer(name: str, value: Any, low: int, high: int | None = None) -
     return None if value is None else integer(name, value, low, high)
 
 
+def by_name(groups: dict[str, str]) -> dict[str, str]:
+    """Return the reason of each name, from names separated by spaces for each reason."""
+    return {name: reason for reason, names in groups.items() for name in names.split()}
+
+
 def draw_seed() -> int:
     """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
     return int(torch.randint(2**53, ()))

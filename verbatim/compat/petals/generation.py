@@ -18,7 +18,7 @@ from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
-_NOT_DONE = {
+_REFUSED = {
     "assistant_model": 'drafts belong to the model: open it with draft=, a folder or "ngram"',
     "negative_prompt_ids": "a second, unconditional prompt is not run beside the first",
     "negative_prompt_attention_mask": "a second, unconditional prompt is not run beside the first",
@@ -60,14 +60,12 @@ class RemoteGenerationMixin:
                 session; without one, or at its beginning, it starts from the model's BOS.
             generation_config: values that the call does not name; then the model's apply, then
                 transformers' defaults.
-            logits_processor: a list of transformers' processors or of functions of `input_ids` `[1, L]` and
-                `scores` `[1, V]`, one row at a time, without pads. They must be pure: each is called once per
-                token, with rows in any order.
-            stopping_criteria: a list of functions of `input_ids` `[1, L]` and `scores` (None without
+            logits_processor: transformers' processors or functions of `input_ids` `[1, L]` and `scores`
+                `[1, V]`, called once per token and row, without pads, rows in any order: they must be pure.
+            stopping_criteria: functions of `input_ids` `[1, L]` and `scores` (None without
                 `output_scores`), called for each new token of a row; True ends the row.
             prefix_allowed_tokens_fn: `f(row, ids)` returns the allowed next ids.
-            synced_gpus: False or None.
-            assistant_model: None; drafts belong to the model.
+            synced_gpus, assistant_model: False and None; drafts belong to the model.
             streamer: gets the inputs, then each new column `[B]`, through `put`, and `end()`.
             session: None takes the session of the enclosing `with` block, if any.
             seed: an extension. Row b draws with it and sample index b. By default a session takes one from
@@ -89,8 +87,7 @@ class RemoteGenerationMixin:
             OutOfBlocks: too few blocks for a session's rows. SessionBusy, EngineClosed.
             RequestFailed: no token can be drawn for a row.
         """
-        kwargs |= {"assistant_model": assistant_model}
-        kwargs = _check_kwargs(kwargs, synced_gpus)
+        _check_kwargs(kwargs, synced_gpus, assistant_model)
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
         tokenizer = kwargs.pop("tokenizer", None)
         if inputs is not None and ids is not None:
@@ -170,18 +167,18 @@ class RemoteGenerationMixin:
         return first_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
 
 
-def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any) -> dict[str, Any]:
-    """Return the arguments without those that have no effect; refuse unsupported ones."""
+def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:
+    """Remove arguments without effect from `kwargs`; refuse unsupported ones."""
     if synced_gpus:
         raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
-    for name, why in _NOT_DONE.items():
+    kwargs["assistant_model"] = assistant_model
+    for name, why in _REFUSED.items():
         if kwargs.pop(name, None) is not None:
             raise NotSupported(f"{name}: {why}")
     # Tokenizers return it for models without segments, too.
     types = kwargs.pop("token_type_ids", None)
     if types is not None and not (isinstance(types, Tensor) and not types.any()):
         raise NotSupported("token_type_ids: there is one segment, 0")
-    return kwargs
 
 
 def _on_device(output: Any, device: torch.device) -> Any:

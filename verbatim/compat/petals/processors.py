@@ -141,7 +141,7 @@ class Processors:
         if not self._filters_too:
             values |= {"do_sample": False, "watermarking_config": None, "renormalize_logits": None}
         maker: Any = GenerationMixin()
-        maker.config = PretrainedConfig(vocab_size=self._vocab_size)
+        maker.config = PretrainedConfig.from_dict({"vocab_size": self._vocab_size})
         try:
             processors = maker._get_logits_processor(
                 SimpleNamespace(**values),

@@ -39,13 +39,7 @@ class InferenceSession:
     index b. A failing call leaves the session unchanged.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        *,
-        max_length: int,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
         if llm.engine.collective is not None:
             raise NotSupported(
                 "a session: where each rank is a process of the user's, they make their calls together"
@@ -111,8 +105,7 @@ class InferenceSession:
     def step(self, *_: Any, **__: Any) -> NoReturn:
         """Raise NotSupported: a session does not pass hidden states."""
         raise NotSupported(
-            "InferenceSession.step takes and gives hidden states; a session here takes and gives ids, "
-            "through generate"
+            "InferenceSession.step: a session takes ids through generate, no hidden states"
         )
 
     def close(self, *_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.compat.batches import integer
+from verbatim.compat.batches import by_name, integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
@@ -35,48 +35,43 @@ _NEVER_NONE = frozenset(
     {"do_sample", "num_beams", "num_return_sequences", "temperature", "length_penalty"}
 )
 
-_BEAMS = "beams are searched for in one way here; use num_beams"
-_DRAFTS = 'drafts belong to the model: open it with draft=, such as draft="ngram"'
-_KV = "K and V lie in the engine's own blocks; a folder is opened with kv_dtype= and kv_memory="
 # Unsupported parameters that would change tokens or output, with the reason; refused everywhere.
-REFUSED: dict[str, str] = {
-    "guidance_scale": "a second, unconditional prompt is not run beside the first",
-    "token_healing": "prompts are taken as they are",
-    "penalty_alpha": "contrastive search is not built",
-    "dola_layers": "decoding from the difference of layers is not built",
-    "diversity_penalty": _BEAMS,
-    "num_beam_groups": _BEAMS,
-    "constraints": _BEAMS,
-    "force_words_ids": _BEAMS,
-    "output_attentions": "attention is computed block by block and not kept",
-    "output_hidden_states": "use LLM.generate with SamplingParams(hidden_states=True)",
-    "use_mtp": 'use draft="mtp" when the model is opened',
-}
+REFUSED = by_name(
+    {
+        "a second, unconditional prompt is not run beside the first": "guidance_scale",
+        "prompts are taken as they are": "token_healing",
+        "contrastive search is not built": "penalty_alpha",
+        "decoding from the difference of layers is not built": "dola_layers",
+        "beams are searched for in one way here; use num_beams": (
+            "diversity_penalty num_beam_groups constraints force_words_ids"
+        ),
+        "attention is computed block by block and not kept": "output_attentions",
+        "use LLM.generate with SamplingParams(hidden_states=True)": "output_hidden_states",
+        'use draft="mtp" when the model is opened': "use_mtp",
+    }
+)
 _OFF: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0), "num_beam_groups": (1,)}
 _OFF |= {"diversity_penalty": (0.0,), "penalty_alpha": (0.0,)}
 # How transformers would compute it: ignored in a model's or a caller's config, but refused
 # when named in the call.
-_HOW: dict[str, str] = {
-    "cache_implementation": _KV,
-    "cache_config": _KV,
-    "max_cache_len": _KV,
-    "prefill_chunk_size": "chunks are max_batch_tokens= of the model",
-    "compile_config": "nothing is compiled",
-    "low_memory": _BEAMS,
-    "is_assistant": _DRAFTS,
-    "num_assistant_tokens": _DRAFTS,
-    "num_assistant_tokens_schedule": _DRAFTS,
-    "assistant_confidence_threshold": _DRAFTS,
-    "prompt_lookup_num_tokens": _DRAFTS,
-    "max_matching_ngram_size": _DRAFTS,
-    "assistant_early_exit": _DRAFTS,
-    "assistant_lookbehind": _DRAFTS,
-    "target_lookbehind": _DRAFTS,
-    "assistant_ensemble_weight": _DRAFTS,
-    "speculation_type": _DRAFTS,
-    "continuous_batching_config": "all rows and calls are batched continuously",
-    "decoder_start_token_id": "it is for encoder-decoder models",
-}
+_HOW = by_name(
+    {
+        "K and V lie in the engine's own blocks; a folder is opened with kv_dtype= and kv_memory=": (
+            "cache_implementation cache_config max_cache_len"
+        ),
+        "chunks are max_batch_tokens= of the model": "prefill_chunk_size",
+        "nothing is compiled": "compile_config",
+        "beams are searched for in one way here; use num_beams": "low_memory",
+        'drafts belong to the model: open it with draft=, such as draft="ngram"': (
+            "is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+            "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+            "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+            "speculation_type"
+        ),
+        "all rows and calls are batched continuously": "continuous_batching_config",
+        "it is for encoder-decoder models": "decoder_start_token_id",
+    }
+)
 # Accepted; no token depends on them.
 _HARMLESS = frozenset({"use_cache", "disable_compile"})
 _META = frozenset({"transformers_version", "return_legacy_cache"})
