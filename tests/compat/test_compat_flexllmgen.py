@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import inspect
@@ -40,6 +41,7 @@ from verbatim.compat.flexllmgen import (
     OptConfig,
     OptLM,
     Policy,
+    flex_opt,
     get_opt_config,
 )
 from verbatim.compat.flexllmgen import model as door
@@ -310,6 +312,41 @@ def test_nothing_is_left_on_the_disk(folder, tmp_path, greedy):
     assert list(env.disk.path.iterdir()) == []
     with pytest.raises(EngineClosed):
         model.generate(ROWS, 2)
+
+
+def test_a_command_with_the_originals_flags_and_devices(folder, tmp_path, greedy):
+    parser = argparse.ArgumentParser()
+    flex_opt.add_parser_arguments(parser)
+    assert parser.parse_args([]).percent == [100, 0, 100, 0, 100, 0]
+    flags = f"--model {folder} --offload-dir {tmp_path} --gpu-batch-size 2 --num-gpu-batches 2"
+    args = parser.parse_args(f"{flags} --percent 0 50 0 100 0 100 --overlap no --verbose 0".split())
+    gpu, cpu = flex_opt.TorchDevice("cuda:0"), flex_opt.TorchDevice("cpu")
+    disk = flex_opt.TorchDisk(args.offload_dir)
+    mixed = flex_opt.TorchMixedDevice([gpu, cpu, disk])
+    env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=mixed)
+    assert (gpu.name, cpu.name, disk.path) == ("gpu", "cpu", tmp_path)
+    settings = Policy(
+        args.gpu_batch_size,
+        args.num_gpu_batches,
+        *args.percent,
+        args.overlap,
+        args.sep_layer,
+        args.pin_weight,
+        args.cpu_cache_compute,
+        args.attn_sparsity,
+        args.compress_weight,
+        compress_cache=args.compress_cache,
+    )
+    assert settings.sep_layer and not settings.overlap
+    with flex_opt.OptLM(args.model, env, args.path, settings) as model:
+        out = model.generate(
+            ROWS, 12, debug_mode=args.debug_mode, cut_gen_len=args.cut_gen_len, verbose=args.verbose
+        )
+    assert (out[:, WIDTH:] == greedy).all()
+    with pytest.raises(InvalidRequest, match="name='mps'"):
+        flex_opt.TorchDevice("mps")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--overlap", "perhaps"])
 
 
 def test_a_folder_that_cant_be_used_says_so(tmp_path):

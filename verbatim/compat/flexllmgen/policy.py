@@ -46,6 +46,24 @@ class Tier:
     path: Path | None = None
 
 
+def TorchDevice(name: str) -> Tier:  # noqa: N802
+    """Return the tier of a device: "cpu", or "cuda" and "cuda:0" for the gpu tier."""
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InvalidRequest(f"name={name!r}: must be 'cpu' or 'cuda'")
+    return Tier("gpu" if kind == "cuda" else kind)
+
+
+def TorchDisk(path: str | os.PathLike[str], *_: object) -> Tier:  # noqa: N802
+    """Return the disk tier in a folder, which is created if missing; see `ExecutionEnv.create`."""
+    return ExecutionEnv.create(path).disk
+
+
+def TorchMixedDevice(base_devices: object = ()) -> Tier:  # noqa: N802
+    """Return the name of tensors over several tiers; the policy splits them."""
+    return Tier("mixed")
+
+
 @dataclass(frozen=True, eq=False)
 class ExecutionEnv:
     """The tiers of a machine; `ExecutionEnv.create(folder)` returns one.

@@ -116,8 +116,8 @@ def _fill_all(
         whole = result is not None and (
             batch_error is None or result.outputs[0].finish_reason is not FinishReason.ABORT
         )
-        if result is not None and whole:
-            translation.fill(request, admitted[number], result.outputs[0])
+        if whole:
+            translation.fill_finished(request, admitted[number])
         else:
             request.status, request.error = Status.FAILED, error or batch_error
     lengths = [request.generated_length or 0 for request in requests.values()]

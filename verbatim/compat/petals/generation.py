@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verbatim.compat.batches import draw_seed
 from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
-from verbatim.compat.petals.columns import TokenColumns, first_column, given_columns
+from verbatim.compat.petals.columns import TokenColumns, bos_column, input_columns
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import Settings
 from verbatim.errors import InvalidRequest, NotSupported
@@ -155,7 +155,7 @@ class RemoteGenerationMixin:
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
     ) -> TokenColumns | None:
         if inputs is not None:
-            return given_columns(inputs, mask, settings.pad_id)
+            return input_columns(inputs, mask, settings.pad_id)
         if mask is not None:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
@@ -164,7 +164,7 @@ class RemoteGenerationMixin:
         bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
         if bos_id is None and tokenizer is not None:
             bos_id = tokenizer.bos_id
-        return first_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
+        return bos_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
 
 
 def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from verbatim.compat.batches import by_name
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -44,22 +42,6 @@ _ALWAYS = {
 }
 _CLUSTER_OPTIONS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
 _ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")
-
-
-def open_source(model: Any, options: Mapping[str, Any]) -> tuple[LLM | nn.Module, bool]:
-    """Return the passed or newly opened model, and whether it was opened here.
-
-    Raises:
-        As `open_llm`; InvalidRequest: options with an open model.
-    """
-    if not isinstance(model, LLM | nn.Module):
-        return open_llm(model, options), True
-    for name, value in options.items():
-        if value is not None:
-            raise InvalidRequest(
-                f"{name}={value!r}: the model is open already; options are for those that are opened here"
-            )
-    return model, False
 
 
 def open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
