@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -223,7 +223,7 @@ class GenerateCall:
 
     def run(self) -> Tensor:
         """Run all rows to their end."""
-        with self._closing():
+        with closing(self):
             return self.output(self._llm.engine.run(self._requests))
 
     def output(self, results: list[Result]) -> Tensor:
@@ -237,7 +237,7 @@ class GenerateCall:
         """Yield the whole tensor each time it has grown by the stream interval."""
         sent = 1 - self._interval
         steps = cast("Generator[None]", self._llm.engine.steps(self._requests))
-        with self._closing(), closing(steps):
+        with closing(self), closing(steps):
             for _ in steps:
                 rows, ready = self._progress()
                 for width in range(sent + self._interval, ready + 1, self._interval):
@@ -250,13 +250,6 @@ class GenerateCall:
         """Close the engine if it was opened for this call."""
         if self._owns_engine:
             self._llm.close()
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self.close()
 
     def _progress(self) -> tuple[list[list[int]], int]:
         """Return the new ids of each row, and the number of columns that are final."""

@@ -149,6 +149,12 @@ class AutoDistributedModelForCausalLM:
 
 
 _Model = TypeVar("_Model", bound=DistributedModelForCausalLM)
+_CLASSES = (
+    DistributedLlamaForCausalLM,
+    DistributedBloomForCausalLM,
+    DistributedFalconForCausalLM,
+    DistributedMixtralForCausalLM,
+)
 
 
 def _open(model: Any, options: dict[str, Any], kind: type[_Model] | None) -> _Model:
@@ -165,8 +171,9 @@ def _open(model: Any, options: dict[str, Any], kind: type[_Model] | None) -> _Mo
             source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
         )
         model_type = getattr(config, "model_type", None)
-        kinds = DistributedModelForCausalLM.__subclasses__()
-        own = next((k for k in kinds if k._model_type == model_type), DistributedModelForCausalLM)
+        own = next(
+            (k for k in _CLASSES if k._model_type == model_type), DistributedModelForCausalLM
+        )
         opened: Any = (kind or own)(source)
     except BaseException:
         if opened_here:
