@@ -51,9 +51,9 @@ from verbatim.compat.coati import (
     prepare_inputs_fn,
     update_model_kwargs_fn,
 )
-from verbatim.placement.actor import Actor as ActorRunner
-from verbatim.placement.foreign import Foreign, Piece
-from verbatim.placement.hooked import Hooked, Hooks
+from verbatim.placement.actor import RowRunner
+from verbatim.placement.foreign import ExternalRunner, Piece
+from verbatim.placement.hooked import CallbackRunner, Hooks
 from verbatim.placement.options import EngineOptions
 
 PAD, EOS = 0, 2
@@ -573,7 +573,7 @@ def test_a_stream_that_is_closed_early_frees_its_blocks(llm):
 
 def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
     closed = []
-    monkeypatch.setattr(Foreign, "close", lambda runner: closed.append(runner.placement))
+    monkeypatch.setattr(ExternalRunner, "close", lambda runner: closed.append(runner.placement))
     actor = DictActor(model)
     greedy(actor, length=P + 1)
     stream = generate_streaming(actor, IDS, ENDLESS, P + 9, **OUR_HOOKS)
@@ -691,7 +691,7 @@ def test_an_actors_row_has_the_same_bits_alone_in_a_batch_and_after_evictions(dt
 
     def run(rows, first=0, blocks=64, tokens=64):
         options = EngineOptions(None, None, 4, tokens, 8, None, None, False, None)
-        runner = ActorRunner(actor, {}, block_size=4, num_blocks=blocks)
+        runner = RowRunner(actor, {}, block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="actor", max_length=(None, "")) as llm:
             requests = [
                 llm.engine.admission.admit(row, params, first_sample=first + i)
@@ -1171,7 +1171,7 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
         options = EngineOptions(None, None, 4, tokens, seats, None, None, False, None)
         hooks = Hooks(prepare, update_model_kwargs_fn)
         mask = (IDS != PAD).long()
-        runner = Hooked(gpt2, hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
+        runner = CallbackRunner(gpt2, hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
         with LLM._over(runner, options, name="hooked", max_length=(None, "")) as llm:
             assert llm._generate_rows(ROWS, params) == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
@@ -1180,7 +1180,9 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
 def test_a_row_that_missed_a_step_is_not_taken_on_behind_a_hole(gpt2):
     hooks = Hooks(prepare_inputs_fn, update_model_kwargs_fn)
     ids = IDS[:2]
-    runner = Hooked(gpt2, hooks, ids, (ids != PAD).long(), {}, PAD, block_size=16, num_blocks=4)
+    runner = CallbackRunner(
+        gpt2, hooks, ids, (ids != PAD).long(), {}, PAD, block_size=16, num_blocks=4
+    )
 
     def logits(**grown):
         """Of both rows' pieces after these tokens; each row keeps its place in the store."""

@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
 from verbatim.model.borrow import exclusive
 from verbatim.model.limits import max_length_of
-from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.foreign import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class ForwardArguments:
     """The arguments of a model's forward.
 
     Attributes:
-        names: those it names.
-        others: it takes any other as well (`**kwargs`).
+        names: the named ones.
+        others: any other is accepted (`**kwargs`).
     """
 
     names: frozenset[str]
     others: bool
 
     @classmethod
-    def of(cls, model: Any) -> Takes:
+    def of(cls, model: Any) -> ForwardArguments:
         """Return the signature of a module's forward, or of another callable."""
         forward = model.forward if isinstance(model, nn.Module) else model
         try:
@@ -52,7 +52,7 @@ class Takes:
         return self.others or name in self.names
 
 
-class Actor(Foreign):
+class RowRunner(ExternalRunner):
     """Runs an actor, row by row.
 
     Args:
@@ -77,12 +77,12 @@ class Actor(Foreign):
         num_blocks: int,
         num_threads: int | None = None,
     ) -> None:
-        self.takes = check_takes_ids(model)
+        self.arguments = check_takes_ids(model)
         for name, value in constants.items():
-            if name not in self.takes:
+            if name not in self.arguments:
                 raise InvalidRequest(
                     f"{name}: the forward of {type(model).__name__} takes no such argument; it takes "
-                    f"{', '.join(sorted(self.takes.names))}"
+                    f"{', '.join(sorted(self.arguments.names))}"
                 )
             if isinstance(value, Tensor):
                 raise NotSupported(
@@ -90,12 +90,12 @@ class Actor(Foreign):
                     "prepare_inputs_fn, which gets all rows together"
                 )
         self._constants = dict(constants)
-        if "use_cache" in self.takes.names:  # its cache would not be used
+        if "use_cache" in self.arguments.names:  # its cache would not be used
             self._constants.setdefault("use_cache", False)
-        self._masked = "attention_mask" in self.takes
+        self._masked = "attention_mask" in self.arguments
         super().__init__(
             model,
-            vocab_size=vocabulary_of(model, self.takes, self._constants),
+            vocab_size=vocabulary_of(model, self.arguments, self._constants),
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
@@ -116,7 +116,7 @@ class Actor(Foreign):
         return logits[0, back]
 
 
-def check_takes_ids(model: Any) -> Takes:
+def check_takes_ids(model: Any) -> ForwardArguments:
     """Check that the model's forward takes ids.
 
     Raises:
@@ -125,7 +125,7 @@ def check_takes_ids(model: Any) -> Takes:
     name = type(model).__name__
     if not callable(model):
         raise UnsupportedModel(f"{name} can't be called; an actor is called with input_ids")
-    takes = Takes.of(model)
+    takes = ForwardArguments.of(model)
     if "input_ids" not in takes:
         raise UnsupportedModel(
             f"the forward of {name} takes {', '.join(sorted(takes.names)) or 'nothing'} and no input_ids"
@@ -203,7 +203,7 @@ def cache_of(values: Any) -> Any:
     return next((cache for cache in found if cache is not None), None)
 
 
-def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
+def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]) -> int:
     """Return the vocabulary size: from its config, else from a forward of one token.
 
     Args:

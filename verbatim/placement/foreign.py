@@ -51,7 +51,7 @@ class Piece:
     wanted: Tensor
 
 
-class Foreign:
+class ExternalRunner:
     """A Runner over `run`, which a placement overrides.
 
     Args:

@@ -18,7 +18,7 @@ from verbatim.batch import Draws, SamplePlan
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.placement.actor import (
     CACHE_NAMES,
-    Takes,
+    ForwardArguments,
     cache_of,
     check_logits,
     check_takes_ids,
@@ -27,7 +27,7 @@ from verbatim.placement.actor import (
     rename_cache,
     vocabulary_of,
 )
-from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.foreign import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 from verbatim.protocols import Forward
 
@@ -52,7 +52,7 @@ class Hooks:
     update: Callable[..., Any] | None
 
 
-class Hooked(Foreign):
+class CallbackRunner(ExternalRunner):
     """Runs one batch of rows, from its prompts to its end; the engine must run no other.
 
     `model_kwargs` always has an `attention_mask` as wide as the ids: if `update` omits it or does not widen
@@ -68,7 +68,7 @@ class Hooked(Foreign):
     Raises:
         InvalidRequest: `model_kwargs` has an argument that the hooks get anyway, or a pad is outside of
             the vocabulary.
-        UnsupportedModel: as for an `Actor`; a `prepare` of the caller need not pass `input_ids`.
+        UnsupportedModel: as for a `RowRunner`; a `prepare` of the caller need not pass `input_ids`.
     """
 
     placement = "hooked"
@@ -89,12 +89,14 @@ class Hooked(Foreign):
         for name in ("input_ids", "past"):
             if name in model_kwargs:
                 raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
-        self.takes = check_takes_ids(model) if hooks.prepare is None else Takes.of(model)
+        self.arguments = (
+            check_takes_ids(model) if hooks.prepare is None else ForwardArguments.of(model)
+        )
         self._hooks = hooks
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
-        self._names = _argument_names(model, self.takes)
+        self._names = _argument_names(model, self.arguments)
         # The row of each running sequence, by its first slot, and the column in which a row begins.
         self._rows: dict[int, int] = {}
         self._starts: dict[int, int] = {}
@@ -108,7 +110,7 @@ class Hooked(Foreign):
         self._kwargs: dict[str, Any] = {}
         super().__init__(
             model,
-            vocab_size=vocabulary_of(model, self.takes, {}),
+            vocab_size=vocabulary_of(model, self.arguments, {}),
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
@@ -211,14 +213,14 @@ class Hooked(Foreign):
     def _inputs(self) -> dict[str, Any]:
         ids, kwargs = self._tokens.clone(), self._kwargs
         if self._hooks.prepare is None:
-            named = {k: v for k, v in kwargs.items() if k in self.takes.names - _CACHES}
-            if "attention_mask" in self.takes:
+            named = {k: v for k, v in kwargs.items() if k in self.arguments.names - _CACHES}
+            if "attention_mask" in self.arguments:
                 named["attention_mask"] = kwargs["attention_mask"]
             return {**named, "input_ids": ids}
         prepare = self._hooks.prepare
-        kwargs = rename_cache(kwargs, Takes.of(prepare).names)
+        kwargs = rename_cache(kwargs, ForwardArguments.of(prepare).names)
         inputs = _as_dict("prepare_inputs_fn", prepare(ids, past=self._past, **kwargs))
-        if "past" not in self.takes:  # transformers' own method passes on unknown arguments
+        if "past" not in self.arguments:  # transformers' own method passes on unknown arguments
             inputs.pop("past", None)
         return rename_cache(inputs, self._names)
 
@@ -298,7 +300,7 @@ def _as_dict(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _argument_names(model: Any, takes: Takes) -> frozenset[str]:
+def _argument_names(model: Any, takes: ForwardArguments) -> frozenset[str]:
     """Return the arguments that a model names; of a wrapper with `**kwargs`, also the inner model's."""
     from transformers import PreTrainedModel
 
@@ -306,4 +308,4 @@ def _argument_names(model: Any, takes: Takes) -> frozenset[str]:
         return takes.names
     layers = (layer for module in modules_of(model) for layer in module.modules())
     inner = next((layer for layer in layers if isinstance(layer, PreTrainedModel)), None)
-    return takes.names if inner is None else takes.names | Takes.of(inner).names
+    return takes.names if inner is None else takes.names | ForwardArguments.of(inner).names

@@ -20,7 +20,7 @@ from verbatim.model.borrow import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name
-from verbatim.placement.foreign import Foreign, Piece, on_cpu
+from verbatim.placement.foreign import ExternalRunner, Piece, on_cpu
 from verbatim.placement.kv_protocol import (
     CacheShape,
     call_together,
@@ -36,7 +36,7 @@ __all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]
 _ID_BYTES = 8  # of each token, kept beside its K and V
 
 
-class KVCachesRunner(Foreign):
+class KVCachesRunner(ExternalRunner):
     """Runs a `kv_caches` module on the engine's blocks.
 
     Args:

@@ -23,9 +23,9 @@ from verbatim.engine.lockstep import run_together
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
-from verbatim.placement.actor import Actor, Takes, limit_of
-from verbatim.placement.foreign import Foreign
-from verbatim.placement.hooked import Hooked, Hooks
+from verbatim.placement.actor import ForwardArguments, RowRunner, limit_of
+from verbatim.placement.foreign import ExternalRunner
+from verbatim.placement.hooked import CallbackRunner, Hooks
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
@@ -357,13 +357,13 @@ class GenerateCall:
             prefix_cache=False,
             num_threads=None,
         )
-        runner: Foreign
+        runner: ExternalRunner
         if hooks is None:
-            runner = Actor(model, self._constants, **sizes)
+            runner = RowRunner(model, self._constants, **sizes)
         else:
             pad = _pad_of(model) if self._pad is None else self._pad
             ids, mask = self._ids.cpu(), self._mask.cpu()
-            runner = Hooked(model, hooks, ids, mask, self._kwargs, pad, **sizes)
+            runner = CallbackRunner(model, hooks, ids, mask, self._kwargs, pad, **sizes)
         return LLM._over(runner, options, name=type(model).__name__, max_length=(limit, source))
 
 
@@ -386,7 +386,7 @@ def _run_in_lockstep(begin: Callable[[], GenerateCall], group: Any) -> Tensor:
 def _runs_row_by_row(model: Any, has_caches: bool) -> bool:
     """Return whether the model's own forward can be called row by row."""
     if has_caches:
-        return "input_ids" in Takes.of(model)
+        return "input_ids" in ForwardArguments.of(model)
     return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
 
 
