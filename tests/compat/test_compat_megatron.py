@@ -1321,22 +1321,73 @@ sample_from_logits update_generation_status pad_input_prompt_tokens unpad_input_
 dummy_forward async_generate_output_tokens_dynamic_batch generate_output_tokens_dynamic_batch
 generate_all_output_tokens_static_batch prep_inference_input stream_tokens""".split()
 KEPT = """_torch_sampling_func _get_required_logit_indices _sample_speculative_logits
-_verify_speculative_tokens _update_top_n_logprobs_dict""".split()
-ELSEWHERE = """_get_mtp_num_heads _init_dynamic_sampling_tensors _init_mtp_sampling_tensor
-_dynamic_step_context_init _dynamic_step_forward_logits _dynamic_step_sample_bookkeeping
-_rewind_kv_cache _sample_from_logits_2d _compute_serial_mtp_and_sample
-_dynamic_step_sample_logits_and_verify_tokens _dynamic_step_sample_logits
-_dynamic_step_log_probs_bookkeeping _router_record_bookkeeping _dynamic_step_calculate_log_probs
-_dynamic_step_calculate_log_probs_speculative _dynamic_step_calculate_top_n_logprobs_speculative
-_dynamic_step_calculate_top_n_logprobs _dummy_serial_mtp_forward _dynamic_step_context_bookkeeping""".split()
+_verify_speculative_tokens _update_top_n_logprobs_dict _sample_from_logits_2d
+_dynamic_step_sample_bookkeeping _dynamic_step_sample_logits _dynamic_step_log_probs_bookkeeping
+_dynamic_step_context_bookkeeping _get_mtp_num_heads _init_dynamic_sampling_tensors
+_init_mtp_sampling_tensor _rewind_kv_cache _dummy_serial_mtp_forward""".split()
+ELSEWHERE = {
+    "_dynamic_step_context_init": "generate_output_tokens_dynamic_batch",
+    "_dynamic_step_forward_logits": "generate_output_tokens_dynamic_batch",
+    "_compute_serial_mtp_and_sample": "draft=",
+    "_dynamic_step_sample_logits_and_verify_tokens": "draft=",
+    "_router_record_bookkeeping": "record_routing=True",
+    "_dynamic_step_calculate_log_probs": "return_log_probs",
+    "_dynamic_step_calculate_log_probs_speculative": "return_log_probs",
+    "_dynamic_step_calculate_top_n_logprobs": "top_n_logprobs",
+    "_dynamic_step_calculate_top_n_logprobs_speculative": "top_n_logprobs",
+}
 
 
 def test_every_name_of_the_document_has_its_place():
     page = (Path(__file__).parents[2] / "docs/coming-from/megatron.md").read_text()
     for name in PUBLIC + KEPT:
         assert callable(getattr(TextGenerationController, name)), name
-    for name in PUBLIC + KEPT + ELSEWHERE + list(SamplingParams.__slots__):
+    for name in PUBLIC + KEPT + [*ELSEWHERE] + list(SamplingParams.__slots__):
         assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_steps_inside_of_the_engine_are_refused_by_name(controller, name):
+    with pytest.raises(NotSupported, match=f"{name}: .*{ELSEWHERE[name]}"):
+        getattr(controller, name)(torch.zeros(1, 2, 3))
+
+
+def test_steps_of_a_dynamic_batch_one_by_one(controller):
+    controller._init_dynamic_sampling_tensors()
+    with pytest.raises(InvalidRequest, match="no bucket"):
+        controller._sample_from_logits_2d(torch.zeros(1, VOCAB))
+    requests = requests_of(
+        SamplingParams(top_k=1, num_tokens_to_generate=2, no_early_termination=True),
+        SamplingParams(temperature=0.5, return_log_probs=True, num_tokens_to_generate=1),
+        SamplingParams(top_k=1, num_tokens_to_generate=1),
+    )
+    for request in requests.values():
+        controller.inference_context.add_request(request)
+    controller._dynamic_step_sample_bookkeeping()
+    assert controller._torch_sampling_buckets == [([0, 2], 1.0, 1, 0.0), ([1], 0.5, 0, 0.0)]
+    assert controller._dynamic_step_log_probs_bookkeeping() == (True, False)
+    logits = torch.full((3, VOCAB), -torch.inf)
+    logits[range(3), [7, 8, 9]] = 0.0
+    for given in (logits, logits[None]):
+        assert controller._dynamic_step_sample_logits(given).tolist() == [7, 8, 9]
+    assert controller._dynamic_step_context_bookkeeping()["active_request_ids"].tolist() == []
+    controller.inference_context.step()  # the engine's forward and sampling
+    step = controller._dynamic_step_context_bookkeeping()
+    assert step["active_request_ids"].tolist() == [10, 11, 12] and len(step["sample"]) == 3
+    assert step["finished_request_ids"].tolist() == [11, 12]
+    controller.inference_context.reset()
+    assert controller._dynamic_step_context_bookkeeping() == {}
+
+
+def test_the_number_of_mtp_heads_is_the_configs(controller, llm):
+    assert controller._get_mtp_num_heads() == 0
+    llm.engine.config.num_mtp_layers = 2
+    try:
+        assert controller._get_mtp_num_heads() == 2
+    finally:
+        del llm.engine.config.num_mtp_layers
+    for name in ("_init_mtp_sampling_tensor", "_rewind_kv_cache", "_dummy_serial_mtp_forward"):
+        assert getattr(controller, name)() is None
 
 
 def test_the_example_of_the_page_runs():

@@ -1,13 +1,48 @@
-"""Padded batches of token ids, shared by the adapters."""
+"""Arguments, padded batches and seeds, shared by the adapters."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.errors import InvalidRequest
+from verbatim.core import Completion, FinishReason
+from verbatim.core import Sequence as Row
+from verbatim.errors import InvalidRequest, RequestFailed
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value`, an integer of Python, numpy or a tensor with one element, as Python's.
+
+    Raises:
+        InvalidRequest: `value` is not an integer, or is outside of `low` to `high`.
+    """
+    try:
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # a tensor without data is the latter
+        number = low - 1
+    if number < low or (high is not None and number > high):
+        upper = " or more" if high is None else f" to {high}"
+        raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}")
+    return number
+
+
+def optional_integer(name: str, value: Any, low: int, high: int | None = None) -> int | None:
+    """Return `integer`, or None for None."""
+    return None if value is None else integer(name, value, low, high)
+
+
+def by_name(groups: dict[str, str]) -> dict[str, str]:
+    """Return the reason of each name, from names separated by spaces for each reason."""
+    return {name: reason for reason, names in groups.items() for name in names.split()}
+
+
+def draw_seed() -> int:
+    """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
+    return int(torch.randint(2**53, ()))
 
 
 def pad_rows(
@@ -60,3 +95,9 @@ def prompt_mask(ids: Tensor, attention_mask: Tensor | None, pad_id: int | None) 
     if pad_id is None or not ids.numel():
         return torch.ones_like(ids, dtype=torch.int64)
     return (ids != pad_id).long().cummax(dim=1).values
+
+
+def check_complete(row: int, output: Completion | Row) -> None:
+    """Raise RequestFailed if the row was aborted, for example by closing a shared engine."""
+    if output.finish_reason is FinishReason.ABORT:
+        raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")

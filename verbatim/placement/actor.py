@@ -1,9 +1,8 @@
-"""Actors: whatever is called as `model(input_ids=..., attention_mask=...)` and returns logits.
+"""Actors: models that are called as `model(input_ids=..., attention_mask=...)` and return logits.
 
-Nothing is known of such a model but its forward, so each row is handed to it whole and alone, at every
-step: no padding and no mask can go wrong, nothing it keeps can grow stale, and a row's bits can't depend
-on other rows. They are its own forward's bits for that row. The price is a step that costs as much as a
-prefill; who wants the model's own cache brings hooks (`hooked.py`).
+Only the forward of such a model is known, so every step calls it with each whole row, one by one: there is
+no padding, no mask and no cache to get wrong, and a row's logits do not depend on other rows. A step costs
+as much as a prefill; hooks (`hooked.py`) use the model's own cache.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from torch import Tensor, nn
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
 from verbatim.model.borrow import exclusive
 from verbatim.model.limits import max_length_of
-from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.foreign import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class ForwardArguments:
     """The arguments of a model's forward.
 
     Attributes:
-        names: those it names.
-        others: it takes any other as well (`**kwargs`).
+        names: the named ones.
+        others: any other is accepted (`**kwargs`).
     """
 
     names: frozenset[str]
     others: bool
 
     @classmethod
-    def of(cls, model: Any) -> Takes:
+    def of(cls, model: Any) -> ForwardArguments:
         """Return the signature of a module's forward, or of another callable."""
         forward = model.forward if isinstance(model, nn.Module) else model
         try:
@@ -53,19 +52,18 @@ class Takes:
         return self.others or name in self.names
 
 
-class Actor(Foreign):
+class RowRunner(ExternalRunner):
     """Runs an actor, row by row.
 
     Args:
-        model: what is called, with `input_ids` [1, L] int64, `attention_mask` of ones if its forward takes
-            one, and `constants`. Returns an object or a dict with `logits` [1, T, V]; the last of the T stand
-            for the last of the L.
+        model: called with `input_ids` [1, L] int64, `attention_mask` of ones if its forward takes one, and
+            `constants`. Returns an object or a dict with `logits` [1, T, V], of the last T positions.
         constants: further arguments, the same at each call.
 
     Raises:
-        UnsupportedModel: its forward takes no `input_ids`, or its vocabulary can't be found out.
+        UnsupportedModel: its forward takes no `input_ids`, or its vocabulary size is unknown.
         InvalidRequest: its forward takes no argument of this name.
-        NotSupported: a tensor among `constants`, of which nobody knows whose row it belongs to.
+        NotSupported: a tensor among `constants`, which can't be split into rows.
     """
 
     placement = "actor"
@@ -79,32 +77,32 @@ class Actor(Foreign):
         num_blocks: int,
         num_threads: int | None = None,
     ) -> None:
-        self.takes = check_takes_ids(model)
+        self.arguments = check_takes_ids(model)
         for name, value in constants.items():
-            if name not in self.takes:
+            if name not in self.arguments:
                 raise InvalidRequest(
                     f"{name}: the forward of {type(model).__name__} takes no such argument; it takes "
-                    f"{', '.join(sorted(self.takes.names))}"
+                    f"{', '.join(sorted(self.arguments.names))}"
                 )
             if isinstance(value, Tensor):
                 raise NotSupported(
                     f"{name} is a tensor of shape {list(value.shape)}, and rows are run one by one: pass a "
-                    "prepare_inputs_fn, which is handed all rows together"
+                    "prepare_inputs_fn, which gets all rows together"
                 )
         self._constants = dict(constants)
-        if "use_cache" in self.takes.names:  # what it would keep is thrown away
+        if "use_cache" in self.arguments.names:  # its cache would not be used
             self._constants.setdefault("use_cache", False)
-        self._masked = "attention_mask" in self.takes
+        self._masked = "attention_mask" in self.arguments
         super().__init__(
             model,
-            vocab_size=vocabulary_of(model, self.takes, self._constants),
+            vocab_size=vocabulary_of(model, self.arguments, self._constants),
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
         )
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:
-        with lent(self.module):
+        with evaluating(self.module):
             return [self._rows(piece) for piece in pieces]
 
     def _rows(self, piece: Piece) -> Tensor:
@@ -118,7 +116,7 @@ class Actor(Foreign):
         return logits[0, back]
 
 
-def check_takes_ids(model: Any) -> Takes:
+def check_takes_ids(model: Any) -> ForwardArguments:
     """Check that the model's forward takes ids.
 
     Raises:
@@ -127,7 +125,7 @@ def check_takes_ids(model: Any) -> Takes:
     name = type(model).__name__
     if not callable(model):
         raise UnsupportedModel(f"{name} can't be called; an actor is called with input_ids")
-    takes = Takes.of(model)
+    takes = ForwardArguments.of(model)
     if "input_ids" not in takes:
         raise UnsupportedModel(
             f"the forward of {name} takes {', '.join(sorted(takes.names)) or 'nothing'} and no input_ids"
@@ -136,8 +134,8 @@ def check_takes_ids(model: Any) -> Takes:
 
 
 @contextmanager
-def lent(model: Any) -> Iterator[None]:
-    """Run the block in eval mode and without autocast; every layer's own mode comes back."""
+def evaluating(model: Any) -> Iterator[None]:
+    """Run the block in eval mode and without autocast; restore the mode of every layer."""
     layers = [layer for module in modules_of(model) for layer in module.modules() if layer.training]
     try:
         for layer in layers:
@@ -152,44 +150,42 @@ def lent(model: Any) -> Iterator[None]:
 def logits_of(
     model: Any, inputs: Mapping[str, Any], *, rows: int, tokens: int, width: int | None
 ) -> Tensor:
-    """Return the logits in the result of a call."""
-    return answer(model, model(**inputs), rows=rows, tokens=tokens, width=width)
+    """Return the logits of a call; see `check_logits`."""
+    return check_logits(model, model(**inputs), rows=rows, tokens=tokens, width=width)
 
 
-def answer(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
-    """The logits `[rows, T, V]` in what a forward returned.
+def check_logits(model: Any, outputs: Any, *, rows: int, tokens: int, width: int | None) -> Tensor:
+    """Return the logits `[rows, T, V]` in the output of a forward.
 
     Args:
         tokens: T is at least this.
         width: V; None takes any.
 
     Raises:
-        UnsupportedModel: there are none, they have another shape, or are not plain numbers on the CPU.
+        UnsupportedModel: there are none, or they are not floating point `[rows, T, V]` on the CPU.
     """
-    name = type(model).__name__
-    found = field_of(outputs, "logits")
-    if not isinstance(found, Tensor):
+    name, logits = type(model).__name__, field_of(outputs, "logits")
+    if not isinstance(logits, Tensor):
         raise UnsupportedModel(
             f"{name} returned {type(outputs).__name__}; an object or a dict with logits [B, T, V] is needed"
         )
-    if found.device.type != "cpu" or found.layout != torch.strided:
+    if logits.device.type != "cpu" or logits.layout != torch.strided:
         raise UnsupportedModel(
-            f"{name} returned logits on {found.device} in {found.layout}; they must be on the CPU in "
+            f"{name} returned logits on {logits.device} in {logits.layout}; they must be on the CPU in "
             "torch.strided"
         )
-    fits = found.dim() == 3 and found.shape[0] == rows and found.shape[1] >= tokens
-    fits = fits and found.shape[2] > 0
-    if not fits or width not in (None, found.shape[2]) or not found.is_floating_point():
-        wanted = f"[{rows}, {tokens} or more, {'V' if width is None else width}]"
+    fits = logits.dim() == 3 and logits.shape[0] == rows and logits.shape[1] >= tokens
+    fits = fits and logits.shape[2] > 0 and width in (None, logits.shape[2])
+    if not fits or not logits.is_floating_point():
         raise UnsupportedModel(
-            f"{name} returned logits of shape {list(found.shape)} in {found.dtype}; they must be numbers of "
-            f"shape {wanted}"
+            f"{name} returned logits of shape {list(logits.shape)} in {logits.dtype}; they must be numbers "
+            f"of shape [{rows}, {tokens} or more, {'V' if width is None else width}]"
         )
-    return found
+    return logits
 
 
 def field_of(outputs: Any, name: str) -> Any:
-    """An entry of a dict or an attribute of an object; None where there is none."""
+    """Return an entry of a dict or an attribute of an object, or None."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
@@ -207,16 +203,18 @@ def cache_of(values: Any) -> Any:
     return next((cache for cache in found if cache is not None), None)
 
 
-def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
+def vocabulary_of(model: Any, takes: ForwardArguments, inputs: Mapping[str, Any]) -> int:
     """Return the vocabulary size: from its config, else from a forward of one token.
 
     Args:
-        inputs: what this forward is handed besides.
+        inputs: further arguments of that forward.
 
     Raises:
-        UnsupportedModel: neither says it.
+        UnsupportedModel: neither works.
     """
-    config = _text_config(model)
+    config: Any = getattr(model, "config", None)
+    if callable(nested := getattr(config, "get_text_config", None)):
+        config = nested(decoder=True)
     size = getattr(config, "vocab_size", None)
     if isinstance(size, int) and size > 0:
         return size
@@ -225,7 +223,7 @@ def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
     if "attention_mask" in takes:
         inputs["attention_mask"] = torch.ones_like(ids)
     try:
-        with exclusive, torch.inference_mode(False), torch.no_grad(), lent(model):
+        with exclusive, torch.inference_mode(False), torch.no_grad(), evaluating(model):
             return logits_of(model, inputs, rows=1, tokens=1, width=None).shape[2]
     except UnsupportedModel:
         raise
@@ -237,10 +235,7 @@ def vocabulary_of(model: Any, takes: Takes, inputs: Mapping[str, Any]) -> int:
 
 
 def limit_of(model: Any) -> tuple[int | None, str]:
-    """The longest sequence for the transformers model that it is or holds, and where that is said.
-
-    None where it holds none, or where its config says nothing.
-    """
+    """Return the length limit of the transformers model in `model`, and its source; None if unlimited."""
     from transformers import PreTrainedModel
 
     for module in modules_of(model):
@@ -248,9 +243,3 @@ def limit_of(model: Any) -> tuple[int | None, str]:
             if isinstance(layer, PreTrainedModel):
                 return max_length_of(layer.config)
     return None, "no limit in the config"
-
-
-def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    nested = getattr(config, "get_text_config", None)
-    return nested(decoder=True) if callable(nested) else config

@@ -1,8 +1,8 @@
-"""Modules that speak another protocol than transformers'.
+"""Base class of runners for external modules: those with another protocol than transformers'.
 
-Their forward can't be run on flat batches: they take whole rows, or keep K and V in a cache of their own
-kind. What all of them have in common is here: the ids of every sequence, kept in the blocks that the engine
-hands out. So whatever a runner keeps besides may be lost at any time, and is computed again from the ids.
+Their forward can't run flat batches: it takes whole rows, or keeps K and V in its own kind of cache. The ids
+of every sequence are kept here, in the engine's blocks, so a runner's other state may be dropped at any time
+and recomputed from the ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verbatim.weights.update import NewWeights, WeightWriter
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Run the block with tensors made on the CPU, whatever `torch.device` the caller stands in."""
+    """Run the block with the CPU as torch's default device."""
     if torch.get_default_device().type == "cpu":
         return nullcontext()
     return torch.device("cpu")
@@ -38,11 +38,11 @@ class Piece:
     """The rows of one sequence in a forward.
 
     Attributes:
-        ids: `[L]` int64, everything the sequence holds once this forward is done.
-        start: the first position that is new.
-        slots: `[L]` int64, where in the store each position lives (block times block size plus offset).
-        wanted: int64, ascending: the positions whose logits somebody needs; often the last alone, and
-            none where a prompt is cut in the middle.
+        ids: `[L]` int64, all ids of the sequence after this forward.
+        start: the first new position.
+        slots: `[L]` int64, the slot of each position (block times block size plus offset).
+        wanted: int64, ascending: positions with needed logits; often the last alone, and none if a prompt
+            is cut in the middle.
     """
 
     ids: Tensor
@@ -51,11 +51,11 @@ class Piece:
     wanted: Tensor
 
 
-class Foreign:
+class ExternalRunner:
     """A Runner over `run`, which a placement overrides.
 
     Args:
-        module: what computes; a `torch.nn.Module`, or anything that can be called.
+        module: a `torch.nn.Module`, or any callable.
         vocab_size: width of its logits.
         num_blocks: blocks of ids, scratch included.
         num_threads: of torch's pool while a forward or a draw runs; None leaves torch's setting.
@@ -104,7 +104,7 @@ class Foreign:
         return module
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:
-        """Logits `[len(wanted), V]` of each piece, in any floating dtype."""
+        """Return the logits `[len(wanted), V]` of each piece, in any floating dtype."""
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> Forward:
@@ -123,7 +123,7 @@ class Foreign:
             return Forward(torch.cat(self.run(self._pieces(batch))).detach())
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy blocks `(from, to)` of whatever is stored besides the ids."""
+        """Copy blocks `(from, to)` of a runner's other state."""
 
     def _pieces(self, batch: Batch) -> list[Piece]:
         pieces = []
@@ -153,7 +153,7 @@ class Foreign:
         raise NotSupported(f"its routing can't be replayed: {self.routing_reason}")
 
     def look_again(self) -> None:
-        """There is nothing to follow: its own forward is called each time."""
+        """Do nothing: the module's own forward is called each time."""
 
     def info(self) -> dict[str, Any]:
         module = self.module

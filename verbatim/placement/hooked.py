@@ -1,8 +1,8 @@
 """Models that are called through the caller's own hooks, all rows together.
 
-`prepare_inputs_fn` makes the model's inputs of what was generated so far, `update_model_kwargs_fn` says what
-is carried to the next step. They belong to loops that keep one padded batch, so that is what they see
-here: `[B, L]` ids, padded on the left, whose rows go on with pads once they have ended.
+`prepare_inputs_fn` makes the model's inputs from the ids so far, `update_model_kwargs_fn` the arguments of
+the next step. They are written for one padded batch, so they get one: `[B, L]` ids, padded on the left;
+rows continue with pads once they have ended.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from verbatim.batch import Draws, SamplePlan
 from verbatim.errors import InvalidRequest, RequestFailed
 from verbatim.placement.actor import (
     CACHE_NAMES,
-    Takes,
-    answer,
+    ForwardArguments,
     cache_of,
+    check_logits,
     check_takes_ids,
+    evaluating,
     field_of,
-    lent,
     rename_cache,
     vocabulary_of,
 )
-from verbatim.placement.foreign import Foreign, Piece
+from verbatim.placement.foreign import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 from verbatim.protocols import Forward
 
-# Without a prepare_inputs_fn each forward is over all ids, and whatever was kept would be counted twice.
+# Without a prepare_inputs_fn each forward is over all ids, so a cache would count them twice.
 _CACHES = frozenset({*CACHE_NAMES, "past", "mems", "cache_params", "cache_position"})
 # Inputs with a column for each of the ids: position_ids, token_type_ids, mm_token_type_ids.
 _BESIDE = ("input_ids", "position_ids", "token_type_ids", "cache_position")
@@ -42,33 +42,33 @@ class Hooks:
     """The caller's functions.
 
     Attributes:
-        prepare: `f(input_ids, past=past, **model_kwargs)` to the model's inputs; `past` is None at first,
-            then the cache in the outputs, or `outputs.mems`. None hands the model all ids at each step,
-            with those of `model_kwargs` that its forward names.
-        update: `f(outputs, model_kwargs)` to the next `model_kwargs`; None leaves them alone.
+        prepare: `f(input_ids, past=past, **model_kwargs)` returns the model's inputs; `past` is None at
+            first, then the cache in the outputs, or `outputs.mems`. None passes all ids at each step, and
+            those of `model_kwargs` that the forward names.
+        update: `f(outputs, model_kwargs)` returns the next `model_kwargs`; None keeps them.
     """
 
     prepare: Callable[..., Any] | None
     update: Callable[..., Any] | None
 
 
-class Hooked(Foreign):
+class CallbackRunner(ExternalRunner):
     """Runs one batch of rows, from its prompts to its end; the engine must run no other.
 
-    `model_kwargs` always has an `attention_mask` as wide as the ids: one that `update` left out, or did not
-    let grow, is grown here. Of ids that a transformers cache holds already none is passed on.
+    `model_kwargs` always has an `attention_mask` as wide as the ids: if `update` omits it or does not widen
+    it, it is widened here. Ids that are in a transformers cache already are not passed on.
 
     Args:
         input_ids: `[B, P]` int64, padded on the left.
         attention_mask: `[B, P]`, 0 on padding.
-        model_kwargs: what the hooks are handed besides.
-        pad_token_id: what a row goes on with after its end.
-        num_blocks: enough for all rows at their longest, or rows are computed anew.
+        model_kwargs: further arguments of the hooks.
+        pad_token_id: continues a row after its end.
+        num_blocks: enough for all rows at their longest, or rows are recomputed.
 
     Raises:
-        InvalidRequest: `model_kwargs` has a name that the hooks are called with, or a pad is no id that the
-            model knows.
-        UnsupportedModel: as for an `Actor`; with a `prepare` of the caller's, `input_ids` are his business.
+        InvalidRequest: `model_kwargs` has an argument that the hooks get anyway, or a pad is outside of
+            the vocabulary.
+        UnsupportedModel: as for a `RowRunner`; a `prepare` of the caller need not pass `input_ids`.
     """
 
     placement = "hooked"
@@ -89,18 +89,19 @@ class Hooked(Foreign):
         for name in ("input_ids", "past"):
             if name in model_kwargs:
                 raise InvalidRequest(f"{name} is what the hooks are handed anyway; leave it out")
-        self.takes = check_takes_ids(model) if hooks.prepare is None else Takes.of(model)
+        self.arguments = (
+            check_takes_ids(model) if hooks.prepare is None else ForwardArguments.of(model)
+        )
         self._hooks = hooks
         self._prompts, self._prompt_mask = input_ids, attention_mask
         self._given = dict(model_kwargs)
         self._pad = pad_token_id
-        self._names = _argument_names(model, self.takes)
-        # The row of each sequence that runs, by its first slot, which no other has meanwhile; and the column
-        # in which it begins.
+        self._names = _argument_names(model, self.arguments)
+        # The row of each running sequence, by its first slot, and the column in which a row begins.
         self._rows: dict[int, int] = {}
         self._starts: dict[int, int] = {}
-        # The rows of the last forward's logits, and what was drawn from each: the engine brings back the
-        # tokens of those rows alone that go on.
+        # The rows of the last forward's logits, and the tokens drawn from them: the next forward only
+        # brings the tokens of rows that continue.
         self._drawing: list[int] = []
         self._drawn: dict[int, int] = {}
         self._seen = [row[mask.bool()] for row, mask in zip(input_ids, attention_mask, strict=True)]
@@ -109,12 +110,12 @@ class Hooked(Foreign):
         self._kwargs: dict[str, Any] = {}
         super().__init__(
             model,
-            vocab_size=vocabulary_of(model, self.takes, {}),
+            vocab_size=vocabulary_of(model, self.arguments, {}),
             block_size=block_size,
             num_blocks=num_blocks,
             num_threads=num_threads,
         )
-        # Padding is masked, but its ids are looked up all the same.
+        # Padding is masked, but its embeddings are looked up.
         fed = [
             input_ids.flatten(),
             torch.tensor([pad_token_id] * (len(input_ids) > 1), dtype=torch.int64),
@@ -137,10 +138,10 @@ class Hooked(Foreign):
         for row, piece in zip(rows, drawn, strict=True):
             self._seen[row] = piece.ids
         self._drawing, self._drawn = rows, {}
-        with lent(self.module):
+        with evaluating(self.module):
             logits = self._step()
-        found = iter(rows)
-        return [logits[next(found), None] if len(p.wanted) else logits[:0] for p in pieces]
+        row_of_piece = iter(rows)
+        return [logits[next(row_of_piece), None] if len(p.wanted) else logits[:0] for p in pieces]
 
     def sample(self, forward: Forward, plan: SamplePlan) -> Draws:
         draws = super().sample(forward, plan)
@@ -149,7 +150,7 @@ class Hooked(Foreign):
         return draws
 
     def _go_on(self, pieces: list[Piece]) -> bool:
-        """Add a column, if every piece is a known row with one token more, which belongs there."""
+        """Add a column and return True if every piece is a known row with one more token."""
         column = torch.full((len(self._seen), 1), self._pad)
         for ended, token in self._drawn.items():
             column[ended] = max(token, 0)  # -1: nothing could be drawn
@@ -165,7 +166,7 @@ class Hooked(Foreign):
         return True
 
     def _begin(self, pieces: list[Piece]) -> list[int]:
-        """Start from the ids, at first or when rows were recomputed; their rows in the batch."""
+        """Start from the ids, at first or when rows are recomputed; return the row of each piece."""
         rows = self._match(pieces)
         padding = (self._prompt_mask == 0).sum(dim=1).tolist()
         width = max(padding[row] + len(p.ids) for row, p in zip(rows, pieces, strict=True))
@@ -184,13 +185,13 @@ class Hooked(Foreign):
         return rows
 
     def _match(self, pieces: list[Piece]) -> list[int]:
-        """The row of each piece: the first of those left that was seen with its ids, or all but the last."""
+        """Return the row of each piece: the first unused one with its ids, or with all but the last."""
         rows: list[int] = []
         left = list(range(len(self._seen)))
         for piece in pieces:
             seen = (piece.ids.tolist(), piece.ids[:-1].tolist())
-            left.remove(found := next(row for row in left if self._seen[row].tolist() in seen))
-            rows.append(found)
+            rows.append(next(row for row in left if self._seen[row].tolist() in seen))
+            left.remove(rows[-1])
         return rows
 
     def _step(self) -> Tensor:
@@ -200,25 +201,26 @@ class Hooked(Foreign):
         inputs = self._with_positions(self._uncached(self._inputs()))
         outputs = self.module(**inputs)
         rows, width = len(self._seen), self.vocab_size
-        logits = answer(self.module, outputs, rows=rows, tokens=1, width=width)[:, -1].clone()
+        logits = check_logits(self.module, outputs, rows=rows, tokens=1, width=width)
+        last_logits = logits[:, -1].clone()
         for past in (cache_of(outputs), field_of(outputs, "mems")):
             if past is not None:
                 self._past = past
                 break
         self._kwargs = self._updated(outputs)
-        return logits
+        return last_logits
 
     def _inputs(self) -> dict[str, Any]:
         ids, kwargs = self._tokens.clone(), self._kwargs
         if self._hooks.prepare is None:
-            named = {k: v for k, v in kwargs.items() if k in self.takes.names - _CACHES}
-            if "attention_mask" in self.takes:
+            named = {k: v for k, v in kwargs.items() if k in self.arguments.names - _CACHES}
+            if "attention_mask" in self.arguments:
                 named["attention_mask"] = kwargs["attention_mask"]
             return {**named, "input_ids": ids}
         prepare = self._hooks.prepare
-        kwargs = rename_cache(kwargs, Takes.of(prepare).names)
+        kwargs = rename_cache(kwargs, ForwardArguments.of(prepare).names)
         inputs = _as_dict("prepare_inputs_fn", prepare(ids, past=self._past, **kwargs))
-        if "past" not in self.takes:  # transformers' own method hands on what it does not know
+        if "past" not in self.arguments:  # transformers' own method passes on unknown arguments
             inputs.pop("past", None)
         return rename_cache(inputs, self._names)
 
@@ -231,7 +233,7 @@ class Hooked(Foreign):
         held = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
         if not held or not isinstance(ids, Tensor) or ids.dim() != 2:
             return inputs
-        # A wider mask tells of a prefix that was in the cache before the first id.
+        # A wider mask means a prefix that was in the cache before the first id.
         flat = isinstance(mask, Tensor) and mask.dim() == 2
         total, width = (mask if flat else self._tokens).shape[1], ids.shape[1]
         lacking = total - held
@@ -267,7 +269,7 @@ class Hooked(Foreign):
         return kwargs
 
     def _with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs with the mask's positions, or pads before a row would count as its tokens."""
+        """Return inputs with the mask's positions; by default, models count leading pads as tokens."""
         mask = inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != self._tokens.shape:
             return inputs
@@ -278,13 +280,13 @@ class Hooked(Foreign):
         if "position_ids" in self._names:
             return {**inputs, "position_ids": positions if given is None else given}
         if isinstance(given, Tensor) and torch.equal(given, positions):
-            # They say what the mask says, to a model that takes the mask alone.
+            # They follow from the mask, and this model takes the mask alone.
             return {name: value for name, value in inputs.items() if name != "position_ids"}
         return inputs
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Each token's place in its own row, `[B, L]` int64; 0 on the padding before it."""
+    """Return each token's position in its own row, `[B, L]` int64; 0 on the padding before it."""
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -298,7 +300,7 @@ def _as_dict(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _argument_names(model: Any, takes: Takes) -> frozenset[str]:
+def _argument_names(model: Any, takes: ForwardArguments) -> frozenset[str]:
     """Return the arguments that a model names; of a wrapper with `**kwargs`, also the inner model's."""
     from transformers import PreTrainedModel
 
@@ -306,4 +308,4 @@ def _argument_names(model: Any, takes: Takes) -> frozenset[str]:
         return takes.names
     layers = (layer for module in modules_of(model) for layer in module.modules())
     inner = next((layer for layer in layers if isinstance(layer, PreTrainedModel)), None)
-    return takes.names if inner is None else takes.names | Takes.of(inner).names
+    return takes.names if inner is None else takes.names | ForwardArguments.of(inner).names

@@ -1,12 +1,9 @@
 """The runner for modules that are called as `model(tokens, kv_caches=[...])`.
 
-Their K and V live in the engine's own blocks, so prefix reuse, eviction, forks and beams work as they do
-for any model.
-
-A module whose every step is known to treat rows one by one (`model/rowwise.py`), and is the same in every
-forward (`model/steps.py`), runs on as many rows at once as are alike, in any cut. Every other one is run one
-token of one sequence at a time, on one thread: slow, and the same bits in every schedule, because nothing is
-ever beside a row.
+Their K and V are in the engine's own blocks, so prefix reuse, eviction, forks and beams work as for any
+model. A module whose steps are all known to be batch-invariant (`model/rowwise.py`), and the same in every
+forward (`model/steps.py`), runs sequences of equal length together, in any chunks. Others run one token of
+one sequence at a time, on one thread: slow, but with the same logits in every schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from verbatim.model.borrow import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name
-from verbatim.placement.foreign import Foreign, Piece, on_cpu
+from verbatim.placement.foreign import ExternalRunner, Piece, on_cpu
 from verbatim.placement.kv_protocol import (
     CacheShape,
     call_together,
@@ -39,7 +36,7 @@ __all__ = ["KVCachesRunner", "open_kv_caches", "speaks_kv_caches"]
 _ID_BYTES = 8  # of each token, kept beside its K and V
 
 
-class KVCachesRunner(Foreign):
+class KVCachesRunner(ExternalRunner):
     """Runs a `kv_caches` module on the engine's blocks.
 
     Args:
@@ -77,10 +74,10 @@ class KVCachesRunner(Foreign):
         self._tree = Tree(module)
 
     def look_again(self) -> None:
-        """Follow a module that was edited since it was last looked at.
+        """Inspect the module again if it was edited.
 
         Raises:
-            ModelChanged: its layers, what they store or its `max_seq_len` are others.
+            ModelChanged: its layers, their K and V or its `max_seq_len` changed.
         """
         with exclusive, threads(self._num_threads), on_cpu():
             module = self.module
@@ -103,8 +100,8 @@ class KVCachesRunner(Foreign):
             if self.rowwise_reason is None:
                 try:
                     return self._run_together(pieces)
-                except NotRowwise as step:  # what it wrote is written over, with the same bits
-                    if not self._tree.has_hooks():  # a hook may go again
+                except NotRowwise as step:  # its K and V are written again, with the same bits
+                    if not self._tree.has_hooks():  # a hook may be removed again
                         self.rowwise_reason = str(step)
             logits = [run_alone(self.module, self._shape, self.store, piece) for piece in pieces]
             self._check_width(logits[0].shape[-1])
@@ -123,8 +120,8 @@ class KVCachesRunner(Foreign):
             to = self.module, self._shape, self.store
             rows, _ = call_together(*to, ids, slots, start, self._steps, watched=watched)
             self._check_width(rows.shape[-1])
-            for i, mine in zip(members, rows, strict=True):
-                logits[i] = mine[pieces[i].wanted - start]
+            for i, row in zip(members, rows, strict=True):
+                logits[i] = row[pieces[i].wanted - start]
         return [logits[i] for i in range(len(pieces))]
 
     def _check_width(self, width: int) -> None:
@@ -163,13 +160,13 @@ class KVCachesRunner(Foreign):
 def open_kv_caches(
     module: nn.Module, options: EngineOptions, max_length: int | None, *, weak: bool
 ) -> KVCachesRunner:
-    """A runner for `module`, held weakly on request.
+    """Return a runner for `module`, held weakly if `weak`.
 
     Args:
         max_length: prompt and completion together, in tokens.
 
     Raises:
-        UnsupportedModel: it does not keep to the protocol, or its logits look ahead or are random.
+        UnsupportedModel: it violates the protocol, or its logits depend on later tokens or are random.
         NotSupported: a `kv_dtype` that is not the module's own.
         OutOfBlocks: the memory does not hold one block.
     """

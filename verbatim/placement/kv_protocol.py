@@ -1,4 +1,4 @@
-"""KempnerForge's protocol: `model(tokens, kv_caches=[...])`, and caches that are windows on a `KVStore`."""
+"""KempnerForge's protocol: `model(tokens, kv_caches=[...])`, with caches that are views of a `KVStore`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CacheShape:
         """Read it from `module.config`; the dtype is that of its first parameter.
 
         Raises:
-            UnsupportedModel: a field is no number above 0.
+            UnsupportedModel: a field is not a positive integer.
         """
         config: Any = module.config
         for field in _FIELDS:
@@ -59,11 +59,11 @@ class CacheShape:
         return CacheShape(n_layers, n_kv_heads, head_dim, max_seq_len, dtype)
 
     def store(self, num_blocks: int, block_size: int) -> KVStore:
-        """Memory for that many blocks."""
+        """Allocate the K and V of `num_blocks` blocks."""
         return KVStore(self.layer_shapes(), num_blocks, block_size, self.dtype, torch.device("cpu"))
 
     def layer_shapes(self) -> list[LayerShape]:
-        """The shape of each layer."""
+        """Return the shape of each layer."""
         return [LayerShape(self.kv_heads, self.head_size, self.head_size)] * self.layers
 
 
@@ -79,8 +79,8 @@ class BlockCache:
 
     Args:
         layer: of the store.
-        slots: `[B, L]` int64, where each position of each row lives.
-        seq_len: positions that are there already.
+        slots: `[B, L]` int64, the slot of each position of each row.
+        seq_len: positions in use.
     """
 
     def __init__(self, store: KVStore, layer: int, slots: Tensor, seq_len: int) -> None:
@@ -90,10 +90,10 @@ class BlockCache:
         self._slots = slots
 
     def update(self, k_new: Tensor, v_new: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `[B, Hkv, T, D]` each; everything that is there now, `[B, Hkv, seq_len, D]` each.
+        """Append `[B, Hkv, T, D]` each; return all K and V, `[B, Hkv, seq_len, D]` each.
 
         Raises:
-            UnsupportedModel: shapes that the module's config does not tell of.
+            UnsupportedModel: shapes that contradict the module's config.
         """
         with _unwatched():
             rows, length = self._slots.shape
@@ -123,21 +123,21 @@ class BlockCache:
 
     def _gather(self, which: int) -> Tensor:
         with _unwatched():
-            held = self._store.layers[self._layer][which]
+            blocks = self._store.layers[self._layer][which]
             slots, size = self._slots[:, : self.seq_len], self._store.block_size
-            return held[slots // size, :, slots % size].transpose(1, 2)
+            return blocks[slots // size, :, slots % size].transpose(1, 2)
 
 
 def call(
     module: nn.Module, shape: CacheShape, store: KVStore, ids: Tensor, slots: Tensor, start: int
 ) -> Tensor:
-    """Run one forward of `module` in the active mode: logits `[B, T, V]`.
+    """Run one forward of `module` in the active mode; return its logits `[B, T, V]`.
 
     Args:
         ids: `[B, T]`. slots: `[B, start + T]`.
 
     Raises:
-        UnsupportedModel: it does not keep to the protocol.
+        UnsupportedModel: it violates the protocol.
     """
     caches = [BlockCache(store, layer, slots, start) for layer in range(shape.layers)]
     logits = module(ids, kv_caches=caches)
@@ -163,15 +163,14 @@ def call_together(
     *,
     watched: bool,
 ) -> tuple[Tensor, tuple[Step, ...]]:
-    """`call` of rows that must not see each other, and the steps it took.
+    """Run `call` for rows that must be independent; return the logits and the steps.
 
     Args:
-        expected: the steps it must take; None: any that are known.
-        watched: look out for what does not show as a step; for a trial, and where hooks run that no trial
-            has seen.
+        expected: the steps it must take; None: any known ones.
+        watched: also detect work that is no step; for a trial, and for hooks that no trial has run.
 
     Raises:
-        NotRowwise: they might. What was written to the store is to be written again.
+        NotRowwise: rows may depend on each other. Its K and V must be written again.
         UnsupportedModel: as `call`; or it draws random numbers.
     """
     steps = Steps(range(start, slots.shape[1]), expected)
@@ -194,13 +193,13 @@ def call_together(
 
 @contextmanager
 def taken(module: nn.Module, *, hooks: bool) -> Iterator[None]:
-    """Run the block with `module` in eval mode, eager and without gradients; then it is as it was."""
+    """Run the block with `module` in eval mode, eager and without gradients; restore it afterwards."""
     with borrow(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
         yield
 
 
 def run_alone(module: nn.Module, shape: CacheShape, store: KVStore, piece: Piece) -> Tensor:
-    """Run one sequence, one token at a time, on one thread: logits `[len(wanted), V]`."""
+    """Run one sequence, one token at a time, on one thread; return logits `[len(wanted), V]`."""
     ids, slots = piece.ids[None], piece.slots[None]
     wanted = set(piece.wanted.tolist())
     rows: list[Tensor] = []

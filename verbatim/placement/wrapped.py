@@ -1,6 +1,6 @@
 """Wrappers around a model: those that are removed, and shards that can't be run.
 
-All of it is told by the names of classes, so that nothing is imported that the caller has not.
+Classes are compared by name, so that no optional package is imported.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import nn
 from verbatim.errors import NotSupported
 from verbatim.options import dtype_name
 
-# What each of these hands every call on to, as it is. Their own forwards talk to other ranks (the
-# buffers of DistributedDataParallel are broadcast) or compile, neither of which generation wants.
+# The attribute that holds the wrapped model. The wrappers' forwards communicate with other ranks (the
+# buffers of DistributedDataParallel are broadcast) or compile, which generation must not do.
 _INSIDE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
@@ -40,7 +40,7 @@ def is_transformers(model: Any) -> bool:
 
 
 def modules_of(model: Any) -> list[nn.Module]:
-    """The model itself or, of an object that is no module, the modules among its attributes.
+    """Return the model itself or, of an object that is no module, the modules among its attributes.
 
     A bound method stands for the object it belongs to.
     """

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
-from typing import Any
+from contextlib import closing
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from verbatim.compat.coati.arguments import GenerateArguments
-from verbatim.compat.coati.call import GenerateCall
-from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.placement.hooked import Hooks
+from verbatim.compat.batches import (
+    append_rows,
+    check_complete,
+    draw_seed,
+    integer,
+    optional_integer,
+    prompt_mask,
+)
+from verbatim.core import Request, Result
+from verbatim.engine.handle import EngineHandle
+from verbatim.engine.lockstep import run_together
+from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
+from verbatim.llm import LLM
+from verbatim.params import SamplingParams
+from verbatim.placement.actor import ForwardArguments, RowRunner, limit_of
+from verbatim.placement.foreign import ExternalRunner
+from verbatim.placement.hooked import CallbackRunner, Hooks
+from verbatim.placement.kv_caches import speaks_kv_caches
+from verbatim.placement.options import EngineOptions
+from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap
+from verbatim.tensors import check_padded, engine_of, rows_of
+
+_BLOCK_SIZE = 64  # blocks of a per-call engine hold only ids
+_LONGEST = 2**20  # tokens, if no config states a limit: blocks are allocated for all of them
+_LARGEST_ID = 2**63 - 1  # of int64
+_OF_A_CACHE = ("use_cache", "cache_position")
 
 
 def generate(
@@ -52,8 +76,7 @@ def generate(
             `stream_interval`, which is for `generate_streaming`; `process_group`, of torch.distributed,
             for a model that communicates between ranks: all then run equally many forwards;
             `use_cache` and `cache_position`, for hooks, and `apply_loss_mask`, which is ignored: they
-            change no token. Others are
-            the model's own, for hooks and actors.
+            change no token. Others are the model's own, for hooks and actors.
 
     Returns:
         `[B, P + N]` int64 on the device of `input_ids`, an ordinary tensor.
@@ -67,21 +90,13 @@ def generate(
     group = model_kwargs.pop("process_group", None)
 
     def begin() -> GenerateCall:
-        args = GenerateArguments.of(
-            input_ids,
-            tokenizer,
-            max_length,
-            num_beams,
-            do_sample,
-            early_stopping,
-            top_k,
-            top_p,
-            temperature,
-            model_kwargs,
+        sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
+        hooks = _hooks(prepare_inputs_fn, update_model_kwargs_fn)
+        return GenerateCall(
+            model, input_ids, tokenizer, max_length, early_stopping, sampling, hooks, model_kwargs
         )
-        return GenerateCall(model, args, _hooks(prepare_inputs_fn, update_model_kwargs_fn))
 
-    return begin().whole() if group is None else GenerateCall.run_in_lockstep(begin, group)
+    return begin().run() if group is None else _run_in_lockstep(begin, group)
 
 
 def generate_streaming(
@@ -113,24 +128,279 @@ def generate_streaming(
             "process_group in a stream: its reader decides when the next forward is made, and ranks must "
             "make theirs together; use generate"
         )
-    args = GenerateArguments.of(
-        input_ids,
-        tokenizer,
-        max_length,
-        num_beams,
-        do_sample,
-        early_stopping,
-        top_k,
-        top_p,
-        temperature,
-        model_kwargs,
-    )
-    if args.num_beams > 1:
+    sampling = _sampling(num_beams, do_sample, top_k, top_p, temperature)
+    if sampling["num_beams"] > 1:
         raise NotSupported(
             f"num_beams={num_beams} in a stream: which beam is the best is known in the end alone; use "
             "generate"
         )
-    return GenerateCall(model, args, _hooks(prepare_inputs_fn, update_model_kwargs_fn)).pieces()
+    hooks = _hooks(prepare_inputs_fn, update_model_kwargs_fn)
+    return GenerateCall(
+        model, input_ids, tokenizer, max_length, early_stopping, sampling, hooks, model_kwargs
+    ).stream()
+
+
+class GenerateCall:
+    """The checked arguments and the admitted rows of one call; use one of `run` and `stream`, once.
+
+    Args:
+        sampling: fields of `SamplingParams`.
+        kwargs: the call's `model_kwargs`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        tokenizer: Any,
+        max_length: Any,
+        early_stopping: Any,
+        sampling: dict[str, Any],
+        hooks: Hooks | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        side = getattr(tokenizer, "padding_side", None)
+        if side != "left":
+            raise InvalidRequest(
+                f"tokenizer.padding_side is {side!r}: must be 'left', or prompts do not end where "
+                "generation begins"
+            )
+        self._fills_up = not _switch("early_stopping", early_stopping)
+        self._kwargs = kwargs = dict(kwargs)
+        for name in ("use_cache", "apply_loss_mask"):
+            if not isinstance(kwargs.get(name), bool | None):
+                raise InvalidRequest(f"{name}={kwargs[name]!r}: must be True, False or None")
+        kwargs.pop("apply_loss_mask", None)  # Coati's trainer passes it on to every call
+        eos_id = optional_integer(
+            "tokenizer.eos_token_id", getattr(tokenizer, "eos_token_id", None), 0, _LARGEST_ID
+        )
+        pad_id = optional_integer(
+            "tokenizer.pad_token_id", getattr(tokenizer, "pad_token_id", None), 0, _LARGEST_ID
+        )
+        given_pad_id = optional_integer(
+            "pad_token_id", kwargs.pop("pad_token_id", None), 0, _LARGEST_ID
+        )
+        pad_id = pad_id if given_pad_id is None else given_pad_id
+        mask = kwargs.pop("attention_mask", None)
+        check_padded(input_ids, mask)
+        self._ids, self._mask = input_ids.long(), prompt_mask(input_ids, mask, pad_id)
+        self._prompts = rows_of(input_ids, self._mask)
+        self._beams: int = sampling["num_beams"]
+        seed = SamplingParams(seed=kwargs.pop("seed", None)).seed
+        self._num_new = _new_tokens(
+            input_ids.shape[1], max_length, kwargs.pop("max_new_tokens", None)
+        )
+        stops = _stops(kwargs.pop("stop_token_ids", None))
+        interval = kwargs.pop("stream_interval", None)
+        self._interval = 2 if interval is None else integer("stream_interval", interval, 1)
+        self._pad: int | None = eos_id if pad_id is None else pad_id
+        self._llm, self._owns_engine = self._engine_for(model, hooks)
+        if self._pad is None:
+            self._pad = _pad_of(unwrap(model) if self._owns_engine else self._llm)
+        self._requests: list[Request] = []
+        try:
+            if self._num_new:
+                if eos_id is not None and eos_id < self._llm.engine.admission.vocab_size:
+                    stops = ((eos_id,), *stops)
+                if seed is None and sampling["temperature"] > 0:
+                    seed = draw_seed()
+                params = SamplingParams(
+                    max_tokens=self._num_new,
+                    stop_token_ids=stops,
+                    ignore_eos=True,  # only the tokenizer's counts, as a stop id
+                    seed=seed,
+                    **sampling,
+                )
+                self._requests = self._llm._admit_rows(self._prompts, params)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def rows(self) -> tuple[EngineHandle, list[Request]]:
+        """The engine, and its request for each row."""
+        return self._llm.engine, self._requests
+
+    def run(self) -> Tensor:
+        """Run all rows to their end."""
+        with closing(self):
+            return self.output(self._llm.engine.run(self._requests))
+
+    def output(self, results: list[Result]) -> Tensor:
+        """Return the prompts with the new tokens of all rows."""
+        for row, result in enumerate(results):
+            check_complete(row, result.outputs[0])
+        rows = [result.outputs[0].token_ids for result in results]
+        return self._joined(rows, self._width(rows))
+
+    def stream(self) -> Generator[Tensor, None, None]:
+        """Yield the whole tensor each time it has grown by the stream interval."""
+        sent = 1 - self._interval
+        steps = cast("Generator[None]", self._llm.engine.steps(self._requests))
+        with closing(self), closing(steps):
+            for _ in steps:
+                rows, ready = self._progress()
+                for width in range(sent + self._interval, ready + 1, self._interval):
+                    yield self._joined(rows, width)
+                    sent = width
+            if sent < ready:  # the end, between two intervals
+                yield self._joined(rows, ready)
+
+    def close(self) -> None:
+        """Close the engine if it was opened for this call."""
+        if self._owns_engine:
+            self._llm.close()
+
+    def _progress(self) -> tuple[list[list[int]], int]:
+        """Return the new ids of each row, and the number of columns that are final."""
+        for row, request in enumerate(self._requests):
+            if request.error is not None:
+                raise request.error
+            check_complete(row, request.sequences[0])
+        sequences = [request.sequences[0] for request in self._requests]
+        rows = [list(sequence.output_ids) for sequence in sequences]
+        growing = [len(s.output_ids) for s in sequences if not s.finished]
+        return rows, min(growing) if growing else self._width(rows)
+
+    def _width(self, rows: list[list[int]]) -> int:
+        """Return the number of new columns when all rows have ended."""
+        return self._num_new if self._fills_up else max(map(len, rows), default=0)
+
+    def _joined(self, rows: list[list[int]], width: int) -> Tensor:
+        assert self._pad is not None
+        return append_rows(self._ids, rows, self._pad, width)
+
+    # ---- the engine
+
+    def _engine_for(self, model: Any, hooks: Hooks | None) -> tuple[LLM, bool]:
+        """Return the engine, and whether the call must close it."""
+        if hooks is not None and self._beams > 1:
+            raise NotSupported(
+                f"num_beams={self._beams} with prepare_inputs_fn or update_model_kwargs_fn: hooks keep one "
+                "cache for rows that stay what they are, and beams change places"
+            )
+        if isinstance(model, LLM):
+            if hooks is not None:
+                raise NotSupported(
+                    "prepare_inputs_fn and update_model_kwargs_fn are for a module that is called with "
+                    "what they make; an open LLM makes its own inputs"
+                )
+            self._refuse_kwargs("an open LLM")
+            return self._within_limit(model), False
+        check_runnable(model)
+        model = unwrap(model)
+        has_caches = isinstance(model, nn.Module) and speaks_kv_caches(model)
+        if hooks is None and (has_caches or is_transformers(model)):
+            self._refuse_kwargs(type(model).__name__)
+            try:
+                return self._within_limit(engine_of(model)), False
+            except UnsupportedModel:
+                if not _runs_row_by_row(model, has_caches):
+                    raise
+        return self._open_engine(model, hooks), True
+
+    def _refuse_kwargs(self, name: str) -> None:
+        for kwarg in self._constants:
+            raise InvalidRequest(
+                f"{kwarg} is not known: {name} is run on the engine's own inputs. Arguments for the model "
+                "go through a prepare_inputs_fn, or to an actor whose forward takes them"
+            )
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        """The kwargs for a model without hooks, whose cache is not the caller's."""
+        return {name: value for name, value in self._kwargs.items() if name not in _OF_A_CACHE}
+
+    def _within_limit(self, llm: LLM) -> LLM:
+        longest = max(map(len, self._prompts), default=0)
+        self._clamp(llm.max_length, llm.engine.admission.limit_source, longest)
+        return llm
+
+    def _clamp(self, limit: int, source: str, prompt_length: int) -> None:
+        """Keep rows within the model's limit, with a warning; a longer prompt is refused later."""
+        room = limit - prompt_length
+        if self._num_new <= room or room < 0:
+            return
+        warnings.warn(
+            f"max_length leaves {self._num_new} new tokens after a prompt of {prompt_length}, "
+            f"{self._num_new + prompt_length} together; the model's limit is {limit} ({source}), so "
+            f"at most {room} are generated",
+            stacklevel=2,
+        )
+        self._num_new = room
+
+    def _open_engine(self, model: Any, hooks: Hooks | None) -> LLM:
+        """Open an engine over the model's own forward, sized for the full length of all rows."""
+        limit, source = limit_of(model)
+        prompt_length = self._ids.shape[1]
+        if limit is not None:
+            self._clamp(limit, source, prompt_length)
+        length, longest = prompt_length + self._num_new, _LONGEST if limit is None else limit
+        if length > longest:
+            raise PromptTooLong(
+                f"max_length leaves {self._num_new} new tokens for input_ids of {prompt_length}, "
+                f"{length} together; the limit is {longest} ({source})"
+            )
+        num_rows = max(1, len(self._prompts) * self._beams)
+        sizes = {
+            "block_size": _BLOCK_SIZE,
+            "num_blocks": 1 + num_rows * (1 + -(-length // _BLOCK_SIZE)),
+        }
+        options = EngineOptions(
+            kv_dtype=None,
+            kv_bytes=None,
+            block_size=_BLOCK_SIZE,
+            max_batch_tokens=max(1, num_rows * length),
+            max_sequences=num_rows,
+            max_waiting=None,
+            max_length=None,
+            prefix_cache=False,
+            num_threads=None,
+        )
+        runner: ExternalRunner
+        if hooks is None:
+            runner = RowRunner(model, self._constants, **sizes)
+        else:
+            pad = _pad_of(model) if self._pad is None else self._pad
+            ids, mask = self._ids.cpu(), self._mask.cpu()
+            runner = CallbackRunner(model, hooks, ids, mask, self._kwargs, pad, **sizes)
+        return LLM._over(runner, options, name=type(model).__name__, max_length=(limit, source))
+
+
+def _run_in_lockstep(begin: Callable[[], GenerateCall], group: Any) -> Tensor:
+    """Run the call that `begin` returns, with equally many forwards on all ranks of `group`."""
+    calls: list[GenerateCall] = []
+
+    def start() -> tuple[EngineHandle, list[Request]]:
+        calls.append(begin())
+        return calls[0].rows
+
+    try:
+        results = run_together(start, group)
+    finally:
+        for call in calls:
+            call.close()
+    return calls[0].output(results)
+
+
+def _runs_row_by_row(model: Any, has_caches: bool) -> bool:
+    """Return whether the model's own forward can be called row by row."""
+    if has_caches:
+        return "input_ids" in ForwardArguments.of(model)
+    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _pad_of(model: Any) -> int:
+    """Return the pad id of a model, or else 0."""
+    if isinstance(model, LLM):
+        return model.pad_token_id
+    config = getattr(model, "config", None)
+    for name in ("pad_token_id", "eos_token_id"):
+        token_id = getattr(config, name, None)
+        token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+        if isinstance(token_id, int) and token_id >= 0:
+            return token_id
+    return 0
 
 
 def _hooks(prepare: Any, update: Any) -> Hooks | None:
@@ -138,3 +408,60 @@ def _hooks(prepare: Any, update: Any) -> Hooks | None:
         if hook is not None and not callable(hook):
             raise InvalidRequest(f"{name}={hook!r}: must be a function or None")
     return None if prepare is None and update is None else Hooks(prepare, update)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, int) or value not in (0, 1):
+        raise InvalidRequest(f"{name}={value!r}: must be True or False")
+    return bool(value)
+
+
+def _sampling(
+    num_beams: Any, do_sample: Any, top_k: Any, top_p: Any, temperature: Any
+) -> dict[str, Any]:
+    """Return the sampling fields of `SamplingParams`, checked; None disables a filter."""
+    samples, beams = _switch("do_sample", do_sample), integer("num_beams", num_beams, 1)
+    if beams > 1 and samples:
+        raise NotSupported(
+            f"num_beams={beams} with do_sample=True: beams search and do not sample; set do_sample=False"
+        )
+    fields: dict[str, Any] = {
+        "num_beams": beams,
+        "top_k": 0 if top_k is None or (isinstance(top_k, int) and top_k == -1) else top_k,
+        "top_p": 1.0 if top_p is None else top_p,
+        "temperature": 1.0 if temperature is None else temperature,
+    }
+    if SamplingParams(**fields).temperature == 0:
+        raise InvalidRequest(
+            f"temperature={temperature!r}: must be above 0; the likeliest token is do_sample=False"
+        )
+    if not samples and beams == 1:
+        fields["temperature"] = 0.0  # the likeliest token is in every filter
+    return fields
+
+
+def _new_tokens(prompt_width: int, max_length: Any, max_new_tokens: Any) -> int:
+    length = integer("max_length", max_length, 0)
+    if prompt_width > length:
+        raise PromptTooLong(f"input_ids is {prompt_width} tokens wide, and max_length={length}")
+    room: int = length - prompt_width
+    return (
+        room if max_new_tokens is None else min(integer("max_new_tokens", max_new_tokens, 0), room)
+    )
+
+
+def _stops(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of ids: [[20, 21], [10]] are two, [20, 21] is one, and so is 20."""
+    if value is None:
+        return ()
+    value = value.tolist() if hasattr(value, "tolist") else value
+    many = list(value) if isinstance(value, list | tuple) else [value]
+    nested = [hasattr(entry, "__len__") for entry in many]
+    if any(nested) and not all(nested):
+        raise InvalidRequest(
+            f"stop_token_ids={value!r}: must be sequences of ids ([[20, 21], [10]]), or a single one "
+            "([20, 21]), but not both"
+        )
+    if not any(nested):
+        many = [many] if many else []
+    return SamplingParams(stop_token_ids=many).stop_token_ids  # type: ignore[return-value]

@@ -32,9 +32,13 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
         A new dict with `input_ids`.
     """
     past, name = model_kwargs.pop("past", None), _cache_name(model_kwargs)
-    cache = model_kwargs.pop(name, None)
-    cache = cache if past is None else past
-    mask, num_cached = model_kwargs.get("attention_mask"), _length_of(cache)
+    cache = model_kwargs.pop(name, None) if past is None else past
+    model_kwargs.pop(name, None)
+    mask, num_cached = model_kwargs.get("attention_mask"), 0
+    if hasattr(cache, "get_seq_length"):
+        num_cached = int(cache.get_seq_length())
+    elif cache:  # (K, V) pairs [B, heads, length, width]
+        num_cached = int(cache[0][0].shape[-2])
     inputs = {**model_kwargs, "input_ids": input_ids[:, num_cached:]}
     if cache is not None:  # the model may not accept one
         inputs[name] = cache
@@ -49,15 +53,6 @@ def prepare_inputs_fn(input_ids: Tensor, **model_kwargs: Any) -> dict[str, Any]:
 def _cache_name(values: Any) -> str:
     """Return the name of the cache among a model's arguments or outputs."""
     return "past_key_values" if field_of(values, "cache") is None else "cache"
-
-
-def _length_of(cache: Any) -> int:
-    """Return the length of a transformers cache, or of (K, V) pairs `[B, heads, length, width]`."""
-    if cache is None:
-        return 0
-    if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length())
-    return int(cache[0][0].shape[-2]) if len(cache) else 0
 
 
 def update_model_kwargs_fn(

@@ -4,9 +4,8 @@
 """
 
 from verbatim.compat.flexllmgen.config import OptConfig, get_opt_config
-from verbatim.compat.flexllmgen.environment import ExecutionEnv
 from verbatim.compat.flexllmgen.model import OptLM
-from verbatim.compat.flexllmgen.policy import CompressionConfig, Policy
+from verbatim.compat.flexllmgen.policy import CompressionConfig, ExecutionEnv, Policy
 
 __all__ = [
     "CompressionConfig",

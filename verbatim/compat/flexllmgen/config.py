@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,21 @@ class OptConfig:
         """Alias of `hidden_size`."""
         return self.hidden_size
 
+    def model_bytes(self) -> int:
+        """Return the size of the weights in 16 bits, with the output layer tied to the embedding."""
+        width, hidden = self.hidden_size, self.ffn_embed_dim
+        layer = 4 * width * (width + 1) + 2 * width * hidden + hidden + width + 4 * width
+        embeddings = (self.vocab_size + self.max_seq_len + 2) * width
+        return 2 * (self.num_hidden_layers * layer + embeddings + 2 * width)
+
+    def cache_bytes(self, batch_size: int, seq_len: int) -> int:
+        """Return the size of K and V in 16 bits."""
+        return 2 * self.num_hidden_layers * self.hidden_bytes(batch_size, seq_len)
+
+    def hidden_bytes(self, batch_size: int, seq_len: int) -> int:
+        """Return the size of one layer's output in 16 bits."""
+        return 2 * batch_size * seq_len * self.hidden_size
+
 
 def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
     """Return the config of an OPT by its name: "facebook/opt-30b", "opt-30b", "opt-iml-max-30b".
@@ -76,16 +90,11 @@ def get_opt_config(name: str, **kwargs: Any) -> OptConfig:
     if shape is None:
         raise InvalidRequest(f"no OPT model is called {name!r}; there are {', '.join(_SHAPES)}")
     layers, heads, width = shape
-    config = OptConfig(
-        name=short,
-        num_hidden_layers=layers,
-        n_head=heads,
-        hidden_size=width,
-        ffn_embed_dim=4 * width,
-    )
+    fields = {"num_hidden_layers": layers, "n_head": heads, "hidden_size": width}
+    fields |= {"ffn_embed_dim": 4 * width}
     if short == "galactica-30b":
-        config = dataclasses.replace(config, vocab_size=_GALACTICA_VOCAB)
-    return dataclasses.replace(config, **kwargs)
+        fields["vocab_size"] = _GALACTICA_VOCAB
+    return OptConfig(**{"name": short, **fields, **kwargs})
 
 
 def find_model(config: OptConfig | str | os.PathLike[str], path: Any) -> str:

@@ -10,19 +10,32 @@ from contextlib import closing
 from typing import Any, cast
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from verbatim.compat.flexllmgen.arguments import OptArguments
+from verbatim.compat.batches import (
+    append_rows,
+    check_complete,
+    draw_seed,
+    integer,
+    optional_integer,
+    pad_rows,
+    prompt_mask,
+)
 from verbatim.compat.flexllmgen.config import OptConfig, check_config, find_model, get_opt_config
-from verbatim.compat.flexllmgen.environment import ExecutionEnv
-from verbatim.compat.flexllmgen.policy import Policy, offload_of, options_of
+from verbatim.compat.flexllmgen.policy import ExecutionEnv, Policy, offload_of, options_of
 from verbatim.compat.flexllmgen.timings import Clock, Timings
-from verbatim.core import FinishReason, Request
-from verbatim.errors import EngineClosed, InvalidRequest, NotSupported, RequestFailed
+from verbatim.core import Request
+from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.llm import LLM
+from verbatim.options import switch
+from verbatim.params import SamplingParams
 from verbatim.placement.offload.runner import Offloaded
 from verbatim.placement.offload.runner import Timings as Spent
-from verbatim.tensors import engine_of
+from verbatim.tensors import check_padded, engine_of
+
+_FEW_TOKENS = 5  # of "fewer_batch": the prefill's, and four of decoding
+_LARGEST_ID = 2**31 - 1  # of int32
 
 
 class OptLM:
@@ -54,15 +67,21 @@ class OptLM:
         path: str | os.PathLike[str] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        _check_kind("env", env, ExecutionEnv)
-        _check_kind("policy", policy, Policy)
+        for name, value, kind in (("env", env, ExecutionEnv), ("policy", policy, Policy)):
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequest(f"{name}={value!r}: must be {kind.__name__} or None")
         self.env, self.path, self.policy = env, path, policy
         self.timings = Timings()
         self._model: LLM | nn.Module
         self._closed = False
         self._end: Callable[[], object] | None = None  # closes the engine opened here
         if isinstance(config, LLM | nn.Module):
-            self._refuse_settings(type(config).__name__)
+            for name in ("env", "path", "policy"):
+                if getattr(self, name) is not None:
+                    raise InvalidRequest(
+                        f"{name}={getattr(self, name)!r}: the config is an {type(config).__name__}, "
+                        "which is open already; leave it at None"
+                    )
             self._model = config
             self.config: Any = self.llm.engine.config
             return
@@ -76,22 +95,17 @@ class OptLM:
         if env is not None:
             env._models.add(self)
 
-    def _refuse_settings(self, kind: str) -> None:
-        for name in ("env", "path", "policy"):
-            if getattr(self, name) is not None:
-                raise InvalidRequest(
-                    f"{name}={getattr(self, name)!r}: the config is an {kind}, which is open already; "
-                    "leave it at None"
-                )
-
     def _open(self, config: OptConfig | str | os.PathLike[str]) -> LLM:
+        by_name = not isinstance(config, OptConfig)
         expected = config if isinstance(config, OptConfig) else _config_by_name(config)
-        source = find_model(config, self.path)
         disk = None if self.env is None else self.env.disk.path
-        llm = LLM(source, placement=offload_of(self.policy, disk), **options_of(self.policy))
+        llm = LLM(
+            find_model(config, self.path),
+            placement=offload_of(self.policy, disk),
+            **options_of(self.policy),
+        )
         try:
             if expected is not None:
-                by_name = not isinstance(config, OptConfig)
                 check_config(expected, llm.engine.config, by_name=by_name)
         except BaseException:
             llm.close()
@@ -146,14 +160,15 @@ class OptLM:
 
         Args:
             inputs: ids `[B, P]`, or lists of ids, which are padded on the left. Leading pads
-                are not part of a prompt; later ones are.
+                are not part of a prompt; later ones are. A row of pads alone starts from one of them.
             max_new_tokens: columns after the prompt.
             do_sample: False takes the likeliest token.
             temperature: of sampling; 0 takes the likeliest token.
             stop: the id that ends a row; it is kept, and pads follow. Nothing else ends a row, not even
                 the model's end of sequence.
             debug_mode: "fewer_batch" runs only the first block of rows, for at most 5 tokens;
-                "breakdown" measures load, compute and store separately. Results are in `timings`.
+                "breakdown" measures load, compute and store separately, and writes the timings to
+                stderr. Results are in `timings`.
             cut_gen_len: generate at most this many tokens; the other columns are pads.
             verbose: 1 writes a summary and timings to stderr, 2 each step as well.
             attention_mask: `[B, P]`, an extension: 0 marks left padding, whatever its ids.
@@ -170,30 +185,41 @@ class OptLM:
                 engine is then closed.
         """
         llm, pad_id = self.llm, self.pad_token_id
-        args = OptArguments.of(
-            inputs,
-            attention_mask,
-            max_new_tokens,
-            do_sample,
-            temperature,
-            stop,
-            debug_mode,
-            cut_gen_len,
-            verbose,
-            seed,
-            pad_id=pad_id,
-            vocab_size=llm.engine.admission.vocab_size,
-            block=llm.engine.scheduler.max_sequences,
+        largest_id = llm.engine.admission.vocab_size - 1
+        switch("do_sample", do_sample)
+        if not (debug_mode is None or debug_mode in ("fewer_batch", "breakdown")):
+            raise InvalidRequest(
+                f"debug_mode={debug_mode!r}: must be None, 'fewer_batch' or 'breakdown'"
+            )
+        num_new = num_run = integer("max_new_tokens", max_new_tokens, 0)
+        if cut_gen_len is not None:
+            num_run = min(num_run, integer("cut_gen_len", cut_gen_len, 1))
+        stop = optional_integer("stop", stop, 0, largest_id)
+        verbose = integer("verbose", verbose, 0)
+        SamplingParams(temperature=temperature, seed=seed)  # validates them
+        ids = pad_rows(_rows(inputs), pad_id, left=True)
+        prompts = _prompts(ids, attention_mask, pad_id, largest_id)
+        if debug_mode == "fewer_batch":
+            prompts = prompts[: llm.engine.scheduler.max_sequences]
+            num_run = min(num_run, _FEW_TOKENS)
+        greedy = not do_sample or temperature == 0
+        params = SamplingParams(
+            max_tokens=num_run,
+            temperature=0.0 if greedy else temperature,
+            stop_token_ids=() if stop is None else (stop,),
+            ignore_eos=True,  # `stop` alone ends a row
+            seed=draw_seed() if seed is None and not greedy else seed or 0,
         )
-        spent = _timings_of(llm) if args.breakdown else None
-        requests = llm._admit_rows(args.prompts, args.params) if args.run_tokens else []
-        if args.verbose:
-            _log(_description(llm, args))
-        self.timings = _run_timed(llm, requests, spent, args.verbose)
-        self.timings.project(len(args.ids), args.new_tokens, args.run_tokens)
-        if args.verbose:
+        spent = _timings_of(llm) if debug_mode == "breakdown" else None
+        requests = llm._admit_rows(prompts, params) if num_run else []
+        if verbose:
+            _log(_description(llm, len(prompts), ids, num_run))
+        self.timings = _run_timed(llm, requests, spent, verbose)
+        self.timings.project(len(ids), num_new, num_run)
+        if verbose or spent is not None:
             _log(*self.timings.lines())
-        return args.joined([request.sequences[0].output_ids for request in requests], pad_id)
+        new_rows = [request.sequences[0].output_ids for request in requests]
+        return append_rows(ids, new_rows, pad_id, num_new).numpy().astype(np.int32)
 
     def delete_all_weights(self) -> None:
         """Free everything, as `close` does."""
@@ -226,8 +252,7 @@ def _run_timed(
                 costs = clock.timings.costs
                 _log(f"step {len(costs)}: {costs[-1]:.3f} s, {tokens} tokens")
     for row, request in enumerate(requests):
-        if request.sequences[0].finish_reason is FinishReason.ABORT:
-            raise RequestFailed(f"row {row} was ended from outside, by close() or pause('abort')")
+        check_complete(row, request.sequences[0])
     return clock.timings
 
 
@@ -241,12 +266,10 @@ def _timings_of(llm: LLM) -> Callable[[], Spent]:
     return runner.timings
 
 
-def _description(llm: LLM, args: OptArguments) -> str:
-    num_run, num_rows = len(args.prompts), len(args.ids)
+def _description(llm: LLM, num_run: int, ids: Tensor, num_new: int) -> str:
+    num_rows, width = ids.shape
     rows = f"{num_run} rows" if num_run == num_rows else f"{num_run} of {num_rows} rows"
-    text = (
-        f"{llm.name}: {rows} of up to {args.ids.shape[1]} tokens, {args.run_tokens} new ones each"
-    )
+    text = f"{llm.name}: {rows} of up to {width} tokens, {num_new} new ones each"
     runner = llm.engine.runner
     if not isinstance(runner, Offloaded):
         return text
@@ -270,6 +293,65 @@ def _config_by_name(name: str | os.PathLike[str]) -> OptConfig | None:
         return None
 
 
-def _check_kind(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise InvalidRequest(f"{name}={value!r}: must be {kind.__name__} or None")
+# ---- the prompts
+
+
+def _rows(inputs: Any) -> list[list[int]]:
+    """Return rows of ids from a 2-D array or tensor, or from a list of rows."""
+    if isinstance(inputs, np.ndarray | Tensor):
+        if inputs.ndim != 2 or not _holds_integers(inputs):
+            raise InvalidRequest(
+                f"inputs is {inputs.dtype} {list(inputs.shape)}; it must be integers [batch, prompt_len]"
+            )
+    elif not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
+        raise InvalidRequest(
+            f"inputs is {type(inputs).__name__}; it must be an array [batch, prompt_len] or a list of "
+            "lists of ids"
+        )
+    if not len(inputs):
+        raise InvalidRequest("inputs holds no row; at least one is needed")
+    return [_row(f"inputs[{number}]", row) for number, row in enumerate(inputs)]
+
+
+def _holds_integers(array: np.ndarray[Any, Any] | Tensor) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu"
+    floats = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
+    return not floats and array.layout == torch.strided and not array.is_meta
+
+
+def _row(name: str, row: Any) -> list[int]:
+    is_list = isinstance(row, Sequence) and not isinstance(row, str | bytes)
+    if not is_list and getattr(row, "ndim", 0) != 1:
+        raise InvalidRequest(f"{name}={row!r}: must be a list of ids")
+    values = row.tolist() if hasattr(row, "tolist") else row
+    ids = [integer(name, value, 0) for value in values]
+    if not ids:
+        raise InvalidRequest(f"{name} is empty: at least one id is needed")
+    if max(ids) > _LARGEST_ID:
+        raise InvalidRequest(f"{name} holds {max(ids)}, which is not an int32")
+    return ids
+
+
+def _prompts(ids: Tensor, attention_mask: Any, pad_id: int, largest_id: int) -> list[list[int]]:
+    """Return the rows without their left padding."""
+    mask = prompt_mask(ids, None, pad_id)
+    if attention_mask is not None:
+        if isinstance(attention_mask, Tensor):
+            attention_mask = attention_mask.detach()
+        try:
+            given = torch.as_tensor(np.asarray(attention_mask))
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidRequest(
+                f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
+            ) from None
+        check_padded(ids, given, name="inputs")
+        mask = prompt_mask(ids, given, pad_id)
+    mask[:, -1] = 1  # the pad that a row of nothing but pads starts from
+    prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    for row, prompt in enumerate(prompts):
+        if max(prompt) > largest_id:
+            raise InvalidRequest(
+                f"inputs[{row}] holds id {max(prompt)}, which is outside 0 to {largest_id}"
+            )
+    return prompts

@@ -1,16 +1,18 @@
-"""`Policy` and `CompressionConfig`, and their translation to options of `Offload` and `LLM`."""
+"""`ExecutionEnv`, `Policy` and `CompressionConfig`, translated to options of `Offload` and `LLM`."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from verbatim.compat.integers import integer
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.compat.batches import integer
+from verbatim.errors import InvalidRequest, NotSupported, TierFailed
 from verbatim.kv.quantized import PACKINGS
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.options import switch
@@ -26,6 +28,83 @@ _SWITCHES = (
 )
 _PAIRS = ("w", "cache", "act")
 _ROWS = 512  # prompt tokens of each sequence of a block that share one reading of the weights
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A tier of memory.
+
+    Attributes:
+        path: the folder of the disk tier; None is the system's folder for temporary files.
+    """
+
+    name: str
+    path: Path | None = None
+
+
+def TorchDevice(name: str) -> Tier:  # noqa: N802
+    """Return the tier of a device: "cpu", or "cuda" and "cuda:0" for the gpu tier."""
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise InvalidRequest(f"name={name!r}: must be 'cpu' or 'cuda'")
+    return Tier("gpu" if kind == "cuda" else kind)
+
+
+def TorchDisk(path: str | os.PathLike[str], *_: object) -> Tier:  # noqa: N802
+    """Return the disk tier in a folder, which is created if missing; see `ExecutionEnv.create`."""
+    return ExecutionEnv.create(path).disk
+
+
+def TorchMixedDevice(base_devices: object = ()) -> Tier:  # noqa: N802
+    """Return the name of tensors over several tiers; the policy splits them."""
+    return Tier("mixed")
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionEnv:
+    """The tiers of a machine; `ExecutionEnv.create(folder)` returns one.
+
+    On a machine without a GPU the gpu tier is RAM, like the cpu tier. Tensors of several tiers
+    (`mixed`) are split by the policy.
+    """
+
+    gpu: Tier = Tier("gpu")
+    cpu: Tier = Tier("cpu")
+    disk: Tier = Tier("disk")
+    mixed: Tier = Tier("mixed")
+    _models: weakref.WeakSet[_Closable] = field(default_factory=weakref.WeakSet, repr=False)
+
+    @classmethod
+    def create(cls, offload_dir: str | os.PathLike[str]) -> ExecutionEnv:
+        """Return an environment with `offload_dir` as its disk tier; create the folder if missing.
+
+        Files there are unnamed, and nothing is left behind; weights are read from the
+        checkpoint itself, not copied.
+
+        Raises:
+            InvalidRequest: not a path, or the path of a file. TierFailed: the folder can't be created.
+        """
+        if not isinstance(offload_dir, str | os.PathLike) or not os.fspath(offload_dir):
+            raise InvalidRequest(f"offload_dir={offload_dir!r}: must be the path of a folder")
+        folder = Path(os.path.abspath(os.path.expanduser(offload_dir)))
+        if folder.exists() and not folder.is_dir():
+            raise InvalidRequest(f"offload_dir={offload_dir!r} is a file; it must be a folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TierFailed(
+                f"disk tier: can't make the folder {folder}: {error.strerror}"
+            ) from error
+        return cls(disk=Tier("disk", folder))
+
+    def close_copy_threads(self) -> None:
+        """Close every `OptLM` of this environment, with its threads; a second call does nothing."""
+        for model in list(self._models):
+            model.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +197,7 @@ class Policy:
             if not isinstance(value := getattr(self, name), CompressionConfig):
                 raise InvalidRequest(f"{name}={value!r}: must be a CompressionConfig")
         _check_sparsity(self.attn_sparsity)
-        _check_weight_config(self)
-        _check_cache_config(self)
+        _check_compression(self)
 
     def _check_pair(self, *names: str) -> None:
         total = 0.0
@@ -136,17 +214,22 @@ class Policy:
     @property
     def w_disk_percent(self) -> float:
         """Percentage of the weights on disk."""
-        return max(0.0, 100 - self.w_gpu_percent - self.w_cpu_percent)
+        return self.percents("w")[2]
 
     @property
     def cache_disk_percent(self) -> float:
         """Percentage of K and V on disk."""
-        return max(0.0, 100 - self.cache_gpu_percent - self.cache_cpu_percent)
+        return self.percents("cache")[2]
 
     @property
     def act_disk_percent(self) -> float:
         """Percentage of the activations on disk."""
-        return max(0.0, 100 - self.act_gpu_percent - self.act_cpu_percent)
+        return self.percents("act")[2]
+
+    def percents(self, kind: str) -> tuple[float, float, float]:
+        """Return the shares of "w", "cache" or "act" on the three tiers."""
+        gpu, cpu = getattr(self, f"{kind}_gpu_percent"), getattr(self, f"{kind}_cpu_percent")
+        return gpu, cpu, max(0.0, 100 - gpu - cpu)
 
 
 def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
@@ -159,9 +242,9 @@ def offload_of(policy: Policy | None, disk: Path | None) -> Offload:
         return Offload(disk=disk)
     return Offload(
         disk=disk,
-        weights=(policy.w_gpu_percent, policy.w_cpu_percent, policy.w_disk_percent),
-        kv=(policy.cache_gpu_percent, policy.cache_cpu_percent, policy.cache_disk_percent),
-        activations=(policy.act_gpu_percent, policy.act_cpu_percent, policy.act_disk_percent),
+        weights=policy.percents("w"),
+        kv=policy.percents("cache"),
+        activations=policy.percents("act"),
         batch_size=policy.gpu_batch_size,
         micro_batches=policy.num_gpu_batches,
         overlap=policy.overlap,
@@ -202,48 +285,44 @@ def _check_sparsity(share: Any) -> None:
         )
 
 
-def _check_weight_config(policy: Policy) -> None:
-    config, name = policy.comp_weight_config, "comp_weight_config"
-    if not (policy.compress_weight and config.enabled):
-        return
-    _check_common(name, config)
-    if config.group_dim > 1:
-        raise InvalidRequest(
-            f"{name}.group_dim={config.group_dim}: a weight is [out, in]; must be 0 or 1"
-        )
-    if config.group_size not in GROUP_SIZES:
-        raise NotSupported(
-            f"{name}.group_size={config.group_size}: must be one of {tuple(GROUP_SIZES)}"
-        )
-    if config.group_dim == 0:
-        warnings.warn(
-            f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
-            stacklevel=4,
-        )
+def _check_compression(policy: Policy) -> None:
+    weights, cache = policy.comp_weight_config, policy.comp_cache_config
+    if policy.compress_weight and weights.enabled:
+        name = "comp_weight_config"
+        _check_values(name, weights)
+        if weights.group_dim > 1:
+            raise InvalidRequest(
+                f"{name}.group_dim={weights.group_dim}: a weight is [out, in]; must be 0 or 1"
+            )
+        _check_group_size(name, weights, tuple(GROUP_SIZES))
+        if weights.group_dim == 0:
+            warnings.warn(
+                f"{name}.group_dim=0 is read as 1: groups run along the inputs of a weight [out, in]",
+                stacklevel=4,
+            )
+    if policy.compress_cache and cache.enabled:
+        name = "comp_cache_config"
+        _check_values(name, cache)
+        if cache.group_dim != 2:
+            raise NotSupported(
+                f"{name}.group_dim={cache.group_dim}: a group lies within one token's vector of one head; "
+                "must be 2"
+            )
+        _check_group_size(name, cache, (PACKINGS[f"int{cache.num_bits}"].group,))
 
 
-def _check_cache_config(policy: Policy) -> None:
-    config, name = policy.comp_cache_config, "comp_cache_config"
-    if not (policy.compress_cache and config.enabled):
-        return
-    _check_common(name, config)
-    if config.group_dim != 2:
-        raise NotSupported(
-            f"{name}.group_dim={config.group_dim}: a group lies within one token's vector of one head; "
-            "must be 2"
-        )
-    group = PACKINGS[f"int{config.num_bits}"].group
-    if config.group_size != group:
-        raise NotSupported(
-            f"{name}.group_size={config.group_size}: K and V in {config.num_bits} bits have groups of "
-            f"{group}"
-        )
-
-
-def _check_common(name: str, config: CompressionConfig) -> None:
+def _check_values(name: str, config: CompressionConfig) -> None:
     if config.num_bits not in (4, 8):
         raise NotSupported(f"{name}.num_bits={config.num_bits}: must be 4 or 8")
     if config.symmetric:
         raise NotSupported(
             f"{name}.symmetric=True: a group keeps its lowest and its highest element; must be False"
+        )
+
+
+def _check_group_size(name: str, config: CompressionConfig, sizes: tuple[int, ...]) -> None:
+    if config.group_size not in sizes:
+        raise NotSupported(
+            f"{name}.group_size={config.group_size}: must be {' or '.join(map(str, sizes))} for "
+            f"{config.num_bits} bits"
         )

@@ -9,6 +9,8 @@ from time import perf_counter
 from verbatim.core import Request
 from verbatim.placement.offload.runner import Timings as Spent
 
+_PARTS = ("load_s", "compute_s", "store_s")
+
 
 @dataclass(slots=True)
 class Phase:
@@ -32,16 +34,14 @@ class Phase:
     @property
     def other_s(self) -> float | None:
         """The rest of `wall_s`: scheduling, sampling and output."""
-        if self.load_s is None or self.compute_s is None or self.store_s is None:
-            return None
-        return self.wall_s - self.load_s - self.compute_s - self.store_s
+        parts = [getattr(self, name) for name in _PARTS]
+        return None if None in parts else self.wall_s - sum(parts)
 
-    def _add(self, wall_s: float, spent: Sequence[float] | None) -> None:
+    def add(self, wall_s: float, spent: Sequence[float]) -> None:
+        """Add a step: its elapsed seconds, and load, compute and store if they are measured."""
         self.wall_s += wall_s
-        if spent is not None:
-            self.load_s = (self.load_s or 0.0) + spent[0]
-            self.compute_s = (self.compute_s or 0.0) + spent[1]
-            self.store_s = (self.store_s or 0.0) + spent[2]
+        for name, seconds in zip(_PARTS, spent, strict=False):
+            setattr(self, name, (getattr(self, name) or 0.0) + seconds)
 
 
 @dataclass(slots=True)
@@ -104,10 +104,9 @@ class Clock:
         self.timings = Timings(num_rows=len(requests))
         self._requests = requests
         self._read_spent = spent
-        self._spent = None if spent is None else spent()
-        if spent is not None:
-            for phase in (self.timings.prefill, self.timings.decode):
-                phase.load_s = phase.compute_s = phase.store_s = 0.0
+        self._spent: Sequence[float] = () if spent is None else spent()
+        for phase in (self.timings.prefill, self.timings.decode):
+            phase.add(0.0, [0.0 for _ in self._spent])
         self._progress = self._read_progress()
         self._begin = perf_counter()
 
@@ -115,14 +114,12 @@ class Clock:
         """Record a step; return the number of tokens that it generated."""
         now, progress = perf_counter(), self._read_progress()
         wall_s, self._begin = now - self._begin, now
-        added = None
-        if self._read_spent is not None and self._spent is not None:
-            spent = self._read_spent()
-            added = [new - old for new, old in zip(spent, self._spent, strict=True)]
-            self._spent = spent
+        before = self._spent
+        self._spent = () if self._read_spent is None else self._read_spent()
+        added = [new - old for new, old in zip(self._spent, before, strict=True)]
         (tokens, *prompts), (tokens_before, *prompts_before) = progress, self._progress
         phase = self.timings.decode if prompts == prompts_before else self.timings.prefill
-        phase._add(wall_s, added)
+        phase.add(wall_s, added)
         if tokens > tokens_before:
             phase.num_steps += 1
             self.timings.costs.append(wall_s)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verbatim.compat.integers import integer
+from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest
 
 
@@ -75,13 +73,15 @@ class KVCache:
         """
         rows, heads, room, width = self.k.shape
         for name, new in (("k_new", k_new), ("v_new", v_new)):
-            self._check_kind(name, new)
-            fits = new.dim() == 4 and (new.shape[0], new.shape[1], new.shape[3]) == (
-                rows,
-                heads,
-                width,
-            )
-            if not fits or new.shape[2] != k_new.shape[2]:
+            if not isinstance(new, Tensor):
+                raise InvalidRequest(f"{name} is {type(new).__name__}; it must be a tensor")
+            no_data = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
+            if no_data or not torch.can_cast(new.dtype, self.k.dtype):
+                raise InvalidRequest(
+                    f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
+                    f"that become {self.k.dtype} on {self.k.device}"
+                )
+            if new.dim() != 4 or new.shape != (rows, heads, k_new.shape[2], width):
                 raise InvalidRequest(
                     f"{name} is {list(new.shape)}; this cache takes [{rows}, {heads}, T, {width}], with "
                     "one T for both"
@@ -96,13 +96,3 @@ class KVCache:
         self.v[:, :, self.seq_len : end] = v_new.detach()
         self.seq_len = end
         return self.k[:, :, :end], self.v[:, :, :end]
-
-    def _check_kind(self, name: str, new: Any) -> None:
-        if not isinstance(new, Tensor):
-            raise InvalidRequest(f"{name} is {type(new).__name__}; it must be a tensor")
-        no_data = new.layout != torch.strided or (new.is_meta and not self.k.is_meta)
-        if no_data or not torch.can_cast(new.dtype, self.k.dtype):
-            raise InvalidRequest(
-                f"{name} is {new.dtype}, {new.layout} on {new.device}; this cache takes dense tensors "
-                f"that become {self.k.dtype} on {self.k.device}"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.request import DynamicInferenceRequest, InferenceRequest, Status
-from verbatim.compat.megatron.sampling import draw_seed
 from verbatim.compat.megatron.translation import Translation
-from verbatim.core import Completion, Delta, FinishReason, Request, TopLogprobs
+from verbatim.core import Delta, Request, TopLogprobs
 from verbatim.engine.calls import ThreadWaiter
 from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest, NotSupported
@@ -24,7 +25,7 @@ _IDLE_WAIT_S = 0.05  # of a step without work, so that a loop over steps does no
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _RunningRequest:
     """A running request: the engine's output, and the part of it already reported.
 
     `take` and `end` may be called in any thread.
@@ -34,7 +35,7 @@ class _Entry:
     request: InferenceRequest
     admitted: Request
     index: int  # order of arrival
-    notify: Callable[[_Entry], None]  # called when there is new output
+    notify: Callable[[_RunningRequest], None]  # called when there is new output
     pending: deque[tuple[int, float, TopLogprobs]] = field(default_factory=deque)
     ids: list[int] = field(default_factory=list)  # reported tokens
     logprobs: list[float] = field(default_factory=list)
@@ -68,10 +69,10 @@ class DynamicInferenceContext:
 
     def __init__(self, translation: Translation) -> None:
         self._translation = translation
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _RunningRequest] = {}
         # Entries with new output, so that the cost of a step does not grow with waiting requests.
         # Other threads add to both dicts during iteration, so loops go over copies.
-        self._fresh: dict[_Entry, None] = {}
+        self._fresh: dict[_RunningRequest, None] = {}
         self._waiter = ThreadWaiter()
         self._adding = threading.RLock()  # re-entrant, for signal handlers
         self._preemptions = 0  # the engine's count at the last check for paused requests
@@ -129,7 +130,7 @@ class DynamicInferenceContext:
         if not self._entries:
             self._seed, self._row = draw_seed(), 0
         admitted = self._translation.admit(req, self._row, self._seed)
-        entry = _Entry(req.request_id, req, admitted, self._next_index, self._mark_fresh)
+        entry = _RunningRequest(req.request_id, req, admitted, self._next_index, self._mark_fresh)
         old_status = req.status
         # Register everything before submitting: another thread's step may deliver tokens at once.
         self._translation.begin(req, admitted)
@@ -146,7 +147,7 @@ class DynamicInferenceContext:
         self._next_index += 1
         self._waiter.wake()
 
-    def _mark_fresh(self, entry: _Entry) -> None:
+    def _mark_fresh(self, entry: _RunningRequest) -> None:
         if self._entries.get(entry.number) is entry:
             self._fresh[entry] = None
             self._waiter.wake()
@@ -190,19 +191,11 @@ class DynamicInferenceContext:
         self._fresh.update(dict.fromkeys(e for e in fresh if e.pending or e.ended))
         finished = [e.number for e in fresh if e.ended and not e.pending]
         finished += [n for n in active if n in stopped and n not in finished]
-        paused = self._newly_paused()
-        step = _step(
-            active,
-            [entry.ids[-1] for entry in rows],
-            self._log_probs((entry.request, entry.logprobs[-1]) for entry in rows),
-        )
+        reported = [(entry.request, entry.ids[-1], entry.logprobs[-1]) for entry in rows]
+        step = _step(reported, self._newly_paused(), finished)
         for number in finished:
             self._stop(number)
-        return {
-            **step,
-            "newly_paused_request_ids": _ids(paused),
-            "finished_request_ids": _ids(finished),
-        }
+        return step
 
     def peek(self) -> dict[str, Any] | None:
         """Return what the next step would sample, without changing any request."""
@@ -214,17 +207,13 @@ class DynamicInferenceContext:
             requests = {entry.admitted: entry.request for entry in list(self._entries.values())}
             draws = self._handle.peek()
             drawn = [(requests[r], token, logprob) for r, token, logprob in draws if r in requests]
-        return _step(
-            [request.request_id for request, _, _ in drawn],
-            [token for _, token, _ in drawn],
-            self._log_probs((request, logprob) for request, _, logprob in drawn),
-        )
+        return _step(drawn)
 
-    def _in_order(self) -> list[_Entry]:
+    def _in_order(self) -> list[_RunningRequest]:
         """Return the entries with new output, in order of arrival."""
         return sorted(self._fresh, key=lambda entry: entry.index)
 
-    def _take_fresh(self) -> list[_Entry]:
+    def _take_fresh(self) -> list[_RunningRequest]:
         """Return and clear the entries with new output."""
         fresh = self._in_order()
         for entry in fresh:
@@ -252,56 +241,37 @@ class DynamicInferenceContext:
         if admitted.error is not None:
             request.status, request.error = Status.FAILED, admitted.error
         elif entry.ended and not entry.pending and admitted.result is not None:
-            self._translation.fill(request, admitted, admitted.result.outputs[0])
-        else:
+            self._translation.fill_finished(request, admitted)
+        else:  # ended by the caller: only reported tokens count
             self._handle.abort(admitted)
-            self._translation.fill(request, admitted, self._partial_completion(entry))
-
-    def _partial_completion(self, entry: _Entry) -> Completion:
-        """Return the completion of a request ended by the caller, from its reported tokens."""
-        text, params = "", entry.request.sampling_params
-        if self._translation.tokenizer is not None and params is not None:
-            keep_end = params.detokenize_stop_sequence
-            text = self._translation.detokenize(entry.ids, remove_EOD=not keep_end)
-        return Completion(
-            index=0,
-            sample_index=entry.admitted.first_sample,
-            text=text,
-            token_ids=entry.ids,
-            logprobs=entry.logprobs,
-            sampled_logprobs=None,
-            top_logprobs=entry.tops,
-            finish_reason=FinishReason.ABORT,
-            stop_reason=None,
-            seed=entry.admitted.seed,
-            weight_versions=entry.admitted.sequences[0].weight_versions[: len(entry.ids)],
-        )
-
-    def _log_probs(self, rows: Iterable[tuple[InferenceRequest, float]]) -> Tensor | None:
-        """Return one log-prob per row, NaN for requests that want none; None if none wants any."""
-        each = [
-            (
-                request.sampling_params is not None and request.sampling_params.return_log_probs,
-                value,
-            )
-            for request, value in rows
-        ]
-        if not any(wanted for wanted, _ in each):
-            return None
-        values = [value if wanted else float("nan") for wanted, value in each]
-        return torch.tensor(values, dtype=torch.float32)
+            text, params = "", request.sampling_params
+            if self._translation.tokenizer is not None and params is not None:
+                keep_end = params.detokenize_stop_sequence
+                text = self._translation.detokenize(entry.ids, remove_EOD=not keep_end)
+            self._translation.fill(request, admitted, entry.ids, entry.logprobs, entry.tops, text)
 
 
-def _step(active: list[int], sample: list[int], log_probs: Tensor | None) -> dict[str, Any]:
+def _step(
+    rows: list[tuple[InferenceRequest, int, float]],
+    paused: Iterable[int] = (),
+    finished: Iterable[int] = (),
+) -> dict[str, Any]:
+    """Return the documented result of a step.
+
+    Args:
+        rows: the requests that got a token, the token and its log-prob.
+    """
+    wants = [bool(r.sampling_params and r.sampling_params.return_log_probs) for r, _, _ in rows]
+    log_probs = [p if wanted else math.nan for wanted, (_, _, p) in zip(wants, rows, strict=True)]
     return {
-        "active_request_ids": _ids(active),
-        "newly_paused_request_ids": _ids([]),
-        "finished_request_ids": _ids([]),
-        "sample": _ids(sample),
-        "log_probs": log_probs,
+        "active_request_ids": _ids(request.request_id for request, _, _ in rows),
+        "newly_paused_request_ids": _ids(paused),
+        "finished_request_ids": _ids(finished),
+        "sample": _ids(token for _, token, _ in rows),
+        "log_probs": torch.tensor(log_probs) if any(wants) else None,
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
 
 
-def _ids(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def _ids(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)

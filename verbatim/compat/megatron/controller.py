@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from verbatim.compat.batches import pad_rows
-from verbatim.compat.megatron import streaming
+from verbatim.compat.batches import draw_seed, pad_rows
 from verbatim.compat.megatron.context import DynamicInferenceContext
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest
-from verbatim.compat.megatron.sampling import draw_rows, draw_seed, top_of_rows, tops_of
-from verbatim.compat.megatron.speculation import Speculation
-from verbatim.compat.megatron.static import run_static_batch
+from verbatim.compat.megatron.sampling import DraftSteps, draw_rows, top_of_rows, tops_of
+from verbatim.compat.megatron.static import put_partial, run_static_batch
 from verbatim.compat.megatron.stream import AsyncStream
 from verbatim.compat.megatron.tokenizer import detokenize, eod_of, tokenize
 from verbatim.compat.megatron.translation import Translation
@@ -26,21 +24,35 @@ from verbatim.llm import LLM
 
 TopNDict = dict[int, list[dict[str, float]]]
 _KWARGS = ("common_inference_params", "position")
+_IN_A_STEP = "the engine does it inside of a step; call generate_output_tokens_dynamic_batch"
+_DRAFTS = 'drafts are verified inside of a step; open the LLM with draft=, such as draft="mtp"'
+_LOG_PROBS = (
+    "log-probs are made with the samples; set return_log_probs or top_n_logprobs of a request"
+)
+# Documented internals of a step that have no counterpart, with what to use.
+_ELSEWHERE = {
+    "_dynamic_step_context_init": _IN_A_STEP,
+    "_dynamic_step_forward_logits": _IN_A_STEP,
+    "_dynamic_step_sample_logits_and_verify_tokens": _DRAFTS,
+    "_compute_serial_mtp_and_sample": _DRAFTS,
+    "_dynamic_step_calculate_log_probs": _LOG_PROBS,
+    "_dynamic_step_calculate_log_probs_speculative": _LOG_PROBS,
+    "_dynamic_step_calculate_top_n_logprobs": _LOG_PROBS,
+    "_dynamic_step_calculate_top_n_logprobs_speculative": _LOG_PROBS,
+    "_router_record_bookkeeping": "routing is recorded per request; use LLM.generate with "
+    "SamplingParams(record_routing=True)",
+}
 
 
 class InferenceWrappedModel:
-    """A model with its inference context, as Megatron wraps it.
-
-    Args:
-        model: an open `LLM`, or a live transformers module.
-    """
+    """An open `LLM` or a live module with its inference context, as Megatron wraps it."""
 
     def __init__(self, model: LLM | nn.Module) -> None:
         self.model = model
         self.inference_context: Any = None
 
 
-class TextGenerationController(Speculation):
+class TextGenerationController(DraftSteps):
     """Tokenizes, generates on the engine, and detokenizes.
 
     Args:
@@ -97,8 +109,7 @@ class TextGenerationController(Speculation):
     ) -> None:
         """Let `callback` end requests of the dynamic batch.
 
-        It is called after each step with the ids of the requests that got a token, and returns the ids
-        to end. `stop_words` need no callback.
+        It gets the ids of the requests that a step gave a token, and returns those to end.
         """
         self._stop = callback
 
@@ -106,11 +117,7 @@ class TextGenerationController(Speculation):
 
     @staticmethod
     def tokenize_prompt(tokenizer: Any, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none.
-
-        Raises:
-            InvalidRequest: `add_BOS`, and the tokenizer has no `bos`.
-        """
+        """Return the ids of a prompt, with exactly one leading `bos` if `add_BOS`, else with none."""
         return tokenize(tokenizer, prompt, add_BOS)
 
     @staticmethod
@@ -120,11 +127,9 @@ class TextGenerationController(Speculation):
         remove_EOD: bool = True,
         skip_special_tokens: bool = True,
     ) -> str:
-        """Return the text of ids.
+        """Return the text of ids, without trailing `eod`s if `remove_EOD`.
 
-        Args:
-            remove_EOD: leave out trailing `eod`s.
-            skip_special_tokens: passed on if the tokenizer accepts it.
+        `skip_special_tokens` is passed on if the tokenizer accepts it.
         """
         return detokenize(tokenizer, tokens, remove_EOD, skip_special_tokens)
 
@@ -135,36 +140,27 @@ class TextGenerationController(Speculation):
         detokenize_segments: bool,
         skip_special_tokens: bool = True,
     ) -> tuple[str, list[str] | None] | tuple[list[str], list[list[str]] | None]:
-        """Return the text of a sequence and the text of each of its tokens; of a batch, lists of both.
+        """Return the text of a sequence `[L]` and of each of its tokens; of a batch `[B, L]`, lists.
 
-        Args:
-            tokens_gpu_tensor: `[L]` or `[B, L]`.
-            lengths_gpu_tensor: number of valid tokens, one per sequence.
-            detokenize_segments: False returns None as the second value.
-
-        Raises:
-            InvalidRequest: not one length in 0 to L per sequence.
+        The second value is None without `detokenize_segments`.
         """
         rows = tokens_gpu_tensor if tokens_gpu_tensor.dim() == 2 else tokens_gpu_tensor[None]
         lengths = torch.as_tensor(lengths_gpu_tensor).flatten().tolist()
         width = rows.shape[-1]
-        if (
-            rows.dim() != 2
-            or len(lengths) != len(rows)
-            or any(not 0 <= n <= width for n in lengths)
-        ):
+        fits = rows.dim() == 2 and len(lengths) == len(rows)
+        if not fits or not all(0 <= n <= width for n in lengths):
             raise InvalidRequest(
                 f"tokens {list(tokens_gpu_tensor.shape)} and lengths {lengths}: must be [L] and one "
                 "length, or [B, L] and B of them, each 0 to L"
             )
         ids = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
         texts = [self._translation.detokenize(row, True, skip_special_tokens) for row in ids]
-        parts = None
+        segments = None
         if detokenize_segments:
-            parts = [self._translation.segments(row, skip_special_tokens) for row in ids]
+            segments = [self._translation.segments(row, (), skip_special_tokens) for row in ids]
         if tokens_gpu_tensor.dim() == 2:
-            return texts, parts
-        return texts[0], None if parts is None else parts[0]
+            return texts, segments
+        return texts[0], None if segments is None else segments[0]
 
     def pad_input_prompt_tokens(
         self,
@@ -172,11 +168,7 @@ class TextGenerationController(Speculation):
         padded_batch_size: int,
         padded_sequence_length: int,
     ) -> Tensor:
-        """Return the prompts as `[padded_batch_size, padded_sequence_length]` int64, padded with `eod`.
-
-        Raises:
-            InvalidRequest: the prompts don't fit, or the tokenizer has no `eod`.
-        """
+        """Return the prompts as `[padded_batch_size, padded_sequence_length]`, padded with `eod`."""
         longest = max(map(len, batch_prompt_tokens_list), default=0)
         if len(batch_prompt_tokens_list) > padded_batch_size or longest > padded_sequence_length:
             raise InvalidRequest(
@@ -202,14 +194,10 @@ class TextGenerationController(Speculation):
         active_requests: Mapping[int, InferenceRequest] | None = None,
         use_attention_mask: bool = False,
     ) -> dict[str, Any]:
-        """Return a forward's inputs for a custom loop: `tokens`, `position_ids`, `attention_mask`.
+        """Return `tokens`, `position_ids` and `attention_mask` for a custom loop; generation has its own.
 
-        Generation does not use it. A wrapper's own `prep_inference_input` is called if there is one.
-
-        Args:
-            prompts_tokens: `[B, S]`.
-            active_requests: ignored.
-            use_attention_mask: a causal mask `[1, 1, S, S]`, True where a position is hidden; else None.
+        A wrapper's own `prep_inference_input` is called if there is one. With `use_attention_mask`, the mask
+        is causal, `[1, 1, S, S]`, True where a position is hidden.
         """
         prepare = getattr(self.inference_wrapped_model, "prep_inference_input", None)
         length, device = prompts_tokens.shape[1], prompts_tokens.device
@@ -236,20 +224,15 @@ class TextGenerationController(Speculation):
         logits: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Draw one id per row, row b with sample index b.
+        """Draw one id per row of `[B, V]`, row b with sample index b: `[B]` int64.
 
         Args:
-            last_token_logits: `[B, V]`; not modified.
-            sampling_params: None takes the defaults. A `seed` requires `position`.
+            sampling_params: a `seed` requires `position`, the absolute position of the token to draw.
             vocab_size: larger ids are not drawn.
             generation_started: `[B]` bool; with `skip_prompt_log_probs` only these rows report top-n.
             top_n_logprobs_dict: with `top_n_logprobs`, {text: log-prob} is appended at each row's index.
             logits: `[B, S, V]`, to report the top-n of every position, not only of the last.
-            kwargs: `position`, the absolute position of the token to draw; `common_inference_params`,
-                the former name of `sampling_params`.
-
-        Returns:
-            `[B]` int64.
+            kwargs: `position`; `common_inference_params`, the former name of `sampling_params`.
         """
         for name in kwargs:
             if name not in _KWARGS:
@@ -273,11 +256,19 @@ class TextGenerationController(Speculation):
         if top_n:
             if top_n_logprobs_dict is None:
                 raise InvalidRequest(f"top_n_logprobs={top_n} needs a top_n_logprobs_dict")
-            if logits is not None:
-                self._append_prompt(params, logits, top_n_logprobs_dict)
-            else:
-                mask = _reported(params, generation_started, len(draws.ids))
+            if logits is None:
+                mask = [True] * len(draws.ids)
+                if params.skip_prompt_log_probs:
+                    if generation_started is None:
+                        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
+                    mask = [bool(value) for value in generation_started]
                 self._append(tops_of(draws), mask, top_n_logprobs_dict)
+            elif params.skip_prompt_log_probs:
+                raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
+            else:
+                for row, row_logits in enumerate(logits):
+                    tops = self._translation.by_text(top_of_rows(row_logits, top_n))
+                    top_n_logprobs_dict.setdefault(row, []).extend(tops)
         return torch.tensor(draws.ids, dtype=torch.int64, device=last_token_logits.device)
 
     def update_generation_status(
@@ -291,14 +282,7 @@ class TextGenerationController(Speculation):
     ) -> tuple[Tensor, Tensor]:
         """Return which rows are done after the token at one position, and their lengths without the end.
 
-        Args:
-            updated_prompts_tokens: `[B, S]`.
-            generation_started, is_generation_done_tensor: `[B]` bool. Prompt ids end no row.
-            generated_sequence_lengths: `[B]`. No argument is modified.
-            termination_id: None takes the tokenizer's `eod`.
-
-        Returns:
-            `[B]` bool and `[B]` int32.
+        Prompt ids end no row, and no argument is modified. Without `termination_id`, `eod` ends a row.
         """
         if termination_id is None:
             termination_id = eod_of(self._translation.need_tokenizer("termination_id=None"))
@@ -333,13 +317,6 @@ class TextGenerationController(Speculation):
         tops = [list(zip(ids, values, strict=True)) for ids, values in columns]
         self._append(tops, mask.tolist(), top_n_logprobs_dict)
 
-    def _append_prompt(self, params: SamplingParams, logits: Tensor, into: TopNDict) -> None:
-        if params.skip_prompt_log_probs:
-            raise InvalidRequest("logits of a prompt with skip_prompt_log_probs=True")
-        for row, row_logits in enumerate(logits):
-            tops = top_of_rows(row_logits, params.top_n_logprobs)
-            into.setdefault(row, []).extend(self._translation.by_text(tops))
-
     def _append(self, tops: list[TopLogprobs], mask: Sequence[bool], into: TopNDict) -> None:
         entries = self._translation.by_text(tops)
         for row, (entry, wanted) in enumerate(zip(entries, mask, strict=True)):
@@ -353,18 +330,11 @@ class TextGenerationController(Speculation):
         active_requests: dict[int, InferenceRequest],
         active_streams: Mapping[Any, AsyncStream] | None = None,
     ) -> dict[int, InferenceRequest]:
-        """Generate for all requests, each with its own params, and fill in their outputs.
+        """Generate for all requests, each with its own params, fill in their outputs, and return them.
 
         Requests without a seed share one number from torch's default generator; request i of the batch
-        draws with sample index i. One with its own seed draws as if it were alone.
-
-        Args:
-            active_requests: by id, in order.
-            active_streams: by request id; each gets the partial results. A reader that leaves
-                ends its request.
-
-        Returns:
-            `active_requests`.
+        draws with sample index i. One with its own seed draws as if it were alone. A stream, by request
+        id, gets the partial results; a reader that leaves ends its request.
 
         Raises:
             InvalidRequest: an invalid request; raised before any forward.
@@ -386,9 +356,7 @@ class TextGenerationController(Speculation):
     ) -> None:
         """Put the output of each request so far into its stream, in a custom loop.
 
-        Args:
-            tokens: one row `[S]` per request, prompt and completion.
-            output_log_probs: one row `[S - 1]` per request, from the second token on; or None.
+        `tokens` has a row of prompt and completion for each, `output_log_probs` one from the second token on.
         """
         for row, (number, request, stream) in enumerate(
             zip(request_ids, requests, streams, strict=True)
@@ -397,16 +365,14 @@ class TextGenerationController(Speculation):
                 continue
             start, length = int(prompt_lengths[row]), int(generated_lengths[row])
             row_logprobs = None if output_log_probs is None else output_log_probs[row]
-            streaming.put(
-                self._translation,
-                sampling_params,
-                number,
-                request,
-                stream,
-                tokens[row][:start].tolist(),
-                tokens[row][start : start + length].tolist(),
-                None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist(),
-            )
+            ids = tokens[row][start : start + length].tolist()
+            text, segments = "", None
+            if self._translation.text is not None:
+                text = self._translation.detokenize(ids)
+                if sampling_params.return_segments:
+                    segments = self._translation.segments(ids, tokens[row][:start].tolist())
+            logprobs = None if row_logprobs is None else row_logprobs[start - 1 :][:length].tolist()
+            put_partial(stream, number, request, sampling_params, ids, logprobs, text, segments)
             if is_generation_done[row] or length == sampling_params.num_tokens_to_generate:
                 stream.finish()
 
@@ -418,20 +384,14 @@ class TextGenerationController(Speculation):
         """Make one step for all requests of `inference_context`; return None if there are none.
 
         The step runs in a thread, so it does not block the event loop. If the call is cancelled, the
-        next call returns the step's output.
-
-        Args:
-            skip_bookkeeping: only return what the step would sample; the next call samples the same.
+        next call returns the step's output. With `skip_bookkeeping`, only return what the step would
+        sample; the next call samples the same.
 
         Returns:
-            A dictionary of
-            `active_request_ids`: requests that got a token, `[A]` int64;
-            `sample`: those tokens, `[A]` int64;
-            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none; None
-            if no request wants any;
-            `finished_request_ids`: requests that have ended, each reported once, `[F]` int64;
-            `newly_paused_request_ids`: preempted requests, `[P]` int64;
-            `cuda_graph_request_count`: None.
+            `active_request_ids`: requests that got a token, and `sample`: those tokens, `[A]` int64;
+            `log_probs`: of the raw distribution, `[A]` float32, NaN for a request that wants none, None
+            if no request wants any; `finished_request_ids`: requests that have ended, each reported once;
+            `newly_paused_request_ids`: preempted ones; `cuda_graph_request_count`: None.
         """
         context = self.inference_context
         if skip_bookkeeping:
@@ -442,10 +402,7 @@ class TextGenerationController(Speculation):
     def generate_output_tokens_dynamic_batch(
         self, loop: asyncio.AbstractEventLoop | None = None
     ) -> dict[str, Any] | None:
-        """Run `async_generate_output_tokens_dynamic_batch` from synchronous code.
-
-        Args:
-            loop: event loop to run it in, also one running in another thread; None uses none.
+        """Run `async_generate_output_tokens_dynamic_batch` from synchronous code, in `loop` if there is one.
 
         Raises:
             VerbatimError: the calling thread runs `loop`, a deadlock.
@@ -455,29 +412,69 @@ class TextGenerationController(Speculation):
             return self.inference_context.collect(self._stop)
         if not loop.is_running():
             return loop.run_until_complete(self.async_generate_output_tokens_dynamic_batch())
-        if _runs_here(loop):
+        if asyncio._get_running_loop() is loop:
             raise VerbatimError(
                 "this event loop is running here; await async_generate_output_tokens_dynamic_batch()"
             )
         step = self.async_generate_output_tokens_dynamic_batch()
         return asyncio.run_coroutine_threadsafe(step, loop).result()
 
+    def _dynamic_step_sample_bookkeeping(self) -> None:
+        """Group the requests of `inference_context` by their parameters, for `_sample_from_logits_2d`."""
+        buckets: dict[tuple[float, int, float], list[int]] = {}
+        for index, request in enumerate(self.inference_context.requests.values()):
+            params = request.sampling_params or SamplingParams()
+            key = params.temperature, params.top_k, params.top_p
+            buckets.setdefault(key, []).append(index)
+        self._torch_sampling_buckets = [(indices, *key) for key, indices in buckets.items()]
+
+    def _dynamic_step_sample_logits(self, logits: Tensor) -> Tensor:
+        """Draw for each request of the last bookkeeping, from its row of `[N, V]` or `[1, N, V]`."""
+        return self._sample_from_logits_2d(logits[0] if logits.dim() == 3 else logits)
+
+    def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
+        """Return whether any request wants log-probs, and whether any wants a top-n."""
+        params = [
+            r.sampling_params or SamplingParams() for r in self.inference_context.requests.values()
+        ]
+        return any(p.return_log_probs for p in params), any(p.top_n_logprobs for p in params)
+
+    def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
+        """Report what the engine has sampled, without a step: the result of the documented step."""
+        return self.inference_context.collect(self._stop) or {}
+
+    def _get_mtp_num_heads(self) -> int:
+        """Return the number of MTP layers that the model's config states."""
+        config = self._translation.llm.engine.config
+        names = ("num_mtp_layers", "mtp_num_hidden_layers")
+        return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
+
+    def _init_dynamic_sampling_tensors(self) -> None:
+        """Clear the buckets: each request carries its own parameters."""
+        self._torch_sampling_buckets = []
+
+    def _init_mtp_sampling_tensor(self) -> None:
+        """Do nothing: drafts have no tensor of the controller."""
+
+    def _rewind_kv_cache(self) -> None:
+        """Do nothing: each step of the engine counts only accepted tokens, and frees later blocks."""
+
+    def _dummy_serial_mtp_forward(self) -> None:
+        """Do nothing: there are no expert-parallel collectives to match."""
+
     def dummy_forward(self) -> None:
         """Run the model once on the scratch block, without effect on any request."""
         self._translation.llm.engine.dummy_forward()
 
 
-def _reported(params: SamplingParams, started: Tensor | None, count: int) -> list[bool]:
-    """Return which rows report their top-n."""
-    if not params.skip_prompt_log_probs:
-        return [True] * count
-    if started is None:
-        raise InvalidRequest("skip_prompt_log_probs=True needs generation_started")
-    return [bool(value) for value in started]
+def _elsewhere(name: str, use: str) -> Callable[..., NoReturn]:
+    def method(self: TextGenerationController, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"{name}: {use}")
+
+    method.__name__ = name
+    method.__doc__ = f"Raise NotSupported: {use}."
+    return method
 
 
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+for _name, _use in _ELSEWHERE.items():
+    setattr(TextGenerationController, _name, _elsewhere(_name, _use))

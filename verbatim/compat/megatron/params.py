@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import operator
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.compat.batches import integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import SamplingParams as EngineParams
 
-_SWITCHES = (
-    "return_log_probs",
-    "skip_prompt_log_probs",
-    "return_segments",
-    "return_prompt_top_n_logprobs",
-    "add_BOS",
-    "detokenize_stop_sequence",
-    "return_prompt_tokens",
-    "detokenize_generations",
-    "no_early_termination",
-    "no_detokenize_streaming_text",
-)
-
+# The lowest and the highest value of each integer field.
+_INTEGERS = {
+    "top_k": (0, None),
+    "top_n_logprobs": (0, None),
+    "num_tokens_to_generate": (0, None),
+    "num_tokens_total": (0, None),
+    "termination_id": (-1, None),
+    "seed": (0, 2**63 - 1),
+}
 # Fields that only matter between Megatron's processes: the accepted value, and the reason.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "streaming": (False, "there is no reply socket; pass an AsyncStream in active_streams"),
@@ -123,17 +120,16 @@ class SamplingParams:
         for name, (allowed, why) in _REFUSED.items():
             if getattr(self, name) != allowed:
                 raise NotSupported(f"{name}={getattr(self, name)!r}: {why}; leave it at {allowed}")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name}={getattr(self, name)!r}: must be True or False")
-        self._number("temperature", math.inf)
-        self._number("top_p", 1.0)
-        self._integer("top_k", 0)
-        self._integer("top_n_logprobs", 0)
-        self._integer("num_tokens_to_generate", 0, optional=True)
-        self._integer("num_tokens_total", 0, optional=True)
-        self._integer("termination_id", -1, optional=True)
-        self._integer("seed", 0, 2**63 - 1, optional=True)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise InvalidRequest(f"{field.name}={value!r}: must be True or False")
+        self._check_number("temperature", sys.float_info.max)
+        self._check_number("top_p", 1.0)
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name in ("top_k", "top_n_logprobs"):
+                setattr(self, name, integer(name, value, low, high))
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidRequest(
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and "
@@ -192,29 +188,12 @@ class SamplingParams:
             )
         self.return_prompt_top_n_logprobs = follows
 
-    def _number(self, name: str, high: float) -> None:
+    def _check_number(self, name: str, high: float) -> None:
         value = getattr(self, name)
         number = math.nan
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             with suppress(OverflowError):
                 number = float(value)
-        if not math.isfinite(number) or not 0 <= number <= high:
-            upper = " or more" if high == math.inf else f" to {high:g}"
-            raise InvalidRequest(f"{name}={value!r}: must be a number, 0{upper}")
-        setattr(self, name, number)
-
-    def _integer(
-        self, name: str, low: int, high: int | None = None, *, optional: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        number = low - 1
-        if not isinstance(value, bool):
-            with suppress(TypeError):
-                number = operator.index(value)
-        if number < low or (high is not None and number > high):
-            upper = " or more" if high is None else f" to {high}"
-            none = ", or None" * optional
-            raise InvalidRequest(f"{name}={value!r}: must be an integer, {low}{upper}{none}")
+        if not 0 <= number <= high:
+            raise InvalidRequest(f"{name}={value!r}: must be a number, 0 to {high:g}")
         setattr(self, name, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 
 from torch import Tensor
@@ -22,21 +22,6 @@ class Status(Enum):
 
 
 TopN = list[dict[str, float]]  # for each position {text: log-prob}, likeliest first
-
-_OUTPUTS = (
-    "text",
-    "generated_text",
-    "segments",
-    "generated_segments",
-    "generated_sequence_lengths",
-    "generated_tokens",
-    "prompt_log_probs",
-    "generated_log_probs",
-    "prompt_top_n_logprobs",
-    "generated_top_n_logprobs",
-    "generated_length",
-    "error",
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -103,6 +88,15 @@ class InferenceRequest:
             )
             self.sampling_params = self.inference_parameters
 
+    def clear_outputs(self) -> None:
+        """Set all fields below `status` to their defaults."""
+        names = [each.name for each in fields(self)]
+        for each in fields(self)[names.index("status") + 1 :]:
+            if each.init:
+                factory = each.default_factory
+                value = each.default if factory is MISSING else factory()
+                setattr(self, each.name, value)
+
 
 @dataclass(kw_only=True, slots=True)
 class DynamicInferenceRequest(InferenceRequest):
@@ -125,13 +119,3 @@ class DynamicInferenceRequest(InferenceRequest):
     def failed(self) -> bool:
         """Return whether it ended with `error`."""
         return self.status is Status.FAILED
-
-
-def clear_outputs(request: InferenceRequest) -> None:
-    """Clear the outputs of an earlier run."""
-    for name in _OUTPUTS:
-        setattr(request, name, None)
-    request.tpot = []
-    if isinstance(request, DynamicInferenceRequest):
-        request.ttft = request.latency = None
-        request.num_cached_tokens = 0

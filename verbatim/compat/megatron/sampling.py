@@ -1,4 +1,8 @@
-"""Sampling of logit rows with Megatron's parameters, by Verbatim's sampler."""
+"""Sampling of logit rows with Megatron's parameters, and its index arithmetic for draft tokens.
+
+The rows of a step with draft tokens are grouped by request: decoding requests (a base token and its
+drafts) first, requests in prefill after them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verbatim.batch import Draws, SamplePlan, SampleRow
+from verbatim.compat.batches import draw_seed
 from verbatim.compat.megatron.params import SamplingParams
 from verbatim.core import TopLogprobs
 from verbatim.errors import InvalidRequest
@@ -38,14 +43,15 @@ def draw_rows(
         raise InvalidRequest(f"logits must be a floating point [B, V], not {list(logits.shape)}")
     if vocab_size is not None and vocab_size < 1:
         raise InvalidRequest(f"vocab_size={vocab_size}: must be 1 or more")
-    beyond = range(logits.shape[1] if vocab_size is None else vocab_size, logits.shape[1])
+    width = logits.shape[1]
+    banned = list(range(width if vocab_size is None else vocab_size, width))
     rows = [
         SampleRow(
             EngineParams(**each.sampling()),
             seed,
             index,
             position,
-            banned_ids=list(beyond),
+            banned_ids=banned,
             num_logprobs=top_n,
         )
         for index, each in enumerate(params)
@@ -70,6 +76,128 @@ def tops_of(draws: Draws) -> list[TopLogprobs]:
     ]
 
 
-def draw_seed() -> int:
-    """Draw a seed from torch's default generator, so that `torch.manual_seed` repeats a run."""
-    return int(torch.randint(2**53, ()))
+class DraftSteps:
+    """The controller's methods for rows of logits of a whole step.
+
+    Attributes:
+        num_speculative_tokens: draft tokens per decoding request.
+    """
+
+    def __init__(self) -> None:
+        self.num_speculative_tokens = 0
+        # Request indices, temperature, top_k, top_p.
+        self._torch_sampling_buckets: list[tuple[Sequence[int], float, int, float]] = []
+
+    def _get_required_logit_indices(
+        self,
+        request_in_prefill_status_tensor: Tensor,
+        request_query_lengths: Tensor,
+        num_decode_requests: int,
+        num_prefill_requests: int,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Return the rows of logits needed: all of a decoding request, the last of one in prefill.
+
+        Args:
+            request_in_prefill_status_tensor: `[N]`, 1 or True for prefill; zeros first.
+            request_query_lengths: `[N]`, rows of each request.
+
+        Returns:
+            `[R]` int64, ascending.
+
+        Raises:
+            InvalidRequest: wrong counts, or a request in prefill before a decoding one.
+        """
+        _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
+        lengths = request_query_lengths.long()
+        decode = torch.arange(int(lengths[:num_decode_requests].sum()), device=lengths.device)
+        last_rows = lengths.cumsum(0)[num_decode_requests:] - 1
+        return torch.cat([decode, last_rows]).to(device)
+
+    def _sample_from_logits_2d(self, logits_2d: Tensor) -> Tensor:
+        """Draw for each request with the parameters of its bucket: `[N, V]` to `[N]`.
+
+        Raises:
+            InvalidRequest: a request without bucket.
+        """
+        return self._sample(logits_2d, torch.ones(len(logits_2d), dtype=torch.int64))
+
+    def _sample_speculative_logits(
+        self, required_logits: Tensor, request_in_prefill_status_tensor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw for every required row, with the parameters of its request's bucket.
+
+        Args:
+            required_logits: `[R, V]`.
+            request_in_prefill_status_tensor: `[N]`.
+
+        Returns:
+            The ids, `[R]` in row order, and the number of rows of each request, `[N]`.
+
+        Raises:
+            InvalidRequest: a request without bucket, or a wrong number of rows.
+        """
+        in_prefill = request_in_prefill_status_tensor.bool()
+        repeats = torch.where(in_prefill, 1, 1 + self.num_speculative_tokens)
+        if int(repeats.sum()) != len(required_logits):
+            raise InvalidRequest(f"{len(required_logits)} rows of logits for {repeats.tolist()}")
+        return self._sample(required_logits, repeats), repeats
+
+    def _sample(self, logits: Tensor, repeats: Tensor) -> Tensor:
+        params = {
+            int(index): SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+            for indices, temperature, top_k, top_p in self._torch_sampling_buckets
+            for index in indices
+        }
+        missing = [index for index in range(len(repeats)) if index not in params]
+        if missing:
+            raise InvalidRequest(f"requests {missing} are in no bucket of _torch_sampling_buckets")
+        each = [params[index] for index, count in enumerate(repeats.tolist()) for _ in range(count)]
+        ids = draw_rows(logits, each, seed=draw_seed()).ids
+        return torch.tensor(ids, device=logits.device)
+
+    def _verify_speculative_tokens(
+        self,
+        output_tokens: Tensor,
+        input_tokens_required: Tensor,
+        request_in_prefill_status_tensor: Tensor,
+        repeats: Tensor,
+        num_decode_requests: int,
+        num_prefill_requests: int,
+        active_request_count: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accepted input tokens.
+
+        A request's first token is always accepted. A draft is accepted if the one before it is and the
+        token drawn there equals the draft.
+
+        Args:
+            output_tokens: `[R]`, drawn from each row.
+            input_tokens_required: `[R]` or `[1, R]`, the input of each row.
+            repeats: `[N]`, rows of each request, which sum to R.
+
+        Returns:
+            The index of each request's last accepted token `[N]`, the mask `[R]` bool, and the input `[R]`.
+        """
+        _check_order(request_in_prefill_status_tensor, num_decode_requests, num_prefill_requests)
+        if active_request_count != num_decode_requests + num_prefill_requests:
+            raise InvalidRequest(
+                f"active_request_count={active_request_count}: there are {num_decode_requests} "
+                f"requests that decode and {num_prefill_requests} in prefill"
+            )
+        inputs = input_tokens_required.reshape(-1)
+        starts = repeats.cumsum(0) - repeats
+        request_of_row = torch.repeat_interleave(torch.arange(len(repeats)), repeats)
+        differs = torch.zeros_like(inputs, dtype=torch.bool)
+        differs[1:] = inputs[1:] != output_tokens[:-1]
+        misses = differs.cumsum(0)
+        mask = misses == misses[starts][request_of_row]  # no miss after the request's first row
+        accepted = torch.zeros_like(repeats).scatter_add(0, request_of_row, mask.long())
+        return starts + accepted - 1, mask, inputs
+
+
+def _check_order(in_prefill: Tensor, num_decode: int, num_prefill: int) -> None:
+    if in_prefill.bool().tolist() != [False] * num_decode + [True] * num_prefill:
+        raise InvalidRequest(
+            f"prefill status {in_prefill.tolist()}: must be {num_decode} zeros, then {num_prefill} ones"
+        )

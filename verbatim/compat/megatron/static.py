@@ -1,18 +1,21 @@
-"""Generation for a static batch, each request with its own params."""
+"""Generation for a static batch, each request with its own params, and its streams."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from verbatim.compat.batches import draw_seed
+from verbatim.compat.megatron.params import SamplingParams
 from verbatim.compat.megatron.request import InferenceRequest, Status
-from verbatim.compat.megatron.sampling import draw_seed
 from verbatim.compat.megatron.stream import AsyncStream
-from verbatim.compat.megatron.streaming import Feed
+from verbatim.compat.megatron.tokenizer import Segments
 from verbatim.compat.megatron.translation import Translation
-from verbatim.core import FinishReason, Request
+from verbatim.core import Delta, FinishReason, Request
+from verbatim.engine.handle import EngineHandle
 from verbatim.errors import InvalidRequest
 
 
@@ -27,7 +30,24 @@ def run_static_batch(
     have ended.
     """
     try:
-        return _run(translation, requests, _by_request(streams, requests))
+        by_id = _by_request(streams, requests)
+        seed = draw_seed()
+        admitted = {
+            number: translation.admit(request, row, seed)
+            for row, (number, request) in enumerate(requests.items())
+        }
+        for number, request in requests.items():
+            translation.begin(request, admitted[number])
+        try:
+            _generate(translation, requests, admitted, by_id)
+        except BaseException as error:  # ends the whole batch: refused, or Ctrl-C
+            _fill_all(translation, requests, admitted, error)
+            raise
+        _fill_all(translation, requests, admitted, None)
+        for each in admitted.values():
+            if each.error is not None:
+                raise each.error
+        return requests
     except BaseException as error:
         for stream in streams.values():  # unblock readers; finished streams are unchanged
             stream.finish(error)
@@ -50,30 +70,6 @@ def _by_request(
     return by_id
 
 
-def _run(
-    translation: Translation,
-    requests: dict[int, InferenceRequest],
-    streams: Mapping[int, AsyncStream],
-) -> dict[int, InferenceRequest]:
-    seed = draw_seed()
-    admitted = {
-        number: translation.admit(request, row, seed)
-        for row, (number, request) in enumerate(requests.items())
-    }
-    for number, request in requests.items():
-        translation.begin(request, admitted[number])
-    try:
-        _generate(translation, requests, admitted, streams)
-    except BaseException as error:  # ends the whole batch: refused, or Ctrl-C
-        _fill_all(translation, requests, admitted, error)
-        raise
-    _fill_all(translation, requests, admitted, None)
-    for each in admitted.values():
-        if each.error is not None:
-            raise each.error
-    return requests
-
-
 def _generate(
     translation: Translation,
     requests: Mapping[int, InferenceRequest],
@@ -82,14 +78,14 @@ def _generate(
 ) -> None:
     """Run until all requests have ended.
 
-    Streamed requests are stepped by the engine's thread, which calls their `Feed`s.
+    Streamed requests are stepped by the engine's thread, which calls their feeds.
     """
     handle = translation.llm.engine
     plain = [request for number, request in admitted.items() if number not in streams]
-    feeds: list[Feed] = []
+    feeds: list[_StreamFeed] = []
     try:
         for number, stream in streams.items():
-            feed = Feed(translation, requests[number], admitted[number], stream, handle)
+            feed = _StreamFeed(translation, requests[number], admitted[number], stream, handle)
             handle.submit(admitted[number], feed.take, feed.end, driven=True)
             feeds.append(feed)
         try:
@@ -120,10 +116,97 @@ def _fill_all(
         whole = result is not None and (
             batch_error is None or result.outputs[0].finish_reason is not FinishReason.ABORT
         )
-        if result is not None and whole:
-            translation.fill(request, admitted[number], result.outputs[0])
+        if whole:
+            translation.fill_finished(request, admitted[number])
         else:
             request.status, request.error = Status.FAILED, error or batch_error
     lengths = [request.generated_length or 0 for request in requests.values()]
     for request in requests.values():
         request.generated_sequence_lengths = torch.tensor(lengths, dtype=torch.int32)
+
+
+class _StreamFeed:
+    """Puts the partial results of one request into its stream.
+
+    Text that may be part of a stop word or of an incomplete character is delayed.
+    """
+
+    def __init__(
+        self,
+        translation: Translation,
+        request: InferenceRequest,
+        admitted: Request,
+        stream: AsyncStream,
+        handle: EngineHandle,
+    ) -> None:
+        assert request.sampling_params is not None
+        self._translation, self._request, self._admitted = translation, request, admitted
+        self._params, self._stream, self._handle = request.sampling_params, stream, handle
+        self.ended = threading.Event()
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._text = ""
+        self._segments = None
+        if translation.text is not None and self._params.return_segments:
+            self._segments = Segments(translation.text, admitted.prompt_ids)
+
+    def take(self, delta: Delta) -> None:
+        """Put the output of one step."""
+        if self._stream.finished:  # the reader has left
+            self._handle.abort(self._admitted)
+            return
+        last = delta.finish_reason is not None
+        self._ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._text += delta.text
+        if last and self._translation.tokenizer is not None:
+            self._text = self._translation.with_end(self._params, self._ids, self._text)
+        if self._segments is not None:
+            self._segments.extend(delta.token_ids, last=last)
+        put_partial(
+            self._stream,
+            self._request.request_id,
+            self._request,
+            self._params,
+            self._ids,
+            self._logprobs if self._params.return_log_probs else None,
+            self._text,
+            None if self._segments is None else self._segments.texts,
+        )
+        if last:
+            self._stream.finish()
+
+    def end(self) -> None:
+        """End the stream, with the request's error if there is one."""
+        self.ended.set()  # first: an error of the stream must not block the batch
+        self._stream.finish(self._admitted.error)
+
+
+def put_partial(
+    stream: AsyncStream,
+    request_id: int,
+    request: InferenceRequest,
+    params: SamplingParams,
+    ids: list[int],
+    logprobs: list[float] | None,
+    text: str,
+    segments: list[str] | None,
+) -> None:
+    """Put a copy of the request with its output so far into its stream."""
+    shows_text = params.detokenize_generations and not params.no_detokenize_streaming_text
+    stream.put(
+        InferenceRequest(
+            request_id=request_id,
+            prompt=request.prompt,
+            sampling_params=request.sampling_params,
+            prompt_tokens=request.prompt_tokens,
+            prompt_length=request.prompt_length,
+            arrival_time=request.arrival_time,
+            status=request.status,
+            generated_text=text if shows_text else "",
+            generated_segments=list(segments) if segments is not None and shows_text else None,
+            generated_tokens=torch.tensor(ids, dtype=torch.int64),
+            generated_log_probs=None if logprobs is None else list(logprobs),
+            generated_length=len(ids),
+        )
+    )

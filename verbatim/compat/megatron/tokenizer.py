@@ -125,9 +125,7 @@ def _id(tokenizer: Any, name: str) -> int | None:
 
 def _takes(function: Any, name: str) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a C function without a signature
         return False
-    return name in parameters or any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -19,7 +19,6 @@ from verbatim.compat.megatron.request import (
     InferenceRequest,
     Status,
     TopN,
-    clear_outputs,
 )
 from verbatim.compat.megatron.tokenizer import (
     Segments,
@@ -29,7 +28,7 @@ from verbatim.compat.megatron.tokenizer import (
     tokenize,
     wrap,
 )
-from verbatim.core import Completion, Request, TopLogprobs
+from verbatim.core import Request, TopLogprobs
 from verbatim.engine.admission import Admission
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
@@ -115,7 +114,7 @@ class Translation:
         """Update the caller's request when it starts."""
         # A copy: the caller may change theirs for the next request.
         request.sampling_params = copy.copy(request.sampling_params or SamplingParams())
-        clear_outputs(request)
+        request.clear_outputs()
         if _caller_ids(request) is None:
             assert request.prompt is not None
             request.prompt_tokens = list(admitted.prompt_ids)
@@ -125,33 +124,52 @@ class Translation:
             request.arrival_time = time.time()
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
-    def fill(self, request: InferenceRequest, admitted: Request, completion: Completion) -> None:
+    def fill(
+        self,
+        request: InferenceRequest,
+        admitted: Request,
+        ids: list[int],
+        logprobs: list[float],
+        tops: Sequence[TopLogprobs],
+        text: str,
+    ) -> None:
         """Fill in the outputs of a finished request."""
         params = cast(SamplingParams, request.sampling_params)
         # A request that ended during prefill has only part of its prompt's log-probs.
         whole = params.reports_prompt and (
             len(admitted.prompt_logprobs) == len(admitted.prompt_ids) - 1
         )
-        ids, metrics = completion.token_ids, admitted.metrics
-        dynamic = isinstance(request, DynamicInferenceRequest)
+        metrics, is_dynamic = admitted.metrics, isinstance(request, DynamicInferenceRequest)
         request.status = Status.COMPLETED
         request.generated_length = len(ids)
-        request.generated_tokens = list(ids) if dynamic else torch.tensor(ids, dtype=torch.int64)
+        request.generated_tokens = list(ids) if is_dynamic else torch.tensor(ids, dtype=torch.int64)
         request.tpot = [metrics.first_token_s, *[metrics.per_token_s] * (len(ids) - 1)][: len(ids)]
         if params.return_log_probs:
-            request.generated_log_probs = list(completion.logprobs)
+            request.generated_log_probs = list(logprobs)
             if whole:
                 request.prompt_log_probs = list(admitted.prompt_logprobs)
         if params.top_n_logprobs:
-            request.generated_top_n_logprobs = self.by_text(completion.top_logprobs or [])
+            request.generated_top_n_logprobs = self.by_text(tops)
             if whole:
                 request.prompt_top_n_logprobs = self.by_text(admitted.prompt_top_logprobs)
         if params.detokenize_generations and self.text is not None:
-            self._fill_text(request, params, admitted.prompt_ids, completion)
+            prompt_ids = admitted.prompt_ids
+            request.generated_text = self.with_end(params, ids, text)
+            request.text = self._prompt_text(request, prompt_ids) + request.generated_text
+            if params.return_segments:
+                request.generated_segments = self.segments(ids, prompt_ids)
+                request.segments = self.segments(prompt_ids) + request.generated_segments
         if isinstance(request, DynamicInferenceRequest):
             request.ttft = metrics.first_token_s if ids else None
             request.latency = metrics.total_s or time.monotonic() - admitted.arrival
             request.num_cached_tokens = metrics.num_cached_tokens
+
+    def fill_finished(self, request: InferenceRequest, admitted: Request) -> None:
+        """Fill in the outputs of a request from the engine's result."""
+        assert admitted.result is not None
+        done = admitted.result.outputs[0]
+        tops = done.top_logprobs or []
+        self.fill(request, admitted, done.token_ids, done.logprobs, tops, done.text)
 
     def by_text(self, tops: Iterable[TopLogprobs]) -> TopN:
         """Return {text: log-prob} for each position; of ids with equal texts, keep the likeliest."""
@@ -164,37 +182,19 @@ class Translation:
         return entries
 
     def detokenize(
-        self,
-        ids: Sequence[int],
-        remove_EOD: bool = True,
-        skip_special_tokens: bool = True,
+        self, ids: Sequence[int], remove_EOD: bool = True, skip_special_tokens: bool = True
     ) -> str:
         """Return the text of ids."""
         return detokenize(self.need_tokenizer("text"), ids, remove_EOD, skip_special_tokens)
 
-    def segments(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
-        """Return the text of each id."""
+    def segments(
+        self, ids: Sequence[int], prompt: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Return the text of each id, which follow those of `prompt`."""
         assert self.text is not None
-        parts = Segments(self.text, skip_special_tokens=skip_special_tokens)
-        parts.extend(ids, last=True)
-        return parts.texts
-
-    def _fill_text(
-        self,
-        request: InferenceRequest,
-        params: SamplingParams,
-        prompt_ids: list[int],
-        completion: Completion,
-    ) -> None:
-        assert self.text is not None
-        prompt = self._prompt_text(request, prompt_ids)
-        text = self.with_end(params, completion.token_ids, completion.text)
-        request.generated_text, request.text = text, prompt + text
-        if params.return_segments:
-            parts = Segments(self.text, prompt_ids)
-            parts.extend(completion.token_ids, last=True)
-            request.generated_segments = parts.texts
-            request.segments = self.segments(prompt_ids) + parts.texts
+        segments = Segments(self.text, prompt, skip_special_tokens=skip_special_tokens)
+        segments.extend(ids, last=True)
+        return segments.texts
 
     def with_end(self, params: SamplingParams, ids: list[int], text: str) -> str:
         """Return the text of a completion, with its `eod` if the params keep it."""

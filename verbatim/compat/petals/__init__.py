@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from verbatim.compat.petals.cache import RemotePastKeyValues
+from verbatim.compat.petals.call import RemotePastKeyValues
 from verbatim.compat.petals.generation import RemoteGenerationMixin
 from verbatim.compat.petals.model import (
     AutoDistributedModelForCausalLM,

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.compat.petals.given import TokenColumns, first_column, given_columns
-from verbatim.compat.petals.observer import open_observer
+from verbatim.compat.batches import draw_seed
+from verbatim.compat.petals.call import CallOptions, GenerateCall, check_criteria
+from verbatim.compat.petals.columns import TokenColumns, bos_column, input_columns
 from verbatim.compat.petals.session import InferenceSession, active_session, enter, leave
 from verbatim.compat.petals.settings import Settings
-from verbatim.compat.petals.turn import Turn, TurnOptions
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
-_NOT_DONE = {
+_REFUSED = {
     "assistant_model": 'drafts belong to the model: open it with draft=, a folder or "ngram"',
     "negative_prompt_ids": "a second, unconditional prompt is not run beside the first",
     "negative_prompt_attention_mask": "a second, unconditional prompt is not run beside the first",
@@ -60,14 +60,12 @@ class RemoteGenerationMixin:
                 session; without one, or at its beginning, it starts from the model's BOS.
             generation_config: values that the call does not name; then the model's apply, then
                 transformers' defaults.
-            logits_processor: a list of transformers' processors or of functions of `input_ids` `[1, L]` and
-                `scores` `[1, V]`, one row at a time, without pads. They must be pure: each is called once per
-                token, with rows in any order.
-            stopping_criteria: a list of functions of `input_ids` `[1, L]` and `scores` (None without
+            logits_processor: transformers' processors or functions of `input_ids` `[1, L]` and `scores`
+                `[1, V]`, called once per token and row, without pads, rows in any order: they must be pure.
+            stopping_criteria: functions of `input_ids` `[1, L]` and `scores` (None without
                 `output_scores`), called for each new token of a row; True ends the row.
             prefix_allowed_tokens_fn: `f(row, ids)` returns the allowed next ids.
-            synced_gpus: False or None.
-            assistant_model: None; drafts belong to the model.
+            synced_gpus, assistant_model: False and None; drafts belong to the model.
             streamer: gets the inputs, then each new column `[B]`, through `put`, and `end()`.
             session: None takes the session of the enclosing `with` block, if any.
             seed: an extension. Row b draws with it and sample index b. By default a session takes one from
@@ -89,10 +87,9 @@ class RemoteGenerationMixin:
             OutOfBlocks: too few blocks for a session's rows. SessionBusy, EngineClosed.
             RequestFailed: no token can be drawn for a row.
         """
-        kwargs |= {"assistant_model": assistant_model}
-        kwargs = _check_kwargs(kwargs, synced_gpus)
+        _check_kwargs(kwargs, synced_gpus, assistant_model)
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
-        tok = kwargs.pop("tokenizer", None)
+        tokenizer = kwargs.pop("tokenizer", None)
         if inputs is not None and ids is not None:
             raise InvalidRequest("inputs and input_ids are both given; they are the same thing")
         inputs = ids if inputs is None else inputs
@@ -100,21 +97,18 @@ class RemoteGenerationMixin:
         settings = Settings(self.llm, kwargs, generation_config)
         SamplingParams(seed=seed)  # validates it
         given = self._given(settings, inputs, mask, session)
-        options = TurnOptions(
-            settings,
-            open_observer(self.llm, settings, stopping_criteria, streamer, tok),
-            logits_processor,
-            prefix_allowed_tokens_fn,
+        criteria = check_criteria(self.llm, settings, stopping_criteria, streamer, tokenizer)
+        options = CallOptions(
+            settings, criteria, streamer, logits_processor, prefix_allowed_tokens_fn
         )
         if session is not None:
             output = session._generate(options, given, seed)
         else:
             assert given is not None
             if seed is None:
-                seed = int(torch.randint(2**53, ())) if settings["do_sample"] else 0
-            output = Turn(
-                self.llm, options, TokenColumns.empty(given.num_rows), given, seed=seed
-            ).run()
+                seed = draw_seed() if settings["do_sample"] else 0
+            past = TokenColumns.empty(given.num_rows)
+            output = GenerateCall(self.llm, options, past, given, seed=seed).run()
         return output if inputs is None else _on_device(output, inputs.device)
 
     def inference_session(
@@ -161,30 +155,30 @@ class RemoteGenerationMixin:
         self, settings: Settings, inputs: Any, mask: Any, session: InferenceSession | None
     ) -> TokenColumns | None:
         if inputs is not None:
-            return given_columns(inputs, mask, settings.pad_id)
+            return input_columns(inputs, mask, settings.pad_id)
         if mask is not None:
             raise InvalidRequest("attention_mask without inputs: there is nothing to mask")
         if session is not None and session.position:
             return None
-        opened, tokenizer = self.llm.engine, self.llm.tokenizer
-        bos_id = getattr(opened.config, "bos_token_id", None)
+        tokenizer = self.llm.tokenizer
+        bos_id = getattr(self.llm.engine.config, "bos_token_id", None)
         if bos_id is None and tokenizer is not None:
             bos_id = tokenizer.bos_id
-        return first_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
+        return bos_column(settings["bos_token_id"], bos_id, self.llm.engine.admission.vocab_size)
 
 
-def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any) -> dict[str, Any]:
-    """Return the arguments without those that have no effect; refuse unsupported ones."""
+def _check_kwargs(kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any) -> None:
+    """Remove arguments without effect from `kwargs`; refuse unsupported ones."""
     if synced_gpus:
         raise NotSupported("synced_gpus=True: ranks with a call each are LLM.generate's")
-    for name, why in _NOT_DONE.items():
+    kwargs["assistant_model"] = assistant_model
+    for name, why in _REFUSED.items():
         if kwargs.pop(name, None) is not None:
             raise NotSupported(f"{name}: {why}")
     # Tokenizers return it for models without segments, too.
     types = kwargs.pop("token_type_ids", None)
     if types is not None and not (isinstance(types, Tensor) and not types.any()):
         raise NotSupported("token_type_ids: there is one segment, 0")
-    return kwargs
 
 
 def _on_device(output: Any, device: torch.device) -> Any:

@@ -7,64 +7,41 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
+from verbatim.compat.batches import by_name
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.placement.cluster.choice import Cluster
 
 _LLM_OPTIONS = frozenset(inspect.signature(LLM.__init__).parameters) - {"self", "model", "_weak"}
-_SWARM = "there is no public swarm and no DHT: machines that trust each other make a cluster"
-_WAITS = "how long a cluster waits is patience_s, step_timeout_s and max_restarts of Cluster"
-_REFUSED = {
-    "dht_prefix": _SWARM,
-    "allowed_servers": _SWARM,
-    "blocked_servers": _SWARM,
-    "daemon_startup_timeout": _WAITS,
-    "connect_timeout": _WAITS,
-    "update_period": _WAITS,
-    "min_backoff": _WAITS,
-    "max_backoff": _WAITS,
-    "ban_timeout": _WAITS,
-    "max_pinged": _WAITS,
-    "ping_timeout": _WAITS,
-    "show_route": "`verbatim cluster status` shows the stages",
-    "active_adapter": "merge the adapter into the weights, or give the live module that holds it",
-    "tuning_mode": "nothing is trained through a cluster",
-    "pre_seq_len": "nothing is trained through a cluster",
-    "token": "the hub's own: run `hf auth login`, or set HF_TOKEN",
-    "use_auth_token": "the hub's own: run `hf auth login`, or set HF_TOKEN",
-    "cache_dir": "the hub's own: set HF_HOME",
-    "force_download": "the hub's own: empty its cache",
-    "local_files_only": "the hub's own: set HF_HUB_OFFLINE=1, or give the folder",
-    "device_map": "use placement=, such as Offload() or Cluster()",
-    "load_in_8bit": "use quantization='int8', without a placement or with Offload()",
-    "load_in_4bit": "use quantization='int4', without a placement or with Offload()",
-    "quantization_config": "use quantization=, without a placement or with Offload()",
-    "attn_implementation": "attention is the engine's own",
-}
+_REFUSED = by_name(
+    {
+        "there is no public swarm and no DHT: machines that trust each other make a cluster": (
+            "dht_prefix allowed_servers blocked_servers"
+        ),
+        "how long a cluster waits is patience_s, step_timeout_s and max_restarts of Cluster": (
+            "daemon_startup_timeout connect_timeout update_period min_backoff max_backoff ban_timeout "
+            "max_pinged ping_timeout"
+        ),
+        "`verbatim cluster status` shows the stages": "show_route",
+        "merge the adapter into the weights, or give the live module that holds it": "active_adapter",
+        "nothing is trained through a cluster": "tuning_mode pre_seq_len",
+        "the hub's own: run `hf auth login`, or set HF_TOKEN": "token use_auth_token",
+        "the hub's own: set HF_HOME": "cache_dir",
+        "the hub's own: empty its cache": "force_download",
+        "the hub's own: set HF_HUB_OFFLINE=1, or give the folder": "local_files_only",
+        "use placement=, such as Offload() or Cluster()": "device_map",
+        "use quantization='int8' or 'int4', without a placement or with Offload()": (
+            "load_in_8bit load_in_4bit quantization_config"
+        ),
+        "attention is the engine's own": "attn_implementation",
+    }
+)
 _ALWAYS = {
     "low_cpu_mem_usage": "weights are read to where they stay",
     "use_server_to_server": "stages connect to each other",
 }
 _CLUSTER_OPTIONS = {"request_timeout": "step_timeout_s", "max_retries": "max_restarts"}
 _ADDRESS = re.compile(r"[^\s/:]+:\d{1,5}")
-
-
-def open_source(model: Any, options: Mapping[str, Any]) -> tuple[LLM | nn.Module, bool]:
-    """Return the passed or newly opened model, and whether it was opened here.
-
-    Raises:
-        As `open_llm`; InvalidRequest: options with an open model.
-    """
-    if not isinstance(model, LLM | nn.Module):
-        return open_llm(model, options), True
-    for name, value in options.items():
-        if value is not None:
-            raise InvalidRequest(
-                f"{name}={value!r}: the model is open already; options are for those that are opened here"
-            )
-    return model, False
 
 
 def open_llm(model: Any, options: Mapping[str, Any]) -> LLM:
@@ -129,6 +106,7 @@ def _address(peers: Any) -> str | None:
         )
     if _ADDRESS.fullmatch(many[0]) is None:
         raise InvalidRequest(
-            f"initial_peers={peers!r}: must be 'host:port', as `verbatim cluster start` prints it. {_SWARM}"
+            f"initial_peers={peers!r}: must be 'host:port', as `verbatim cluster start` prints it; there "
+            "is no public swarm"
         )
     return many[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from verbatim.compat.petals.generation import RemoteGenerationMixin
-from verbatim.compat.petals.loading import open_source
+from verbatim.compat.petals.loading import open_llm
 from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.llm import LLM
 from verbatim.tensors import engine_of
@@ -64,24 +64,7 @@ class DistributedModelForCausalLM(RemoteGenerationMixin):
                 architecture than the class is for.
             As `LLM` and the placement.
         """
-        return cls._open(model_name_or_path, options)
-
-    @classmethod
-    def _open(cls, model: Any, options: dict[str, Any], *, auto: bool = False) -> Self:
-        """
-        Args:
-            auto: use the class of the model's architecture, if there is one.
-        """
-        source, opened_here = open_source(model, options)
-        try:
-            opened = (_class_for(source) if auto else cls)(source)
-        except BaseException:
-            if opened_here:
-                source.close()  # type: ignore[operator]
-            raise
-        if opened_here:
-            opened._end = weakref.finalize(opened, source.close)  # type: ignore[arg-type]
-        return opened  # type: ignore[return-value]
+        return _open(model_name_or_path, options, cls)
 
     _end: Any = None  # closes an engine opened here
 
@@ -154,6 +137,18 @@ class DistributedMixtralForCausalLM(DistributedModelForCausalLM):
     _model_type = "mixtral"
 
 
+class AutoDistributedModelForCausalLM:
+    """Opens a model of any architecture."""
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name_or_path: str | os.PathLike[str] | LLM | nn.Module | None, **options: Any
+    ) -> DistributedModelForCausalLM:
+        """Open a model as the class of its architecture; see `DistributedModelForCausalLM`."""
+        return _open(model_name_or_path, options, None)
+
+
+_Model = TypeVar("_Model", bound=DistributedModelForCausalLM)
 _CLASSES = (
     DistributedLlamaForCausalLM,
     DistributedBloomForCausalLM,
@@ -162,22 +157,28 @@ _CLASSES = (
 )
 
 
-class AutoDistributedModelForCausalLM:
-    """Opens a model of any architecture."""
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        model_name_or_path: str | os.PathLike[str] | LLM | nn.Module | None,
-        **options: Any,
-    ) -> DistributedModelForCausalLM:
-        """Open a model as the class of its architecture; see `DistributedModelForCausalLM`."""
-        return DistributedModelForCausalLM._open(model_name_or_path, options, auto=True)
-
-
-def _class_for(source: LLM | nn.Module) -> type[DistributedModelForCausalLM]:
-    config = source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
-    model_type = getattr(config, "model_type", None)
-    return next(
-        (kind for kind in _CLASSES if kind._model_type == model_type), DistributedModelForCausalLM
-    )
+def _open(model: Any, options: dict[str, Any], kind: type[_Model] | None) -> _Model:
+    """Open a model as `kind`, by default as the class of its architecture."""
+    opened_here = not isinstance(model, LLM | nn.Module)
+    for name, value in options.items():
+        if not opened_here and value is not None:
+            raise InvalidRequest(
+                f"{name}={value!r}: the model is open already; options are for those that are opened here"
+            )
+    source = open_llm(model, options) if opened_here else model
+    try:
+        config = (
+            source.engine.config if isinstance(source, LLM) else getattr(source, "config", None)
+        )
+        model_type = getattr(config, "model_type", None)
+        own = next(
+            (k for k in _CLASSES if k._model_type == model_type), DistributedModelForCausalLM
+        )
+        opened: Any = (kind or own)(source)
+    except BaseException:
+        if opened_here:
+            source.close()
+        raise
+    if opened_here:
+        opened._end = weakref.finalize(opened, source.close)
+    return cast("_Model", opened)

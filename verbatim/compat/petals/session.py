@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from verbatim.compat.integers import integer
-from verbatim.compat.petals.given import TokenColumns
-from verbatim.compat.petals.turn import Turn, TurnOptions
+from verbatim.compat.batches import draw_seed, integer
+from verbatim.compat.petals.call import CallOptions, GenerateCall
+from verbatim.compat.petals.columns import TokenColumns
 from verbatim.core import SessionCache
 from verbatim.engine.sessions import Sessions
 from verbatim.errors import (
@@ -27,10 +26,10 @@ from verbatim.errors import (
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 
-Entry = tuple[LLM, "InferenceSession | None"]
+Entered = tuple[LLM, "InferenceSession | None"]
 
 # The `with` blocks of this thread or task, for all models, outermost first.
-_entered: ContextVar[tuple[Entry, ...]] = ContextVar("entered", default=())
+_entered: ContextVar[tuple[Entered, ...]] = ContextVar("entered", default=())
 
 
 class InferenceSession:
@@ -40,13 +39,7 @@ class InferenceSession:
     index b. A failing call leaves the session unchanged.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        *,
-        max_length: int,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, llm: LLM, *, max_length: int, seed: int | None = None) -> None:
         if llm.engine.collective is not None:
             raise NotSupported(
                 "a session: where each rank is a process of the user's, they make their calls together"
@@ -60,7 +53,7 @@ class InferenceSession:
         self._seed = SamplingParams(seed=seed).seed  # validates it
         self._columns: TokenColumns | None = None
         self._caches: list[SessionCache] = []
-        self._turn: Turn | None = None
+        self._call: GenerateCall | None = None
         self._closed = False
         self._busy = threading.Lock()
         self._end = weakref.finalize(self, _release, llm.engine.sessions, self._caches)
@@ -112,15 +105,14 @@ class InferenceSession:
     def step(self, *_: Any, **__: Any) -> NoReturn:
         """Raise NotSupported: a session does not pass hidden states."""
         raise NotSupported(
-            "InferenceSession.step takes and gives hidden states; a session here takes and gives ids, "
-            "through generate"
+            "InferenceSession.step: a session takes ids through generate, no hidden states"
         )
 
     def close(self, *_: object) -> None:
         """Free the K and V; a running call fails."""
         self._closed = True
-        turn = self._turn
-        for request in [] if turn is None else turn.requests:
+        call = self._call
+        for request in [] if call is None else call.requests:
             self._llm.engine.abort(request)
         self._end()
         if not self._llm.engine.closed:
@@ -137,7 +129,7 @@ class InferenceSession:
 
     # ---- a call
 
-    def _generate(self, options: TurnOptions, given: TokenColumns | None, seed: int | None) -> Any:
+    def _generate(self, options: CallOptions, given: TokenColumns | None, seed: int | None) -> Any:
         """Run one call.
 
         Args:
@@ -157,14 +149,16 @@ class InferenceSession:
             if not self._caches:
                 self._caches += [SessionCache(self._max_length) for _ in range(past.num_rows)]
             try:
-                turn = Turn(self._llm, options, past, given, seed=seed, session_caches=self._caches)
-                with self._use_caches(turn):
-                    output = turn.run()
+                call = GenerateCall(
+                    self._llm, options, past, given, seed=seed, session_caches=self._caches
+                )
+                with self._use_caches(call):
+                    output = call.run()
             except BaseException:
                 if self._columns is None:
                     self._reset()
                 raise
-            self._columns, self._seed = turn.columns, seed
+            self._columns, self._seed = call.columns, seed
         return output
 
     def _reset(self) -> None:
@@ -190,7 +184,7 @@ class InferenceSession:
 
     def _resolve_seed(self, seed: int | None) -> int:
         if self._seed is None:
-            return int(torch.randint(2**53, ())) if seed is None else seed
+            return draw_seed() if seed is None else seed
         if seed not in (None, self._seed):
             raise InvalidRequest(
                 f"seed={seed}: this session's is {self._seed}; leave it None, or open another one"
@@ -198,15 +192,15 @@ class InferenceSession:
         return self._seed
 
     @contextmanager
-    def _use_caches(self, turn: Turn) -> Iterator[None]:
+    def _use_caches(self, call: GenerateCall) -> Iterator[None]:
         sessions = self._llm.engine.sessions
         try:
             for cache in self._caches:
                 list(sessions.acquire(cache, 0.0, lambda: None))
-            self._turn = turn
+            self._call = call
             yield
         finally:
-            self._turn = None
+            self._call = None
             for cache in self._caches:
                 sessions.release(cache)
 

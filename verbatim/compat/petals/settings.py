@@ -5,59 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.compat.integers import integer
+from verbatim.compat.batches import by_name, integer
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.llm import LLM
 
 # Supported parameters, with transformers' defaults.
-DONE: dict[str, Any] = {
-    "max_length": None,
-    "max_new_tokens": None,
-    "min_length": None,
-    "min_new_tokens": None,
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "remove_invalid_values": False,
-    "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "watermarking_config": None,
-    "renormalize_logits": False,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "max_time": None,
-    "stop_strings": None,
-    "return_dict_in_generate": False,
-    "output_scores": False,
-    "output_logits": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+DONE: dict[str, Any] = dict.fromkeys(
+    "max_length max_new_tokens min_length min_new_tokens min_p top_h bad_words_ids sequence_bias "
+    "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens watermarking_config max_time stop_strings pad_token_id bos_token_id "
+    "eos_token_id".split()
+)
 _SWITCHES = (
-    "do_sample",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "return_dict_in_generate",
-    "output_scores",
-    "output_logits",
+    "do_sample remove_invalid_values renormalize_logits return_dict_in_generate output_scores "
+    "output_logits".split()
+)
+DONE |= dict.fromkeys((*_SWITCHES, "early_stopping"), False)
+DONE |= dict.fromkeys(("num_beams", "num_return_sequences"), 1)
+DONE |= dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0)
+DONE |= dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0) | {"top_k": 50}
+DONE |= dict.fromkeys(
+    "temperature top_p typical_p repetition_penalty encoder_repetition_penalty length_penalty".split(),
+    1.0,
 )
 _COUNTS = {"num_beams": 1, "num_return_sequences": 1, "max_length": 1, "max_new_tokens": 1}
 _COUNTS |= {"min_length": 0, "min_new_tokens": 0, "top_k": 0, "no_repeat_ngram_size": 0}
@@ -66,48 +35,43 @@ _NEVER_NONE = frozenset(
     {"do_sample", "num_beams", "num_return_sequences", "temperature", "length_penalty"}
 )
 
-_BEAMS = "beams are searched for in one way here; use num_beams"
-_DRAFTS = 'drafts belong to the model: open it with draft=, such as draft="ngram"'
-_KV = "K and V lie in the engine's own blocks; a folder is opened with kv_dtype= and kv_memory="
 # Unsupported parameters that would change tokens or output, with the reason; refused everywhere.
-REFUSED: dict[str, str] = {
-    "guidance_scale": "a second, unconditional prompt is not run beside the first",
-    "token_healing": "prompts are taken as they are",
-    "penalty_alpha": "contrastive search is not built",
-    "dola_layers": "decoding from the difference of layers is not built",
-    "diversity_penalty": _BEAMS,
-    "num_beam_groups": _BEAMS,
-    "constraints": _BEAMS,
-    "force_words_ids": _BEAMS,
-    "output_attentions": "attention is computed block by block and not kept",
-    "output_hidden_states": "use LLM.generate with SamplingParams(hidden_states=True)",
-    "use_mtp": 'use draft="mtp" when the model is opened',
-}
+REFUSED = by_name(
+    {
+        "a second, unconditional prompt is not run beside the first": "guidance_scale",
+        "prompts are taken as they are": "token_healing",
+        "contrastive search is not built": "penalty_alpha",
+        "decoding from the difference of layers is not built": "dola_layers",
+        "beams are searched for in one way here; use num_beams": (
+            "diversity_penalty num_beam_groups constraints force_words_ids"
+        ),
+        "attention is computed block by block and not kept": "output_attentions",
+        "use LLM.generate with SamplingParams(hidden_states=True)": "output_hidden_states",
+        'use draft="mtp" when the model is opened': "use_mtp",
+    }
+)
 _OFF: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0), "num_beam_groups": (1,)}
 _OFF |= {"diversity_penalty": (0.0,), "penalty_alpha": (0.0,)}
 # How transformers would compute it: ignored in a model's or a caller's config, but refused
 # when named in the call.
-_HOW: dict[str, str] = {
-    "cache_implementation": _KV,
-    "cache_config": _KV,
-    "max_cache_len": _KV,
-    "prefill_chunk_size": "chunks are max_batch_tokens= of the model",
-    "compile_config": "nothing is compiled",
-    "low_memory": _BEAMS,
-    "is_assistant": _DRAFTS,
-    "num_assistant_tokens": _DRAFTS,
-    "num_assistant_tokens_schedule": _DRAFTS,
-    "assistant_confidence_threshold": _DRAFTS,
-    "prompt_lookup_num_tokens": _DRAFTS,
-    "max_matching_ngram_size": _DRAFTS,
-    "assistant_early_exit": _DRAFTS,
-    "assistant_lookbehind": _DRAFTS,
-    "target_lookbehind": _DRAFTS,
-    "assistant_ensemble_weight": _DRAFTS,
-    "speculation_type": _DRAFTS,
-    "continuous_batching_config": "all rows and calls are batched continuously",
-    "decoder_start_token_id": "it is for encoder-decoder models",
-}
+_HOW = by_name(
+    {
+        "K and V lie in the engine's own blocks; a folder is opened with kv_dtype= and kv_memory=": (
+            "cache_implementation cache_config max_cache_len"
+        ),
+        "chunks are max_batch_tokens= of the model": "prefill_chunk_size",
+        "nothing is compiled": "compile_config",
+        "beams are searched for in one way here; use num_beams": "low_memory",
+        'drafts belong to the model: open it with draft=, such as draft="ngram"': (
+            "is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+            "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+            "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+            "speculation_type"
+        ),
+        "all rows and calls are batched continuously": "continuous_batching_config",
+        "it is for encoder-decoder models": "decoder_start_token_id",
+    }
+)
 # Accepted; no token depends on them.
 _HARMLESS = frozenset({"use_cache", "disable_compile"})
 _META = frozenset({"transformers_version", "return_legacy_cache"})
@@ -168,6 +132,11 @@ class Settings(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def is_on(self, name: str) -> bool:
+        """Return whether a parameter is neither None nor transformers' default."""
+        value = self[name]
+        return value is not None and value != DONE[name]
 
     @property
     def num_beams(self) -> int:

@@ -74,7 +74,7 @@ class TokenColumns:
         return TokenColumns(ids, mask, tuple(end for end in self.ends for _ in range(copies)))
 
 
-def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> TokenColumns:
+def input_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> TokenColumns:
     """Return a call's inputs as columns; without a mask, leading pads are masked.
 
     Raises:
@@ -90,7 +90,7 @@ def given_columns(inputs: Any, attention_mask: Any, pad_id: int | None) -> Token
     return TokenColumns(ids.clone(), mask, (None,) * ids.shape[0])
 
 
-def first_column(bos_id: Any, model_bos: Any, vocab_size: int) -> TokenColumns:
+def bos_column(bos_id: Any, model_bos: Any, vocab_size: int) -> TokenColumns:
     """Return one row with only the BOS id.
 
     Raises:
