@@ -394,16 +394,23 @@ _WITHOUT = """
 import sys
 from pathlib import Path
 from invariance.test_quantize import compare
-for i, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2")):
-    plain, unpacked = Path(sys.argv[1], name), Path(sys.argv[1], f"unpacked-{name}")
-    compare(name, ("float32", "bfloat16")[i % 2], ("int4", "int8")[i // 2], plain, unpacked, 3)
+folder, name, dtype, quantization = sys.argv[1:]
+compare(name, dtype, quantization, Path(folder), Path(folder, "unpacked"), 3)
 """
 
 
-def test_the_same_without_kernels(tmp_path: Path) -> None:
-    for name in ("llama", "gpt2", "qwen3_moe", "gemma2"):
-        make_toy(name).save_pretrained(tmp_path / name)
-    run_without_kernels(_WITHOUT, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization"),
+    [
+        ("qwen3_moe", "float32", "int8"),
+        pytest.param("llama", "float32", "int4", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bfloat16", "int4", marks=pytest.mark.slow),
+        pytest.param("gemma2", "bfloat16", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_without_kernels(name: str, dtype: str, quantization: str, tmp_path: Path) -> None:
+    make_toy(name).save_pretrained(tmp_path)
+    run_without_kernels(_WITHOUT, tmp_path, name, dtype, quantization)
 
 
 @pytest.mark.parametrize("name", list(EXACT))
