@@ -30,6 +30,8 @@ from verbatim.draft.model import DraftModelProposer
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = random_ids(21, seed=5)
 
 

@@ -29,6 +29,8 @@ from verbatim.weights.files import DirectFile, read_whole
 from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
 from verbatim.weights.skeleton import open_skeleton
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 # One of each form: stacked one by one, stored transposed with biases, one matrix below the other,
