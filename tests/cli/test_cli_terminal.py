@@ -147,7 +147,9 @@ def test_ctrl_d_at_the_prompt(terminal):
     assert started.output.endswith(b"> \r\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_signal_at_the_prompt_leaves_the_terminal_as_it_was(terminal, number):
     started = terminal("chat")
     started.until(b"> ")

@@ -24,6 +24,11 @@ from verbatim.verify.requests import make_requests
 IN_MEMORY = [name for name in NAMES if name not in ("offloaded", "two-stages")]
 
 
+@pytest.fixture
+def toy(folders):
+    return folders("llama")
+
+
 def statuses(report):
     return {row.name: row.status for row in report.rows}
 
@@ -105,10 +110,10 @@ BATCHED = {"batched", "reordered", "prefix-hit", "streamed", "threads", "evicted
         pytest.param(a_later_chunk, {"chunked", "prefix-hit", "drafted"}, id="in-chunks"),
     ],
 )
-def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(monkeypatch, is_wrong, rows):
+def test_a_broken_attention_is_found_in_the_rows_that_it_breaks(toy, monkeypatch, is_wrong, rows):
     broken(monkeypatch, is_wrong)
     only = [*BATCHED, "again", "chunked"]
-    report = verify(fused=False, only=only, num_threads=2, tokens=8)
+    report = verify(toy, fused=False, only=only, num_threads=2, tokens=8)
     assert not report.ok
     found = {row.name for row in report.of("differs")}
     assert rows <= found <= rows | {"evicted"}  # what is evicted comes back in a chunk
@@ -147,25 +152,25 @@ def test_the_command_tells_which_rows_broke(monkeypatch):
     assert report["rows"][2]["sequences_at_once"] > 3
 
 
-def test_a_schedule_that_fails_is_told_and_the_others_run(monkeypatch):
+def test_a_schedule_that_fails_is_told_and_the_others_run(toy, monkeypatch):
     def attend(self, *args, _plain=KVStore.attend):
         if len(args[3]) > 3:
             raise ValueError("no such batch")
         return _plain(self, *args)
 
     monkeypatch.setattr(KVStore, "attend", attend)
-    report = verify(fused=False, only=["batched", "again"])
+    report = verify(toy, fused=False, only=["batched", "again"])
     assert statuses(report) == {"alone": "reference", "again": "equal", "batched": "failed"}
     assert "no such batch" in report.rows[2].note
     assert not report.ok
 
 
-def test_a_batch_that_runs_one_by_one_proves_nothing(monkeypatch):
+def test_a_batch_that_runs_one_by_one_proves_nothing(toy, monkeypatch):
     plain = LLM
     monkeypatch.setattr(
         "verbatim.verify.trial.LLM", lambda *args, **kw: plain(*args, max_sequences=3, **kw)
     )
-    report = verify(only=["batched"])
+    report = verify(toy, only=["batched"])
     (row,) = report.of("not run")
     assert row.note == "no forward had more than 3 sequences, as in the reference"
     assert not report.ok

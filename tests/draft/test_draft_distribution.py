@@ -122,6 +122,7 @@ def check_draws(drafter: Any, num_seeds: int) -> list[float]:
     return acceptance
 
 
+@pytest.mark.slow
 def test_two_drafted_tokens_have_the_exact_distribution_whoever_drafts_them() -> None:
     with_noise, without = (check_draws(OtherModel(shared), 1) for shared in (True, False))
     # Shared noise lets more of them stand, and neither lets all or none.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from support.kempner_toys import kempner_toy
+from support.pairwise import parametrize_pairs
 from support.requests_mixed import (
     all_facts,
     facts,
@@ -28,6 +29,8 @@ from verbatim.draft.cache import DraftCache
 from verbatim.draft.model import DraftModelProposer
 from verbatim.engine import drafting, scheduler
 from verbatim.errors import ModelError, OutOfBlocks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = random_ids(21, seed=5)
 
@@ -111,9 +114,8 @@ def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
             assert llm.stats()["draft"]["cut"] == 0  # ids that the model lacks are never drawn
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+@parametrize_pairs(
+    settings=[
         dict(max_batch_tokens=7, num_threads=1),
         dict(max_batch_tokens=19, block_size=4, max_sequences=5, num_threads=2),
         dict(block_size=8, tokens=150),  # evictions
@@ -121,10 +123,11 @@ def test_words_are_those_of_plain_decoding_whatever_the_draft_model(
         dict(block_size=4, kv_dtype="int8", num_threads=3),
         dict(),
     ],
+    early_exit=[False, True],
+    number=[3, None],
 )
-@pytest.mark.parametrize("early_exit", [False, True], ids=["model", "early-exit"])
 def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
-    early_exit: bool, settings: dict[str, Any]
+    settings: dict[str, Any], early_exit: bool, number: int | None
 ) -> None:
     prompts, params = mixed_requests()
     settings, model = dict(settings), make_toy("qwen3")
@@ -134,14 +137,13 @@ def test_words_hold_in_every_schedule_and_a_second_time_from_cached_prefixes(
         per_token = llm.info()["kv_bytes_per_token"]
     if tokens := settings.pop("tokens", None):
         settings["kv_memory"] = tokens * per_token
-    for number in (3, None):
-        with LLM(model, draft=draft, num_draft_tokens=number, **settings) as llm:
-            if not early_exit:
-                poison(llm)
-            for _ in range(2):
-                assert all_facts(llm.generate(prompts, params)) == expected
-            check_nothing_held(llm)
-            assert not tokens or llm.stats()["preemptions"] > 0
+    with LLM(model, draft=draft, num_draft_tokens=number, **settings) as llm:
+        if not early_exit:
+            poison(llm)
+        for _ in range(2):
+            assert all_facts(llm.generate(prompts, params)) == expected
+        check_nothing_held(llm)
+        assert not tokens or llm.stats()["preemptions"] > 0
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,15 @@ def check_schedules(name: str, dtype: str, shift: int, lengths: Any = LENGTHS) -
     ("name", "dtype", "shift"),
     [
         ("llama", "float32", 0),
-        ("llama", "bfloat16", 1),
-        ("qwen3_moe", "float32", 2),
+        pytest.param("llama", "bfloat16", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", 2, marks=pytest.mark.slow),
         ("qwen3_moe", "bfloat16", 3),
-        ("gemma2", "float32", 4),  # a sliding window
-        ("gpt_oss", "bfloat16", 5),  # sinks
+        pytest.param("gemma2", "float32", 4, marks=pytest.mark.slow),  # a sliding window
+        ("gpt_oss", "bfloat16", 5),  # a sliding window and sinks
         ("deepseek_v3", "float32", 6),  # latent attention
-        ("bloom", "float32", 0),  # no attention interface
-        ("falcon_alibi", "bfloat16", 1),
-        ("gpt2", "float32", 2),
+        pytest.param("bloom", "float32", 0, marks=pytest.mark.slow),  # no attention interface
+        ("falcon_alibi", "bfloat16", 1),  # no attention interface
+        pytest.param("gpt2", "float32", 2, marks=pytest.mark.slow),
         ("kempner", "float32", 3),  # a module with kv_caches of its own
     ],
 )

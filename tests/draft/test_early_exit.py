@@ -37,7 +37,10 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExitLayers
 
 # What importing some architectures of older versions of transformers says.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+]
 
 PROMPT = random_ids(21, seed=5)
 

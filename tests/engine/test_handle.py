@@ -41,6 +41,8 @@ from verbatim.errors import ModelChanged, QueueFull
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.states import StateSlots
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = random_ids(10, seed=3)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=4)
 SHORT = SamplingParams(max_tokens=5, ignore_eos=True, seed=4)

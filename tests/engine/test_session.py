@@ -40,6 +40,8 @@ from verbatim import (
 )
 from verbatim.opening import open_engine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
 VOCAB = 340
 PROMPT = [5, 6, 7, 8, 9, 60, 61]

@@ -147,6 +147,7 @@ def expected(checkpoint: Callable[..., Path]) -> Callable[..., dict[str, Any]]:
         with open_case(plain, checkpoint, seed) as llm:
             found: dict[str, Any] = {"mixed": all_facts(llm.generate(*mixed_requests(12)))}
             found["long"] = facts(llm.generate([PROMPT], LONG)[0])
+            found["numerics_key"] = llm.info()["numerics_key"]
             return found
 
     def of_case(choice: dict[str, str], seed: int = 0) -> dict[str, Any]:
@@ -168,6 +169,7 @@ def test_conformance(
     same = expected(choice)
     before = set(threading.enumerate())
     with open_case(choice, checkpoint) as llm:
+        assert llm.info()["numerics_key"] == same["numerics_key"]
         prompts, params = mixed_requests(12)
         assert all_facts(llm.generate(prompts, params)) == same["mixed"]
         if choice["cache"] == "tiny":

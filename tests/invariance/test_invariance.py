@@ -74,7 +74,9 @@ def test_evicted_requests_finish_with_the_same_bits(name: str, dtype: str) -> No
             assert sum(r.metrics.preemptions for r in results) == stats["preemptions"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe", "gemma2"]
+)
 def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
     prompts, params = [random_ids(23, 1), random_ids(9, 2)], mixed_requests(12)[1]
     params = [params[7].replace(**routed(name)), params[9]]
@@ -85,8 +87,14 @@ def test_every_chunk_size_gives_the_same_bits(name: str) -> None:
             assert all_facts(llm.generate(prompts, params)) == expected, f"chunks of {rows}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (i % 2 != j))
+        for i, name in enumerate(MODELS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 def test_found_prefixes_give_the_same_bits(name: str, dtype: str) -> None:
     prompts, params = mixed_requests()
     params = [p if p.num_beams > 1 else p.replace(**routed(name)) for p in params]

@@ -20,7 +20,7 @@ from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy
-from verbatim import LLM, ModelError, NotSupported, Offload, SamplingParams
+from verbatim import LLM, ModelError, NotSupported, SamplingParams
 from verbatim.errors import ModelChanged
 from verbatim.model.packed import PackedConv1D, PackedEmbedding, PackedLinear, packed_buffers
 from verbatim.model.packing import choose_packings
@@ -78,34 +78,6 @@ def test_the_words_are_those_of_the_unpacked_matrices(
         assert all_facts(llm.generate(*requests)) == expected
         assert llm.info()["weight_bytes"] < bytes_before
         assert f"/weights-{kind.name}/" in llm.info()["numerics_key"]
-
-
-@pytest.mark.parametrize(
-    ("name", "quantization", "changes"),
-    [
-        pytest.param("llama", "int8", {}, id="llama-int8"),
-        pytest.param("llama", "int4", TIED, id="llama-tied-int4"),
-        pytest.param("qwen3_moe", "int4", {}, id="qwen3_moe-int4"),
-        pytest.param("gpt2", "int8", {}, id="gpt2-int8", marks=pytest.mark.slow),
-        pytest.param("gemma3", "int8", {}, id="gemma3-int8", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("weights", [(0, 100, 0), (0, 0, 100)], ids=["cpu", "disk"])
-def test_memory_and_offload_agree(
-    name: str,
-    quantization: str,
-    changes: dict[str, Any],
-    weights: tuple[int, int, int],
-    tmp_path: Path,
-) -> None:
-    make_toy(name, dtype=torch.bfloat16, **changes).save_pretrained(tmp_path)
-    requests = mixed_requests(8)
-    placed = Offload(gpu="300MB", weights=weights, policy=None, batch_size=4, micro_batches=2)
-    with LLM(tmp_path, quantization=quantization, max_length=200) as llm:
-        expected, key = all_facts(llm.generate(*requests)), llm.info()["numerics_key"]
-    with LLM(tmp_path, quantization=quantization, max_length=200, placement=placed) as llm:
-        assert all_facts(llm.generate(*requests)) == expected
-        assert llm.info()["numerics_key"] == key
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,16 @@ from support.odd_toys import DTYPES
 from support.programs import run_without_kernels
 from support.requests_mixed import facts, mixed_requests
 from support.toys import make_toy
-from verbatim import LLM, InvalidRequest, ModelError, NotSupported, Offload, TierFailed, kernels
+from verbatim import (
+    LLM,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    SamplingParams,
+    TierFailed,
+    kernels,
+)
 from verbatim.model.groups import LARGEST
 from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
@@ -363,15 +373,15 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
+    ("name", "dtype", "quantization"),
     [
-        ("float32", "int4"),
-        ("bfloat16", "int8"),
-        pytest.param("float32", "int8", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "int4", marks=pytest.mark.slow),
+        pytest.param(name, dtype, quantization, marks=[pytest.mark.slow] * (i != j))
+        for i, (dtype, quantization) in enumerate(
+            itertools.product(("float32", "bfloat16"), ("int4", "int8"))
+        )
+        for j, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2"))
     ],
 )
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma2"])
 def test_the_words_are_those_of_the_model_made_numbers_again(
     name: str, dtype: str, quantization: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -394,16 +404,23 @@ _WITHOUT = """
 import sys
 from pathlib import Path
 from invariance.test_quantize import compare
-for i, name in enumerate(("llama", "gpt2", "qwen3_moe", "gemma2")):
-    plain, unpacked = Path(sys.argv[1], name), Path(sys.argv[1], f"unpacked-{name}")
-    compare(name, ("float32", "bfloat16")[i % 2], ("int4", "int8")[i // 2], plain, unpacked, 3)
+folder, name, dtype, quantization = sys.argv[1:]
+compare(name, dtype, quantization, Path(folder), Path(folder, "unpacked"), 3)
 """
 
 
-def test_the_same_without_kernels(tmp_path: Path) -> None:
-    for name in ("llama", "gpt2", "qwen3_moe", "gemma2"):
-        make_toy(name).save_pretrained(tmp_path / name)
-    run_without_kernels(_WITHOUT, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantization"),
+    [
+        ("llama", "float32", "int4"),
+        pytest.param("qwen3_moe", "float32", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bfloat16", "int4", marks=pytest.mark.slow),
+        pytest.param("gemma2", "bfloat16", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_without_kernels(name: str, dtype: str, quantization: str, tmp_path: Path) -> None:
+    make_toy(name).save_pretrained(tmp_path)
+    run_without_kernels(_WITHOUT, tmp_path, name, dtype, quantization)
 
 
 @pytest.mark.parametrize("name", list(EXACT))
@@ -446,7 +463,7 @@ def test_fewer_bytes_are_read(folders: Callable[[str], Path]) -> None:
     read = {}
     for quantization in (None, "int8", "int4"):
         with quantized(folders("llama"), quantization) as llm:
-            llm.generate([[5, 6, 7]])
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
             read[quantization] = llm.engine.runner.weights.bytes_per_forward
     assert read["int4"] < read["int8"] < read[None]
 
@@ -473,7 +490,7 @@ def test_closing_gives_the_packed_weights_back(
     for weights in WEIGHTS:
         llm = quantized(folders("llama"), "int4", weights=weights, disk=tmp_path)
         slots = llm.engine.runner.weights.units.slots
-        llm.generate([[5, 6, 7]])
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5))
         llm.close()
         assert list(tmp_path.iterdir()) == []
         held = [getattr(slot.lazy, "tensor", torch.empty(0)) for slot in slots]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.toys import RECURRENT_TOYS, make_toy, random_ids
@@ -24,11 +25,18 @@ from verbatim import (
 from verbatim.opening import open_engine
 from verbatim.placement.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PLAIN_OPEN = open_engine  # before a fixture poisons what is taken between two forwards
 ONE_OF_EACH = ["qwen3_next", "granite_hybrid", "lfm2", "mamba"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
 
 SHORT = GREEDY.replace(max_tokens=5)
+# One of each form in the fast suite, all of them in the slow one.
+ALL_TOYS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH))
+    for name in RECURRENT_TOYS
+]
 
 
 def check_nothing_is_left(llm: LLM) -> None:
@@ -80,7 +88,7 @@ def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str)
         assert torch.allclose(torch.tensor(score[1:]), truth[:, 0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])  # test_state_sweeps.py has all forms
 def test_a_prefix_of_any_length_is_found_and_changes_no_bit(name: str) -> None:
     stem, tail = random_ids(44, seed=7), random_ids(9, seed=8)
     with LLM(make_toy(name), prefix_cache=False) as llm:
@@ -147,7 +155,7 @@ class Guesses:
         return drafts
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])  # test_state_sweeps.py has all forms
 def test_drafts_of_any_acceptance_change_no_bit(name: str) -> None:
     prompt, params = random_ids(17, seed=3), SamplingParams(max_tokens=90, seed=5, ignore_eos=True)
     model = make_toy(name)
@@ -206,7 +214,7 @@ def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", RECURRENT_TOYS)
+@pytest.mark.parametrize("name", ALL_TOYS)
 def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
@@ -269,9 +277,15 @@ def test_rollouts_have_exact_ratios_and_gradients(name: str) -> None:
     assert recurrent and all(p.grad is not None and p.grad.any() for p in recurrent)
 
 
-@pytest.mark.parametrize("draft", ["early-exit", "the same", "another"])
-@pytest.mark.parametrize("name", ["qwen3_next", "granite_hybrid", "lfm2", "mamba2"])
-def test_drafts_by_recurrent_layers_change_no_bit(name: str, draft: Any, tmp_path: Any) -> None:
+@parametrize_pairs(
+    name=["qwen3_next", "granite_hybrid", "lfm2", "mamba2"],
+    draft=["early-exit", "the same", "another"],
+    # Prompts longer than the drafter's largest forward.
+    max_batch_tokens=[2048, 5],
+)
+def test_drafts_by_recurrent_layers_change_no_bit(
+    name: str, draft: Any, max_batch_tokens: int
+) -> None:
     prompts, params = mixed_requests(12)
     model = make_toy(name)
     with LLM(model) as llm:
@@ -279,21 +293,18 @@ def test_drafts_by_recurrent_layers_change_no_bit(name: str, draft: Any, tmp_pat
         same = facts(llm.generate([prompts[3]], GREEDY)[0])
     if draft != "early-exit":
         draft = make_toy(name, seed=int(draft == "another"))
-        # Prompts longer than the drafter's largest forward.
-    for few in (2048, 5):
-        with LLM(model, draft=draft, num_draft_tokens=3, max_batch_tokens=few) as llm:
-            assert all_facts(llm.generate(prompts, params)) == expected
-            result = llm.generate([prompts[3]], GREEDY)[0]
-            assert facts(result) == same
-            stats = llm.stats()["draft"]
-            assert stats["errors"] == 0
-            drafts = result.metrics.draft
-            assert sum(drafts.num_drafted)
-            if draft != "early-exit" and torch.equal(
-                *(next(m.parameters()) for m in (draft, model))
-            ):
-                assert drafts.num_accepted == drafts.num_drafted
-            check_nothing_is_left(llm)
+    options = dict(draft=draft, num_draft_tokens=3, max_batch_tokens=max_batch_tokens)
+    with LLM(model, **options) as llm:
+        assert all_facts(llm.generate(prompts, params)) == expected
+        result = llm.generate([prompts[3]], GREEDY)[0]
+        assert facts(result) == same
+        stats = llm.stats()["draft"]
+        assert stats["errors"] == 0
+        drafts = result.metrics.draft
+        assert sum(drafts.num_drafted)
+        if draft != "early-exit" and torch.equal(*(next(m.parameters()) for m in (draft, model))):
+            assert drafts.num_accepted == drafts.num_drafted
+        check_nothing_is_left(llm)
 
 
 def test_too_little_memory_is_refused_by_name() -> None:

@@ -25,6 +25,7 @@ from support.attention_cases import (
     story,
     whole,
 )
+from support.pairwise import parametrize_pairs
 from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
@@ -101,10 +102,9 @@ def test_a_strided_query_is_read_in_place(backend: str) -> None:
 # ---- The same bits in every schedule ----
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["plain", "all"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("shape", INVARIANT_SHAPES, ids=str)
+@parametrize_pairs(
+    backend=BACKENDS, kind=["plain", "all"], dtype=[F32, BF16], shape=INVARIANT_SHAPES
+)
 def test_every_chunking_gives_the_same_bits(
     backend: str, kind: str, dtype: torch.dtype, shape: Shape
 ) -> None:
@@ -121,9 +121,7 @@ def test_every_chunking_gives_the_same_bits(
             assert_same_bits(out, want[start:stop])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("shape", INVARIANT_SHAPES, ids=str)
+@parametrize_pairs(backend=BACKENDS, dtype=[F32, BF16], shape=INVARIANT_SHAPES)
 def test_neighbours_blocks_and_threads_change_nothing(
     backend: str, dtype: torch.dtype, shape: Shape
 ) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from support import sweep, toys
 from support.mtp_toys import save_with_mtp, toy
+from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
 from verbatim import (
     LLM,
@@ -68,40 +69,35 @@ def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
     )
 
 
+@functools.cache
 def resident_facts(folder: Path, dtype: str, count: int = 17) -> Any:
     with LLM(folder, dtype=dtype, max_length=200) as llm:
         return [facts(result) for result in llm.generate(*mixed_requests(count))]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@parametrize_pairs(
+    name=ARCHITECTURES, dtype=["float32", "bfloat16"], weights=WEIGHTS, overlap=[True, False]
+)
 def test_weights_on_any_tier_give_the_same_words(
-    name: str, dtype: str, folders: Callable[[str], Path]
+    name: str, dtype: str, weights: Any, overlap: bool, folders: Callable[[str], Path]
 ) -> None:
-    folder = folders(name)
-    expected = resident_facts(folder, dtype)
-    for weights in WEIGHTS:
-        for overlap in (True, False):
-            with offloaded(folder, dtype, weights=weights, overlap=overlap) as llm:
-                found = [facts(result) for result in llm.generate(*mixed_requests(17))]
-            assert found == expected, (weights, overlap)
+    with offloaded(folders(name), dtype, weights=weights, overlap=overlap) as llm:
+        found = [facts(result) for result in llm.generate(*mixed_requests(17))]
+    assert found == resident_facts(folders(name), dtype)
 
 
-@pytest.mark.parametrize(("batch_size", "micro_batches"), [(4, 1), (2, 2), (1, 4), (2, 3)])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
+@parametrize_pairs(
+    name=["qwen3_moe", "gpt2"],
+    sizes=[(4, 1), (2, 2), (1, 4), (2, 3)],
+    max_batch_tokens=[7, 2048],
+)
 def test_micro_batches_of_any_size_give_the_same_words(
-    name: str, batch_size: int, micro_batches: int, folders: Callable[[str], Path]
+    name: str, sizes: tuple[int, int], max_batch_tokens: int, folders: Callable[[str], Path]
 ) -> None:
-    folder = folders(name)
-    expected = resident_facts(folder, "float32", 5)
-    for max_batch_tokens in (7, 2048):
-        with offloaded(
-            folder,
-            batch_size=batch_size,
-            micro_batches=micro_batches,
-            max_batch_tokens=max_batch_tokens,
-        ) as llm:
-            assert [facts(r) for r in llm.generate(*mixed_requests(5))] == expected
+    settings = dict(zip(("batch_size", "micro_batches"), sizes, strict=True))
+    with offloaded(folders(name), max_batch_tokens=max_batch_tokens, **settings) as llm:
+        found = [facts(result) for result in llm.generate(*mixed_requests(5))]
+    assert found == resident_facts(folders(name), "float32", 5)
 
 
 @pytest.mark.slow
@@ -239,38 +235,45 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return both
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "w4a8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt2"])
+@functools.cache
+def resident_tokens(folder: Path, quantization: str | None) -> Any:
+    with LLM(folder, max_length=200, quantization=quantization) as llm:
+        return said(llm)
+
+
+@parametrize_pairs(
+    name=["llama", "qwen3_moe", "gemma2", "gpt2"],
+    quantization=[None, "int8", "w4a8"],
+    weights=[WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]],
+)
 def test_updates_and_sleep_with_weights_give_the_tokens_of_the_resident_model(
     name: str,
     quantization: str | None,
+    weights: Any,
     seeds: Callable[[str], tuple[Path, Path]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    folders = seeds(name)
+    before = [load_file(folder / "model.safetensors") for folder in folders]
+    expected = [resident_tokens(folder, quantization) for folder in folders]
+    assert expected[0] != expected[1]
     monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
     monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
-    folders, expected = seeds(name), []
-    before = [load_file(folder / "model.safetensors") for folder in folders]
-    for folder in folders:
-        with LLM(folder, max_length=200, quantization=quantization) as llm:
-            expected.append(said(llm))
-    assert expected[0] != expected[1]
-    for weights in WEIGHTS[0], WEIGHTS[2], WEIGHTS[3]:
-        tiers = Offload(gpu=BUDGET, weights=weights, batch_size=3, micro_batches=2)
-        with LLM(folders[0], max_length=200, quantization=quantization, placement=tiers) as llm:
-            for seed in (1, 0, 1):
-                llm.update_weights(folders[seed])
-                assert said(llm) == expected[seed], (weights, seed)
-            llm.sleep(weights=True)
-            module = llm.engine.runner.module
-            assert all(p.untyped_storage().nbytes() <= 4 for p in module.parameters())
-            with pytest.raises(VerbatimError, match=r"call wake\(\)"):
-                llm.update_weights(folders[0])
-            llm.wake()
-            assert said(llm) == expected[1]
-            info = llm.info()["quantization"]
-        with LLM(folders[1], max_length=200, quantization=quantization, placement=tiers) as llm:
-            assert llm.info()["quantization"] == info
+    tiers = Offload(gpu=BUDGET, weights=weights, batch_size=3, micro_batches=2)
+    with LLM(folders[0], max_length=200, quantization=quantization, placement=tiers) as llm:
+        for seed in (1, 0, 1):
+            llm.update_weights(folders[seed])
+            assert said(llm) == expected[seed], seed
+        llm.sleep(weights=True)
+        module = llm.engine.runner.module
+        assert all(p.untyped_storage().nbytes() <= 4 for p in module.parameters())
+        with pytest.raises(VerbatimError, match=r"call wake\(\)"):
+            llm.update_weights(folders[0])
+        llm.wake()
+        assert said(llm) == expected[1]
+        info = llm.info()["quantization"]
+    with LLM(folders[1], max_length=200, quantization=quantization, placement=tiers) as llm:
+        assert llm.info()["quantization"] == info
     for folder, tensors in zip(folders, before, strict=True):
         found = load_file(folder / "model.safetensors")
         assert all(torch.equal(found[key], tensors[key]) for key in tensors)
@@ -924,10 +927,17 @@ def _nothing_runs_on(thread_names: set[str]) -> Iterator[None]:
 # ---- a head in pieces
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@parametrize_pairs(
+    name=["llama", "gpt2", "gemma2"],
+    dtype=["float32", "bfloat16"],
+    weights=[(0, 0, 100), (40, 0, 60)],
+)
 def test_a_head_in_pieces_gives_the_same_words(
-    name: str, dtype: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: str,
+    weights: Any,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a head of its own, and of two that are tied to the embedding."""
     folder = folders(name)
@@ -935,13 +945,12 @@ def test_a_head_in_pieces_gives_the_same_words(
     monkeypatch.setattr("verbatim.placement.offload.head._SMALLEST", 0)
     monkeypatch.setattr("verbatim.placement.offload.head._WHOLE", (torch.nn.Module,))
     monkeypatch.setattr("verbatim.placement.offload.head._LEAST", 7000)
-    for weights in ((0, 0, 100), (40, 0, 60)):
-        with offloaded(folder, dtype, weights=weights) as llm:
-            runner: Any = llm.engine.runner
-            pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
-            if kernels.library() is not None:
-                assert len(pieces) > 1
-            assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected
+    with offloaded(folder, dtype, weights=weights) as llm:
+        runner: Any = llm.engine.runner
+        pieces = [unit for unit in runner.weights.units.order if "[" in unit.name]
+        if kernels.library() is not None:
+            assert len(pieces) > 1
+        assert [facts(result) for result in llm.generate(*mixed_requests(17))] == expected
 
 
 def test_a_file_of_nothing_but_a_head_in_pieces_is_found_out_when_it_changes(

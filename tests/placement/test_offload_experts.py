@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from support import sweep, toys
+from support.pairwise import parametrize_pairs
 from support.requests_mixed import facts, mixed_requests
 from verbatim import LLM, Offload, SamplingParams, TierFailed, kernels
 from verbatim.batch import Batch
@@ -26,6 +28,8 @@ from verbatim.placement.offload.units import Units, find_units
 from verbatim.weights.files import DirectFile, read_whole
 from verbatim.weights.lazy import Computed, materialize, pieces_of, rows_of
 from verbatim.weights.skeleton import open_skeleton
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ON_DISK = dict(weights=(0, 0, 100), batch_size=3, micro_batches=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -67,25 +71,30 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units
 # ---- no token depends on it
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", FORMS)
+@functools.cache
+def resident_words(folder: Path, quantization: str | None = None) -> Any:
+    with LLM(folder, max_length=200, quantization=quantization) as llm:
+        return words(llm)
+
+
+@parametrize_pairs(
+    name=FORMS,
+    quantization=[None, "int8", "int4"],
+    settings=[{}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}],
+)
 def test_tokens_are_those_of_the_model_in_memory(
-    name: str, quantization: str | None, moe: Callable[[str], Path]
+    name: str, quantization: str | None, settings: dict[str, Any], moe: Callable[[str], Path]
 ) -> None:
-    with LLM(moe(name), max_length=200, quantization=quantization) as llm:
-        expected = words(llm)
-    for settings in ({}, {"overlap": False}, {"weights": (30, 40, 30)}, {"weights": (60, 20, 20)}):
-        with offloaded(moe(name), quantization=quantization, **settings) as llm:
-            assert words(llm) == expected, settings
-            assert cache_of(llm).bytes_read > 0
+    with offloaded(moe(name), quantization=quantization, **settings) as llm:
+        assert words(llm) == resident_words(moe(name), quantization)
+        assert cache_of(llm).bytes_read > 0
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_single_slot_is_enough(
     overlap: bool, moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(moe("qwen3_moe"), max_length=200) as llm:
-        expected = words(llm)
+    expected = resident_words(moe("qwen3_moe"))
     monkeypatch.setattr(ExpertCache, "_share_out", _with_slots(1))
     with offloaded(moe("qwen3_moe"), overlap=overlap) as llm:
         assert cache_of(llm).capacity == 1
@@ -285,8 +294,7 @@ def test_a_model_that_fits_reads_nothing(
     quantization: str | None, moe: Callable[[str], Path]
 ) -> None:
     """Nor are its quantized experts unpacked."""
-    with LLM(moe("qwen3_moe"), max_length=200, quantization=quantization) as llm:
-        expected = words(llm)
+    expected = resident_words(moe("qwen3_moe"), quantization)
     for settings in ({"weights": (100, 0, 0)}, {"weights": None}):
         with offloaded(moe("qwen3_moe"), quantization=quantization, **settings) as llm:
             assert words(llm) == expected

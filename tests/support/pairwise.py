@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
 
 Choice = tuple[str, str]  # (dimension, value)
 Pair = frozenset[Choice]
@@ -39,3 +42,14 @@ def covering(
         cases.append(case)
         left -= pairs
     return cases
+
+
+def parametrize_pairs(**dimensions: Sequence[Any]) -> pytest.MarkDecorator:
+    """Run a test with every combination of values, in the slow suite but for some that cover all pairs."""
+    places = {name: [str(i) for i in range(len(values))] for name, values in dimensions.items()}
+    fast = covering(places, ())
+    params = []
+    for case in itertools.product(*places.values()):
+        values = [dimensions[name][int(i)] for name, i in zip(places, case, strict=True)]
+        params.append(pytest.param(*values, marks=[pytest.mark.slow] * (case not in fast)))
+    return pytest.mark.parametrize(tuple(dimensions), params)
