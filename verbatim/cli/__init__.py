@@ -20,8 +20,8 @@ def main() -> NoReturn:
 
     The process exits as soon as its output is flushed: tearing torch down takes a second.
     """
-    interrupts.handle()
     try:
+        interrupts.handle()
         # A file that is opened in the place of a closed stream would get the messages of libraries.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
