@@ -13,12 +13,15 @@ import pytest
 
 from support.programs import VERBATIM
 
-# Where Ctrl-C is handled from the first line on, it may come at any time after the dot.
+# Ctrl-C may come at any time after the dot, which the command writes as soon as it handles signals.
 FROM_THE_DOT = """
 import os
 from verbatim.cli import interrupts, main
-interrupts.handle()
-os.write(1, b".")
+handle = interrupts.handle
+def handle_from_the_dot():
+    handle()
+    os.write(1, b".")
+interrupts.handle = handle_from_the_dot
 main()
 """
 COMMANDS = {
