@@ -186,6 +186,21 @@ def test_a_context_of_32000_tokens_needs_the_memory_that_info_says(
         llm.generate([prompt], GREEDY.replace(max_tokens=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_of_10000_tokens_is_computed_once(name: str) -> None:
+    """Asked again, or followed by another turn, at most its last block is computed."""
+    model, prompt = make_toy(name, max_position_embeddings=16_384), random_ids(10_000, seed=1)
+    with LLM(model) as llm:
+        llm.engine.live = False
+        first, again = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+        assert facts(again) == facts(first)
+        assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 9_984)
+        turn = prompt + first.outputs[0].token_ids + random_ids(30, seed=2)
+        (result,) = llm.generate([turn], GREEDY)
+        assert result.num_cached_tokens >= 9_984
+
+
 def check_nothing_is_left(llm: LLM) -> None:
     slots = llm.engine.scheduler.states.pool
     assert slots is not None

@@ -69,12 +69,10 @@ class LoadedModel:
     folder: Path | None = None  # their folder
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
-    wrapper: Any = (
-        None  # the transformers config of the folder, which may be of a model of images, too
-    )
-    original: dict[str, Tensor] | None = (
-        None  # the state dict before quantization, with its parameters
-    )
+    # The transformers config of the folder, which may be that of a model of images, too.
+    wrapper: Any = None
+    # The state dict before quantization, with its parameters.
+    original: dict[str, Tensor] | None = None
     config: Mapping[str, Any] | None = None  # of a DCP folder, as plain data, for `ModelSource`
 
 
