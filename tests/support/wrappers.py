@@ -79,7 +79,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # Why the others are refused: a part of the message.
-REFUSED = {"llama4": "within chunks", "paligemma": "later tokens"}
+# A folder of Llama 4 opens as its language model alone, a live wrapper does not.
+REFUSED = {"llama4": "attends in chunks", "paligemma": "later tokens"}
 SUPPORTED = [name for name in SETTINGS if name not in REFUSED]
 
 

@@ -243,7 +243,7 @@ class GenerateCall:
                 for width in range(sent + self._interval, ready + 1, self._interval):
                     yield self._joined(rows, width)
                     sent = width
-            if sent < ready:  # the end, between two intervals
+            if sent < max(ready, 1):  # the end between two intervals, or no new token at all
                 yield self._joined(rows, ready)
 
     def close(self) -> None:

@@ -187,7 +187,9 @@ class OptLM:
         llm, pad_id = self.llm, self.pad_token_id
         largest_id = llm.engine.admission.vocab_size - 1
         switch("do_sample", do_sample)
-        if not (debug_mode is None or debug_mode in ("fewer_batch", "breakdown")):
+        if not (
+            isinstance(debug_mode, str | None) and debug_mode in (None, "fewer_batch", "breakdown")
+        ):
             raise InvalidRequest(
                 f"debug_mode={debug_mode!r}: must be None, 'fewer_batch' or 'breakdown'"
             )
@@ -336,18 +338,20 @@ def _row(name: str, row: Any) -> list[int]:
 def _prompts(ids: Tensor, attention_mask: Any, pad_id: int, largest_id: int) -> list[list[int]]:
     """Return the rows without their left padding."""
     mask = prompt_mask(ids, None, pad_id)
+    mask[:, -1] = 1  # the pad that a row of nothing but pads starts from
     if attention_mask is not None:
-        if isinstance(attention_mask, Tensor):
-            attention_mask = attention_mask.detach()
         try:
-            given = torch.as_tensor(np.asarray(attention_mask))
+            given = torch.as_tensor(
+                attention_mask.detach()
+                if isinstance(attention_mask, Tensor)
+                else np.array(attention_mask)
+            )
         except (TypeError, ValueError, RuntimeError):
             raise InvalidRequest(
                 f"attention_mask={attention_mask!r}: must be 0 and 1, in the shape of inputs"
             ) from None
         check_padded(ids, given, name="inputs")
         mask = prompt_mask(ids, given, pad_id)
-    mask[:, -1] = 1  # the pad that a row of nothing but pads starts from
     prompts = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
     for row, prompt in enumerate(prompts):
         if max(prompt) > largest_id:

@@ -46,15 +46,15 @@ class Tier:
     path: Path | None = None
 
 
-def TorchDevice(name: str) -> Tier:  # noqa: N802
-    """Return the tier of a device: "cpu", or "cuda" and "cuda:0" for the gpu tier."""
+def TorchDevice(name: str, *_: object, **__: object) -> Tier:  # noqa: N802
+    """Return the tier of a device: "cpu", or "cuda" and "cuda:0" for the gpu tier; its sizes are measured."""
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise InvalidRequest(f"name={name!r}: must be 'cpu' or 'cuda'")
     return Tier("gpu" if kind == "cuda" else kind)
 
 
-def TorchDisk(path: str | os.PathLike[str], *_: object) -> Tier:  # noqa: N802
+def TorchDisk(path: str | os.PathLike[str], *_: object, **__: object) -> Tier:  # noqa: N802
     """Return the disk tier in a folder, which is created if missing; see `ExecutionEnv.create`."""
     return ExecutionEnv.create(path).disk
 

@@ -268,7 +268,7 @@ def _step(
         "newly_paused_request_ids": _ids(paused),
         "finished_request_ids": _ids(finished),
         "sample": _ids(token for _, token, _ in rows),
-        "log_probs": torch.tensor(log_probs) if any(wants) else None,
+        "log_probs": torch.tensor(log_probs, dtype=torch.float32) if any(wants) else None,
         "cuda_graph_request_count": None,  # there are no CUDA graphs on a CPU
     }
 

@@ -446,6 +446,8 @@ class TextGenerationController(DraftSteps):
     def _get_mtp_num_heads(self) -> int:
         """Return the number of MTP layers that the model's config states."""
         config = self._translation.llm.engine.config
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config(decoder=True)
         names = ("num_mtp_layers", "mtp_num_hidden_layers")
         return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
 

@@ -90,8 +90,10 @@ class InferenceRequest:
 
     def clear_outputs(self) -> None:
         """Set all fields below `status` to their defaults."""
-        names = [each.name for each in fields(self)]
-        for each in fields(self)[names.index("status") + 1 :]:
+        dynamic = isinstance(self, DynamicInferenceRequest)
+        own = fields(DynamicInferenceRequest if dynamic else InferenceRequest)  # of no subclass
+        names = [each.name for each in own]
+        for each in own[names.index("status") + 1 :]:
             if each.init:
                 factory = each.default_factory
                 value = each.default if factory is MISSING else factory()

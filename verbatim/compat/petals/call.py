@@ -254,7 +254,8 @@ class GenerateCall:
                 scores = None
                 if chain is not None and chain.scores:
                     scores = tuple(chain.scores[length + i][None] for i in range(count))
-                if any(torch.as_tensor(stop(ids, scores)).any() for stop in self._criteria):
+                stopped = [stop(ids, scores) for stop in self._criteria]
+                if any(s.any() if isinstance(s, Tensor) else s for s in stopped):
                     self._stops[number] = count
                     self._llm.engine.abort(request)
                     break

@@ -95,9 +95,8 @@ class Processors:
         SamplingParams(**filters)  # validates them
         if not self._filters_too:
             self.native |= filters
-        if self.chained:
-            self.chain(0, [0], 1)  # validates the parameters
-        else:
+        self.chain(0, [0], 1)  # validates the parameters
+        if not self.chained:
             self.native |= self._native_edits()
         if not samples and beams == 1:
             self.native["temperature"] = 0.0
