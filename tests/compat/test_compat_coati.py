@@ -470,6 +470,8 @@ def test_a_stream_has_the_documented_lengths(model):
         (3, 50, [1, 3]),
         (4, 1, [1, 2, 3, 4]),
         (1, 2, [1]),
+        (0, 1, [0]),
+        (0, 3, [0]),
     ]:
         stream = generate_streaming(
             model, IDS, TOK, P + count, seed=1, top_k=5, stream_interval=interval

@@ -390,6 +390,7 @@ def test_a_mask_tells_a_leading_end_of_sequence_from_a_pad(gpt2):
         assert (model.generate(begun, 6)[:, 10:] == model.generate(bare, 6)[:, 9:]).all()
         assert (masked[:, 10:] != model.generate(begun, 6)[:, 10:]).any()
         mask = np.array([[0, *[1] * 10]])
+        mask.flags.writeable = False
         again = model.generate(np.array([[0, 0, *ROWS[1]]]), 6, attention_mask=mask)
         assert (again[:, 11:] == masked[:, 10:]).all()
         empty = model.generate([[5], [0]], 6)[1]  # its one token is the pad

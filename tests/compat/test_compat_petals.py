@@ -476,6 +476,11 @@ def test_stopping_criteria_end_rows_one_by_one(model: Any, toy: Any) -> None:
         cut = new.index(last) + 1 if last in new else 12
         assert made[row, 7:].tolist() == (new[:cut] + [0] * 12)[: made.shape[1] - 7]
     assert made[1, 7:].tolist()[4] == last
+    said: list[Any] = [None, False, True]
+    ended = model.generate(
+        ROWS[:1], max_new_tokens=12, stopping_criteria=[lambda *_: said.pop(0)], **FREE
+    )
+    assert ended.shape == (1, 10) and not said
     criteria = StoppingCriteriaList([MaxLengthCriteria(10)])
     assert model.generate(ROWS, max_new_tokens=12, stopping_criteria=criteria).shape == (2, 10)
     with model.inference_session(max_length=64) as session:

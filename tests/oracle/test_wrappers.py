@@ -14,6 +14,7 @@ from support.toy_tokenizers import byte_level
 from support.wrappers import PLACEHOLDER, REFUSED, SUPPORTED, make_wrapper
 from verbatim import LLM, NotSupported, Offload, UnsupportedModel
 from verbatim.model.decoder import Decoder
+from verbatim.model.limits import placeholders_of
 from verbatim.model.loader import load
 
 pytestmark = [
@@ -39,7 +40,7 @@ def test_logits_are_the_wrappers_own(name: str, wrapper_folders: Callable[[str],
 @pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=REFUSED[name]):
+    with pytest.raises(UnsupportedModel, match=REFUSED[name][0]):
         Decoder(make_wrapper(name))
 
 
@@ -51,6 +52,19 @@ def test_offloaded_tokens_are_the_same(name: str, wrapper_folders: Callable[[str
         expected = all_facts(llm.generate(prompts, params))
     with LLM(wrapper_folders(name), placement=Offload(gpu="200MB")) as llm:
         assert all_facts(llm.generate(prompts, params)) == expected
+
+
+def test_ids_of_images_are_found_under_other_names_and_in_inner_configs() -> None:
+    from transformers import Phi4MultimodalConfig
+
+    config = Phi4MultimodalConfig(vision_config=dict(image_token_id=100))
+    assert placeholders_of(config)[100] == "image_token_id"
+
+
+@pytest.mark.parametrize("size", [7, 256, 8192])
+def test_chunks_longer_than_the_positions_are_no_chunks(size: int) -> None:
+    model = toys.make_toy("llama4_text", attention_chunk_size=size)
+    assert_equal_in_every_schedule(model, Decoder(model))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])

@@ -79,8 +79,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # Why the others are refused: a part of the message.
-# A folder of Llama 4 opens as its language model alone, a live wrapper does not.
-REFUSED = {"llama4": "attends in chunks", "paligemma": "later tokens"}
+# A part of the message, and what the docs say.
+REFUSED = {
+    "llama4": ("image_outputs", "a live wrapper, which fails in transformers without images"),
+    "paligemma": ("later tokens", "attends to later tokens"),
+}
 SUPPORTED = [name for name in SETTINGS if name not in REFUSED]
 
 

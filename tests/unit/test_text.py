@@ -373,6 +373,16 @@ def test_a_template_that_reads_only_parts_is_given_parts(chatty):
     assert chatty.decode(ids) == "user: hi;assistant:  well ;"
 
 
+def test_a_template_that_searches_a_message_is_given_its_text(chatty):
+    """It drops what was thought, so a text is missing; a list of parts would be printed."""
+    template = (
+        "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}"
+        "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    messages = [*HI, {"role": "assistant", "content": "<think>ok</think>hello"}]
+    assert chatty.decode(render_chat(chatty, messages, chat_template=template)) == "hi;hello;"
+
+
 def test_parts_other_than_text_are_refused_by_name(chatty):
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(

@@ -102,14 +102,15 @@ def attend_to_chosen(
         return attention(q, k_store, v_store, query_starts, context_lens, block_tables, options)
     block_size = k_store.shape[2]
     lengths = (query_starts[1:] - query_starts[:-1]).long()
-    tables = block_tables.repeat_interleave(lengths, dim=0).long()
+    sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]
     row_bytes = top_k * (k_store[0, :, 0].nbytes + v_store[0, :, 0].nbytes)
     rows_at_once = max(1, 4 * _MAX_ELEMENTS // row_bytes)
     outs = []
     for first in range(0, len(q), rows_at_once):
         some = chosen[first : first + rows_at_once]
         positions = some.clamp(min=0).long()
-        blocks = tables[first : first + rows_at_once].gather(1, positions // block_size).flatten()
+        sequence = sequences[first : first + rows_at_once]
+        blocks = block_tables[sequence, positions // block_size].long().flatten()
         offsets = (positions % block_size).flatten()
         count = torch.arange(len(some) + 1, dtype=torch.int32, device=q.device)
         outs.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 # Config fields of the largest position plus one.
@@ -62,17 +61,16 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-# Config fields of the id that stands for a piece of an image or a sound in a prompt.
-_PLACEHOLDER = re.compile(r"^(image|video|audio)_token_(id|index)$")
+# Config fields of the id that stands for a piece of an image or a sound in a prompt, and configs in a config.
+_PLACEHOLDERS = [f"{x}_token_{y}" for x in ("image", "video", "audio") for y in ("id", "index")]
+_INNER = ("vision_config", "audio_config", "thinker_config")
 
 
 def placeholders_of(config: Any) -> dict[int, str]:
     """Return the ids that stand for images and sounds in prompts, with the config field that names them."""
-    return {
-        value: name
-        for name, value in getattr(config, "__dict__", {}).items()
-        if _PLACEHOLDER.match(name) and isinstance(value, int)
-    }
+    configs = [config, *(getattr(config, name, None) for name in _INNER)]
+    found = [(getattr(c, name, None), name) for c in configs for name in _PLACEHOLDERS]
+    return {value: name for value, name in found if type(value) is int}
 
 
 def eos_ids_of(generation_config: Any, config: Any) -> frozenset[int]:

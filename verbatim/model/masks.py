@@ -174,11 +174,11 @@ def noted_attention(
     window = getattr(attention_mask, "window", None)
     if window == LATER:
         raise UnsupportedModel(f"{name} attends to later tokens")
-    chunk = getattr(attention_mask, "chunk_size", 0)
-    if chunk != chunk_of_layer(module):
+    chunk, own_chunk = getattr(attention_mask, "chunk_size", 0), chunk_of_layer(module)
+    # A mask over fewer positions than a chunk has is causal.
+    if chunk != own_chunk and not (window == 0 and own_chunk >= attention_mask.reach):
         raise UnsupportedModel(
-            f"{name} attends in chunks of {chunk_of_layer(module)}, while its mask has "
-            f"{chunk or 'none'}"
+            f"{name} attends in chunks of {own_chunk}, while its mask has {chunk or 'none'}"
         )
     if chunk:
         window = 0

@@ -192,9 +192,10 @@ def field_of(outputs: Any, name: str) -> Any:
 def rename_cache(inputs: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     """Return inputs with the cache, if there is one, under the first of `CACHE_NAMES` in `names`."""
     wanted = next((name for name in CACHE_NAMES if name in names), None)
-    if wanted is None:
+    cache = cache_of(inputs)
+    if wanted is None or cache is None:
         return dict(inputs)
-    return {wanted if k in CACHE_NAMES else k: value for k, value in inputs.items()}
+    return {k: v for k, v in inputs.items() if k not in CACHE_NAMES} | {wanted: cache}
 
 
 def cache_of(values: Any) -> Any:

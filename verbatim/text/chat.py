@@ -21,8 +21,8 @@ _RESERVED = {
     "tokenizer_kwargs",
     "truncation",
 }
-# A template that looks at the parts of a message. Those of models of images may ignore a string.
-_READS_PARTS = re.compile(r"\bin \w+(\.content|\[['\"]content['\"]\])")
+# A template with a loop over the parts of a message. Those of models of images may ignore a string.
+_READS_PARTS = re.compile(r"\bfor \w+ in \w+(\.content|\[['\"]content['\"]\])")
 # Arguments with an effect although the template does not name them.
 _UNNAMED = {"chat_template", "continue_final_message", "sanitize_control_tokens"}
 
