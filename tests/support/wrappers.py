@@ -52,10 +52,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_vl": dict(
         text_config=dict(_TEXT, model_type="lfm2", layer_types=["conv", "full_attention"]),
         vision_config=dict(_VISION, model_type="siglip2_vision_model", num_patches=16)),
-    "llama4": dict(
-        text_config=dict(_HEADS, num_local_experts=2, intermediate_size_mlp=96),
-        vision_config=dict(_VISION, vision_output_dim=32, projector_input_dim=32,
-                           projector_output_dim=32)),
     "llava": dict(text_config=_LLAMA, vision_config=_CLIP),
     "llava_next": dict(text_config=_LLAMA, vision_config=_CLIP),
     "llava_onevision": dict(text_config=_QWEN2, vision_config=_SIGLIP),
@@ -79,11 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # Why the others are refused: a part of the message.
-# A part of the message, and what the docs say.
-REFUSED = {
-    "llama4": ("image_outputs", "a live wrapper, which fails in transformers without images"),
-    "paligemma": ("later tokens", "attends to later tokens"),
-}
+REFUSED = {"paligemma": "later tokens"}
 SUPPORTED = [name for name in SETTINGS if name not in REFUSED]
 
 
