@@ -350,6 +350,23 @@ def _with_indexer(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _llama4_rotary(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of Llama 4's rotary embedding without `torch.polar`.
+
+    The bits of `torch.polar` depend on how many rows there are, and on their layout.
+    """
+
+    def forward(x: Tensor, position_ids: Tensor) -> Tensor:
+        if module.rope_type in ("dynamic", "longrope"):  # frequencies follow the length
+            return type(module).forward(module, x, position_ids)  # type: ignore[no-any-return]
+        frequencies = module.inv_freq.to(x.device, torch.float32)
+        angles = position_ids[..., None].float() * frequencies
+        turns: Tensor = torch.complex(angles.cos(), angles.sin()) * module.attention_scaling
+        return turns
+
+    return forward
+
+
 _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "BloomAttention": _bloom,
     "CodeGenAttention": _gptj,
@@ -358,6 +375,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     **dict.fromkeys(_INDEXERS, _indexer),
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
+    "Llama4TextRotaryEmbedding": _llama4_rotary,
     "GPTNeoSelfAttention": _gpt_neo,
     "GPTNeoXJapaneseAttention": _neox_japanese,
     "Llama4TextMoe": _llama4_experts,

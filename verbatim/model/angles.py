@@ -37,9 +37,16 @@ class Angles:
 
         `hidden` `[1, T, H]` gives the module the dtype and the device.
         """
-        cos, sin = (x.flatten(0, -2).contiguous() for x in self._forward(hidden, positions[None]))
+        cos, sin = (x.flatten(0, -2).contiguous() for x in self._of_module(hidden, positions))
         fits = cos.dtype is sin.dtype and cos.dtype in (torch.float32, self._dtype)
         return (cos, sin) if fits and cos.shape == sin.shape else None
+
+    def _of_module(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        try:
+            return self._forward(hidden, positions[None])
+        except IndexError:
+            # transformers 5.17's module of Qwen 3.5 needs time, height and width.
+            return self._forward(hidden, positions.expand(3, 1, -1))
 
     def table(self, hidden: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
         """Return a cached table for at least all positions below `length`.
