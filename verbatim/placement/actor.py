@@ -192,10 +192,10 @@ def field_of(outputs: Any, name: str) -> Any:
 def rename_cache(inputs: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     """Return inputs with the cache, if there is one, under the first of `CACHE_NAMES` in `names`."""
     wanted = next((name for name in CACHE_NAMES if name in names), None)
-    cache = cache_of(inputs)
-    if wanted is None or cache is None:
+    if wanted is None or inputs.keys().isdisjoint(CACHE_NAMES):
         return dict(inputs)
-    return {k: v for k, v in inputs.items() if k not in CACHE_NAMES} | {wanted: cache}
+    others = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
+    return others | {wanted: cache_of(inputs)}
 
 
 def cache_of(values: Any) -> Any:
