@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.requests_mixed import all_facts, facts
+from support.states import check_nothing_is_left
 from support.toys import RECURRENT_TOYS, make_toy, random_ids
 from verbatim import LLM, OutOfBlocks, RequestFailed, SamplingParams
 from verbatim.placement.options import EngineOptions
@@ -29,13 +30,6 @@ def nan_embedding(model: Any) -> Iterator[None]:
         yield
     finally:
         weight[NAN_ID] = kept
-
-
-def check_nothing_is_left(llm: LLM) -> None:
-    slots = llm.engine.scheduler.states.pool
-    assert slots is not None
-    slots.check()
-    assert slots.num_used == llm.stats()["blocks_used"] == 0
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])

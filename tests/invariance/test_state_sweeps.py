@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.requests_mixed import all_facts, facts, mixed_requests
+from support.states import check_nothing_is_left
 from support.toys import make_toy, random_ids
 from verbatim import LLM, PromptTooLong, SamplingParams
 from verbatim.placement.options import EngineOptions
@@ -199,11 +200,3 @@ def test_a_prompt_of_10000_tokens_is_computed_once(name: str) -> None:
         turn = prompt + first.outputs[0].token_ids + random_ids(30, seed=2)
         (result,) = llm.generate([turn], GREEDY)
         assert result.num_cached_tokens >= 9_984
-
-
-def check_nothing_is_left(llm: LLM) -> None:
-    slots = llm.engine.scheduler.states.pool
-    assert slots is not None
-    slots.check()
-    assert slots.num_used == 0
-    assert llm.stats()["blocks_used"] == llm.stats()["running"] == llm.stats()["waiting"] == 0

@@ -12,6 +12,7 @@ import torch
 from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
+from support.states import check_nothing_is_left
 from support.toys import RECURRENT_TOYS, make_toy, random_ids
 from verbatim import (
     LLM,
@@ -37,13 +38,6 @@ ALL_TOYS = [
     pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH))
     for name in RECURRENT_TOYS
 ]
-
-
-def check_nothing_is_left(llm: LLM) -> None:
-    slots = llm.engine.scheduler.states.pool
-    slots.check()
-    assert slots.num_used == 0
-    assert llm.stats()["blocks_used"] == 0
 
 
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
