@@ -266,7 +266,7 @@ class Part:
 
     def _received_as(self, hidden: Tensor) -> Tensor:
         rows = self._stand_in(self._ids) if self._received is None else self._received
-        return _from_rows(rows, hidden.shape)
+        return _from_rows(rows, hidden.shape, self._split.outer_dims)
 
     def entering(self, token_ids: Tensor) -> Tensor:
         """See `ModelPart`."""
@@ -281,7 +281,8 @@ class Part:
                 f"layer {self.end} is given {dtype_name(hidden.dtype)}, and others "
                 f"{dtype_name(self._split.hidden_dtype)}"
             )
-        raise _Left(_to_rows(hidden).view(*self._ids.shape, -1))
+        rows = _to_rows(hidden, self._split.outer_dims)
+        raise _Left(rows.view(*self._ids.shape, -1))
 
     def _stand_in(self, token_ids: Tensor) -> Tensor:
         """Return hidden states for a trial: the same for the same id at any position."""
@@ -291,14 +292,12 @@ class Part:
         return table.to(split.hidden_dtype)[token_ids.flatten() % _STAND_INS]
 
 
-def _to_rows(hidden: Tensor) -> Tensor:
-    """Copy `[..., B, T, H]` to `[B * T, ... * H]`."""
-    streams = hidden.shape[:-3].numel()
-    rows = hidden.reshape(streams, -1, hidden.shape[-1]).transpose(0, 1)
+def _to_rows(hidden: Tensor, outer: int) -> Tensor:
+    """Copy hidden states with `outer` dimensions in front of `[B, T]` to `[B * T, hidden_size]`."""
+    rows = hidden.flatten(outer, outer + 1).movedim(outer, 0)
     return rows.flatten(1).clone(memory_format=torch.contiguous_format)
 
 
-def _from_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+def _from_rows(rows: Tensor, shape: torch.Size, outer: int) -> Tensor:
     """Reverse `_to_rows`."""
-    streams = shape[:-3].numel()
-    return rows.view(-1, streams, shape[-1]).transpose(0, 1).reshape(shape)
+    return rows.view(-1, *shape[:outer], *shape[outer + 2 :]).movedim(0, outer).reshape(shape)

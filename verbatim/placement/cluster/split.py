@@ -55,6 +55,7 @@ class Split:
         blocked: why it may not be cut in front of each of the others.
         direct: the layers that are given what the layer before returned, with nothing in between.
         outside: the parameters outside of the layers.
+        outer_dims: dimensions of hidden states in front of those of the batch.
         hidden_size: numbers that go from a layer to the next, for each token.
         hidden_dtype: of these.
         vocab_size: width of the logits.
@@ -94,13 +95,16 @@ class Split:
         entered = plain.entries[-1].hidden
         assert plain.logits is not None
         rows = plain.logits.shape[:-1]
-        if entered.dim() < 3 or entered.shape[-3:-1] != rows:
+        # Where a model carries several streams, they stand in front of the rows or behind them.
+        outer = [n for n in (entered.dim() - 3, 0) if n >= 0 and entered.shape[n : n + 2] == rows]
+        if not outer:
             raise UnsupportedModel(f"its layers are given hidden states of shape {entered.shape}")
+        self.outer_dims = outer[0]
         self.hidden_size = entered.numel() // rows.numel()
         self.hidden_dtype = entered.dtype
         self.layer_bytes = [self._nbytes(self.layers[i].parameters()) for i in self.walked]
         self.outside = _outside(outline)
-        self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline)
+        self.blocked = _blocked_by_objects(plain, inner) | _blocked_by_flows(outline, inner)
         made = [returned.made_up(entry.index, lost=False) for entry in plain.entries]
         self.direct = {
             i + 1
@@ -260,12 +264,17 @@ def _changes(plain: Walk, other: Walk) -> set[tuple[int, str]]:
     return found
 
 
-def _blocked_by_flows(outline: Outline) -> dict[int, str]:
+def _blocked_by_flows(outline: Outline, inner: Any) -> dict[int, str]:
     """Return cuts across which more than the hidden states of one layer would be needed."""
     count, blocked = len(outline.plain.entries), {}
+    # A layer with an indexer of its own is handed what the layer before chose, and makes no use of it.
+    indexers = getattr(inner.config.get_text_config(decoder=True), "indexer_types", None) or ()
+    choosing = {i for i, kind in enumerate(indexers) if kind == "full"}
     for i, entry in enumerate(outline.plain.entries):
         allowed = {(i + 1, "hidden") if i + 1 < count else (count, "logits")}
         changes = _changes(outline.plain, outline.walk(lost_layer=entry.index))
+        if i + 1 in choosing:
+            allowed.add((i + 1, "beside"))
         for reached, what in changes - allowed:
             for cut in range(i + 1, min(reached, count - 1) + 1):
                 blocked[cut] = (
