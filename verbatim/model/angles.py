@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,17 @@ _FIRST = 1024  # smallest table, in positions
 _MOST = 1 << 15  # largest table: 16 MB for heads of 128
 # Rotary types with angles that depend only on the position, not on the context length.
 _FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+
+
+def rotary(
+    forward: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, positions: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Call a rotary module's forward on `hidden` `[1, T, H]` and `positions` `[1, T]`."""
+    try:
+        return forward(hidden, positions, **options)
+    except IndexError:
+        # transformers 5.17's module of Qwen 3.5 needs time, height and width.
+        return forward(hidden, positions.expand(3, 1, -1), **options)
 
 
 class Angles:
@@ -37,16 +49,11 @@ class Angles:
 
         `hidden` `[1, T, H]` gives the module the dtype and the device.
         """
-        cos, sin = (x.flatten(0, -2).contiguous() for x in self._of_module(hidden, positions))
+        cos, sin = (
+            x.flatten(0, -2).contiguous() for x in rotary(self._forward, hidden, positions[None])
+        )
         fits = cos.dtype is sin.dtype and cos.dtype in (torch.float32, self._dtype)
         return (cos, sin) if fits and cos.shape == sin.shape else None
-
-    def _of_module(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        try:
-            return self._forward(hidden, positions[None])
-        except IndexError:
-            # transformers 5.17's module of Qwen 3.5 needs time, height and width.
-            return self._forward(hidden, positions.expand(3, 1, -1))
 
     def table(self, hidden: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
         """Return a cached table for at least all positions below `length`.

@@ -23,6 +23,7 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.model.anatomy import Look
+from verbatim.model.angles import rotary
 from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder, FlatPass
@@ -142,7 +143,7 @@ class MtpLayers(DraftLayers):
         positions = slots[None] + (k + 1)  # those of the tokens
         turns = None
         if mtp.rotary_emb is not None:
-            turns = mtp.rotary_emb(embedded, position_ids=positions, **self._rope[k])
+            turns = rotary(mtp.rotary_emb, embedded, positions, **self._rope[k])
         mask, cache = None, None  # in place: the name of the cache changed with transformers 5.24
         out = self._layers[k](embedded, hidden[None], turns, mask, positions, cache)
         if mtp.use_shared_post_norm:
