@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from support.requests_mixed import all_facts
 from support.stages import ThreadHosts
 from verbatim import LLM, Cluster, InvalidRequest, NotSupported, Offload, SamplingParams, rl
 
-TOP_K = 8
+TOP_K = 8  # keys, or two blocks of four
+LAYERS = {"deepseek_v32": 3, "minimax_m3": 2 * 2}  # two layers that choose for two groups of heads
 PROMPTS = [toys.random_ids(n, seed=n) for n in (30, 5, 19)]
 RECORD = SamplingParams(
     max_tokens=6,
@@ -36,10 +39,15 @@ def model() -> Any:
     return toys.make_toy("deepseek_v32")
 
 
+@pytest.fixture(scope="module", params=LAYERS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("indexed")
-    model.save_pretrained(path)
+    toys.make_toy(name).save_pretrained(path)
     return path
 
 
@@ -49,7 +57,7 @@ def recorded(folder: Path) -> list[Any]:
         return llm.generate(PROMPTS, RECORD)
 
 
-def other_keys(num_tokens: int, layers: int = 3) -> Tensor:
+def other_keys(num_tokens: int, layers: int = LAYERS["deepseek_v32"]) -> Tensor:
     """Random keys of each token, as many as it may see up to `TOP_K`, in any order."""
     numbers = torch.Generator().manual_seed(num_tokens)
     keys = torch.full((num_tokens, layers, TOP_K), -1)
@@ -60,36 +68,61 @@ def other_keys(num_tokens: int, layers: int = 3) -> Tensor:
     return keys
 
 
+@contextmanager
+def changed_choices(model: Any, change: Callable[[int, Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Replace what each indexer of transformers chooses; yield the list of what they chose."""
+    chosen: list[Tensor] = []
+
+    def hook(n: int) -> Any:
+        def changed(module: Any, args: Any, output: Tensor) -> Tensor:
+            chosen.append(output)
+            return change(n, output)
+
+        return changed
+
+    indexers = [m for m in model.modules() if type(m).__name__.endswith("Indexer")]
+    hooks = [indexer.register_forward_hook(hook(n)) for n, indexer in enumerate(indexers)]
+    yield chosen
+    for handle in hooks:
+        handle.remove()
+
+
+def keys_of(chosen: Tensor) -> Tensor:
+    """Return the keys `[T, G, k]` of keys `[1, T, k]` or of blocks of four `[1, G, T, blocks]`."""
+    if chosen.ndim == 3:
+        return chosen[0, :, None]
+    keys = (chosen[0, ..., None] * 4 + torch.arange(4)).flatten(-2)
+    return keys.where(chosen[0].repeat_interleave(4, -1) >= 0, -1).transpose(0, 1)
+
+
 def replays(records: list[Tensor]) -> list[SamplingParams]:
     return [RECORD.replace(replay_indices=record) for record in records]
 
 
-def test_the_record_is_what_the_indexers_chose(model: Any, recorded: list[Any]) -> None:
-    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+def test_the_record_is_what_the_indexers_chose(name: str, recorded: list[Any]) -> None:
+    model = toys.make_toy(name)
     for prompt, result in zip(PROMPTS, recorded, strict=True):
-        output, chosen = result.outputs[0], []
-        hooks = [i.register_forward_hook(lambda *args: chosen.append(args[2])) for i in indexers]  # noqa: B023
+        output = result.outputs[0]
         ids = [*prompt, *output.token_ids]
-        with torch.no_grad():
+        with changed_choices(model, lambda n, chosen: chosen) as theirs, torch.no_grad():
             model(input_ids=torch.tensor([ids]), use_cache=False)
-        for hook in hooks:
-            hook.remove()
         indices = output.indices
         assert indices.dtype == torch.int32
-        assert indices.shape == (len(ids) - 1, 3, TOP_K)
-        for layer, theirs in enumerate(chosen):
-            for position in range(len(ids) - 1):
-                want = sorted(i for i in theirs[0, position].tolist() if i <= position)
+        assert indices.shape == (len(ids) - 1, LAYERS[name], TOP_K)
+        rows = torch.cat([keys_of(chosen) for chosen in theirs], 1)  # [T, layers, k]
+        for position in range(len(ids) - 1):
+            for layer in range(LAYERS[name]):
+                want = sorted(i for i in rows[position, layer].tolist() if 0 <= i <= position)
                 row = indices[position, layer].tolist()
                 assert row == want + [-1] * (TOP_K - len(want))
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_replay_is_bit_equal_in_every_schedule(
-    options: dict[str, Any], folder: Path, recorded: list[Any]
+    options: dict[str, Any], name: str, folder: Path, recorded: list[Any]
 ) -> None:
     own = [result.outputs[0].indices for result in recorded]
-    changed = [other_keys(len(record)) for record in own]
+    changed = [other_keys(len(record), LAYERS[name]) for record in own]
     with LLM(folder, kv_memory="1MB") as llm:
         expected = all_facts(llm.generate(PROMPTS, replays(changed)))
         assert expected != all_facts(recorded)
@@ -113,9 +146,9 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_other_placements_record_and_replay_the_same_bits(
-    placement: str, folder: Path, recorded: list[Any]
+    placement: str, name: str, folder: Path, recorded: list[Any]
 ) -> None:
-    changed = [other_keys(len(result.outputs[0].indices)) for result in recorded]
+    changed = [other_keys(len(r.outputs[0].indices), LAYERS[name]) for r in recorded]
     with LLM(folder, kv_memory="1MB") as llm:
         expected = all_facts(llm.generate(PROMPTS, replays(changed)))
     with LLM(folder, max_length=60, placement=PLACEMENTS[placement]()) as llm:
@@ -123,30 +156,33 @@ def test_other_placements_record_and_replay_the_same_bits(
         assert all_facts(llm.generate(PROMPTS, replays(changed))) == expected
 
 
-def test_a_replay_attends_to_the_keys_that_it_names(model: Any) -> None:
-    ids = PROMPTS[0]
-    keys = other_keys(len(ids))
-    keys[10:14] = -1  # left to the indexer
-    params = SamplingParams(max_tokens=0, prompt_logprobs=0, replay_indices=keys)
+def test_a_replay_attends_to_the_keys_that_it_names(name: str) -> None:
+    ids, model, keys = PROMPTS[0], toys.make_toy(name), []
+    numbers = torch.Generator().manual_seed(0)
+
+    def change(n: int, chosen: Tensor) -> Tensor:
+        """Choose the earliest keys or blocks in place of those behind them, in some rows."""
+        if chosen.ndim == 3:
+            other = torch.rand(chosen.shape[1], chosen.shape[1], generator=numbers)
+            later = torch.ones_like(other).triu(1).bool()
+            other = other.masked_fill(later, -1).topk(TOP_K).indices.int()[None]
+        else:
+            other = torch.zeros_like(chosen)
+            other[..., 1] = torch.arange(chosen.shape[2]) // 4
+        free = torch.tensor([position % 3 == 0 for position in range(len(ids))])
+        free[: TOP_K + 1] = True
+        chosen = torch.where(free[:, None], chosen, other)
+        keys.append(keys_of(chosen))
+        return chosen
+
+    with changed_choices(model, change), torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    forced = torch.cat(keys, 1)
+    forced = forced.where(forced <= torch.arange(len(ids))[:, None, None], -1)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0, replay_indices=forced)
     with LLM(model, kv_memory="1MB") as llm:
         (ours,) = llm.generate([ids], params)
         (free,) = llm.generate([ids], params.replace(replay_indices=None))
-    indexers = [layer.self_attn.indexer for layer in model.model.layers]
-
-    def force(n: int) -> Any:
-        def change(module: Any, args: Any, chosen: Tensor) -> Tensor:
-            rows = keys[:, n].int()
-            first = rows[:, :1].expand_as(rows)  # their own mask knows no -1
-            forced = torch.where(rows < 0, first, rows)
-            return torch.where(forced < 0, chosen[0], forced)[None]
-
-        return change
-
-    hooks = [indexer.register_forward_hook(force(n)) for n, indexer in enumerate(indexers)]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    for hook in hooks:
-        hook.remove()
     theirs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     found = torch.tensor(ours.prompt_logprobs[1:])
     assert float((found - theirs).abs().max()) < 1e-4

@@ -135,8 +135,10 @@ class Look:
             )
         self.dtype = self.dtype or k.dtype
         if isinstance(options, IndexOptions):
-            self.indexed.append(options.top_k)
-            return torch.full((len(q), options.top_k), -1, dtype=torch.int32, device=q.device)
+            groups = options.groups(q.shape[1])
+            self.indexed += [options.width] * groups
+            shape = len(q), groups, options.width
+            return torch.full(shape, -1, dtype=torch.int32, device=q.device)
         self.needs_positions |= options.alibi is None
         # Something of a token's own query, key and value, so that wrong positions show as well.
         group = q.shape[1] // v.shape[1]

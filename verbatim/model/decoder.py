@@ -452,7 +452,7 @@ class FlatPass:
         self._store = store
         self.routing = routing
         self._indices = indices
-        self._num_indexed = 0  # indexers run
+        self._num_indexed = 0  # choices that indexers have made
         self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
         self.positions = batch.positions[None]
@@ -498,13 +498,14 @@ class FlatPass:
         return self._chosen(out) if isinstance(options, IndexOptions) else out
 
     def _chosen(self, chosen: Tensor) -> Tensor:
-        """Replace what an indexer chose `[T, k]` where it is forced, and record it."""
+        """Replace what an indexer chose `[T, G, k]` where it is forced, and record it."""
+        own = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
         if self.batch.forced_keys is not None:
-            forced = self.batch.forced_keys[:, self._num_indexed]
-            chosen = torch.where(forced[:, :1] < 0, chosen, forced)
+            forced = self.batch.forced_keys[:, own]
+            chosen = torch.where(forced[..., :1] < 0, chosen, forced)
         if self._indices is not None:
-            self._indices.write(self.rows, chosen, self._num_indexed)
-        self._num_indexed += 1
+            self._indices.write(self.rows, chosen, own)
+        self._num_indexed = own.stop
         return chosen
 
     def attend_turned(

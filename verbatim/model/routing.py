@@ -120,9 +120,9 @@ class ChoiceStore:
         if copies:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
 
-    def write(self, slots: Tensor, ids: Tensor, layer: int | slice = slice(None)) -> None:
-        """Put `ids` `[T, layers, k]`, or those of one layer, at `slots` `[T]`."""
-        self.ids.flatten(0, 1)[slots.to(self.ids.device), layer] = ids.to(self.ids)
+    def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:
+        """Put `ids` `[T, layers, k]`, or those of some layers, at `slots` `[T]`."""
+        self.ids.flatten(0, 1)[slots.to(self.ids.device), layers] = ids.to(self.ids)
 
     def read(self, block_table: Sequence[int], num_tokens: int) -> Tensor:
         """Copy the first `num_tokens` tokens of a sequence: `[num_tokens, layers, k]`, int16 or int32."""
