@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
 
 _FEW = 512  # up to so many numbers, Python is faster than torch
@@ -43,6 +44,8 @@ class Batch:
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before all else
     wants_hidden: bool = False  # return the input of the LM head for the logit rows
     forced_experts: Tensor | None = None  # [T, layers, k] int16, -1 where the router is free
+    forced_keys: Tensor | None = None  # [T, layers, k] int32, -1 alone where the indexer is free
+    records_keys: bool = False  # record the keys that indexers choose
     state_sources: Tensor | None = None  # [S] int32; None: the model keeps no states
     state_rows: Tensor | None = None  # [W] int32, indices into the T rows, ascending
     state_targets: Tensor | None = None  # [W] int32
@@ -78,6 +81,39 @@ class Batch:
         rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
         blocks = self.block_tables[rows, self.positions // block_size].long()
         return blocks * block_size + self.positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What layers of a model choose for each token: `[layers, k]` numbers.
+
+    Attributes:
+        layers: that choose, in the order they run.
+        k: numbers of each; the last are -1 where there are fewer.
+        count: experts to choose from; 0: positions up to the token's own.
+        reason: why nothing is recorded; None: it is.
+    """
+
+    layers: int = 0
+    k: int = 0
+    count: int = 0
+    reason: str | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's record."""
+        return self.dtype.itemsize * self.layers * self.k
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if not self.count:
+            return torch.int32
+        return torch.uint8 if self.count <= 256 else torch.int16
+
+    def check(self, what: str) -> None:
+        """Raise NotSupported if there is nothing to record or replay."""
+        if self.reason is not None:
+            raise NotSupported(f"{what}: {self.reason}")
 
 
 def block_tables(blocks: list[list[int]]) -> Tensor:

@@ -154,6 +154,9 @@ class Completion:
     # [P + N - 1, layers, k] int16: the experts selected for each token. Fewer positions if the request
     # was aborted or timed out while its K and V were evicted.
     routing: Tensor | None = None
+    # [P + N - 1, layers, k] int32: the positions that the indexer of each layer chose for each token,
+    # ascending, then -1.
+    indices: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -260,6 +263,7 @@ class Sequence:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)  # [H] each, one per token
     routing: Tensor | None = None  # read from its blocks when it ends
+    indices: Tensor | None = None  # so are these
     number: int = 0  # order of arrival, the tie-breaker of `rank`; kept through preemption
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of its full blocks, computed or not

@@ -26,10 +26,11 @@ MAX_BAD_WORDS = 4096
 MAX_STRUCTURE_CHARS = 131_072  # of a schema, a regex, a grammar, or all choices together
 _FLOAT32_MAX = 3.4028235e38
 
+CHOICES = ("routing", "indices")  # what layers choose for a token, and is recorded and replayed
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")  # at most one of them in a request
 
 
-_NOT_HASHED = frozenset({"logit_bias", "replay_routing"})
+_NOT_HASHED = frozenset({"logit_bias", "replay_routing", "replay_indices"})
 _SWITCHES = (
     "include_stop_str_in_output",
     "ignore_eos",
@@ -37,6 +38,7 @@ _SWITCHES = (
     "any_whitespace",
     "draft",
     "record_routing",
+    "record_indices",
     "hidden_states",
 )
 
@@ -99,6 +101,11 @@ class SamplingParams:
         record_routing: report the experts of each token (mixture-of-experts models).
         replay_routing: `[tokens, layers, k]` recorded expert ids, used for the first positions of prompt and
             completion; -1 in all k of a layer leaves that token to the router.
+        record_indices: report the keys that indexers choose for each token (sparse attention). Such a request
+            uses no cached prefix.
+        replay_indices: `[tokens, layers, k]` recorded positions, used for the first positions of prompt and
+            completion, in any order, -1 where there are fewer than k; -1 in all k leaves that token to the
+            indexer.
         hidden_states: report the input of the model's head for each token, `[tokens, H]`.
 
     Raises:
@@ -143,6 +150,8 @@ class SamplingParams:
     draft: bool = True
     record_routing: bool = False
     replay_routing: Any = None
+    record_indices: bool = False
+    replay_indices: Any = None
     hidden_states: bool = False
 
     def __post_init__(self) -> None:
@@ -160,6 +169,16 @@ class SamplingParams:
         # Tensors and mappings are compared, but not hashed.
         plain = (getattr(self, f) for f in self.__slots__ if f not in _NOT_HASHED)
         return hash(tuple(plain))
+
+    @property
+    def records(self) -> list[str]:
+        """What is recorded of the choices of layers: "routing", "indices"."""
+        return [name for name in CHOICES if getattr(self, f"record_{name}")]
+
+    @property
+    def forces_choices(self) -> bool:
+        """Whether K and V follow from more than the ids, as experts or keys are replayed."""
+        return any(getattr(self, f"replay_{name}") is not None for name in CHOICES)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed, validated again."""
@@ -216,8 +235,9 @@ class SamplingParams:
         if self.logit_bias is not None:
             settle("logit_bias", _biases(self.logit_bias))
         settle("logits_processors", _callables(self.logits_processors))
-        if self.replay_routing is not None:
-            settle("replay_routing", _routing(self.replay_routing))
+        for name, settled in (("replay_routing", _routing), ("replay_indices", _indices)):
+            if getattr(self, name) is not None:
+                settle(name, settled(_choices_of(name, getattr(self, name))))
 
     def _check_structure(self) -> None:
         """Validate the fields of structured output: at most one of them, and supported combinations."""
@@ -420,31 +440,60 @@ def _schema(value: Any) -> str:
         raise InvalidRequest(f"json_schema is not a JSON schema: {error}") from None
 
 
-def _routing(value: Any) -> Any:
-    """Return a copy as an int16 tensor `[tokens, layers, k]`."""
+def _choices_of(name: str, value: Any) -> Any:
+    """Return recorded choices `[tokens, layers, k]` as int64; they may share memory with `value`."""
     import torch
 
     try:
-        routing = torch.as_tensor(value)
-        integers = not (routing.is_floating_point() or routing.is_complex())
-        routing = routing if routing.dtype is torch.bool else routing.long()
+        choices = torch.as_tensor(value)
+        integers = not (choices.is_floating_point() or choices.is_complex())
+        choices = choices if choices.dtype is torch.bool else choices.long()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(f"replay_routing: {error}") from None
-    if routing.ndim != 3 or not integers or routing.dtype is torch.bool:
+        raise InvalidRequest(f"{name}: {error}") from None
+    if choices.ndim != 3 or not integers or choices.dtype is torch.bool:
         raise InvalidRequest(
-            f"replay_routing is {routing.dtype} of shape {list(routing.shape)}: must be integers of "
+            f"{name} is {choices.dtype} of shape {list(choices.shape)}: must be integers of "
             "shape [tokens, layers, k]"
         )
+    return choices.detach().cpu()
+
+
+def _routing(routing: Any) -> Any:
+    """Return a copy as int16."""
+    import torch
+
     free = (routing == -1).all(dim=-1)
     named = routing[~free]
     if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < 2**15:
         raise InvalidRequest(
             "replay_routing names experts below 0 or above 32767; -1 in all k leaves it to the router"
         )
-    ordered = named.sort(dim=-1).values
-    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+    if _repeats(named.sort(dim=-1).values):
         raise InvalidRequest("replay_routing sends a token to the same expert twice in one layer")
-    return routing.detach().cpu().to(torch.int16, copy=True)
+    return routing.to(torch.int16, copy=True)
+
+
+def _indices(indices: Any) -> Any:
+    """Return a copy as int32, each row in ascending order with -1 behind."""
+    import torch
+
+    own = torch.arange(len(indices))[:, None, None]  # position of each token
+    if indices.numel() and (int(indices.min()) < -1 or bool((indices > own).any())):
+        raise InvalidRequest(
+            "replay_indices names positions below 0 or after the token's own; -1 fills rows with fewer than k"
+        )
+    last = len(indices)  # above all positions
+    ordered = torch.where(indices < 0, last, indices).sort(dim=-1).values
+    if _repeats(torch.where(ordered == last, -1 - torch.arange(indices.shape[2]), ordered)):
+        raise InvalidRequest("replay_indices names a position twice in one layer")
+    count = (indices >= 0).sum(dim=-1, keepdim=True)
+    if bool(((count > 0) & (own < indices.shape[2]) & (count <= own)).any()):
+        raise InvalidRequest("replay_indices leaves out keys of a token that has no more than k")
+    return torch.where(ordered == last, -1, ordered).to(torch.int32)
+
+
+def _repeats(ordered: Any) -> bool:
+    return bool((ordered[..., 1:] == ordered[..., :-1]).any())
 
 
 def _biases(value: Any) -> dict[int, float]:

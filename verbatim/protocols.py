@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.core import Sequence
 
 
@@ -34,10 +34,7 @@ class Runner(Protocol):
     num_forwards: int  # since it was opened
     has_hidden: bool  # a batch may want hidden states
     hidden_reason: str | None  # why not
-    routed_layers: int  # mixture-of-experts layers whose routing is recorded, in the order they run
-    experts_per_token: int  # in each of them; 0 where there are none
-    num_experts: int
-    routing_reason: str | None  # why no layer is recorded
+    choices: Mapping[str, Choices]  # what its layers choose for each token, by `params.CHOICES`
 
     def forward(self, batch: Batch) -> Forward:
         """Run the model on `batch`, writing K and V to the blocks it names."""
@@ -51,22 +48,26 @@ class Runner(Protocol):
         """Copy some rows of the logits: `[len(rows), V]`, float32 on the CPU."""
         ...
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
-        """Return the experts chosen for the first `num_tokens` tokens of a sequence, from its blocks.
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
+        """Return what was chosen for the first `num_tokens` tokens of a sequence, from its blocks.
+
+        Args:
+            name: "routing": the experts, in the router's order; "indices": the keys, of forwards that
+                recorded them.
 
         Returns:
-            `[num_tokens, routed_layers, experts_per_token]` int16, a copy; slots in the router's order.
+            `[num_tokens, layers, k]`, int16 experts or int32 positions, a copy.
 
         Raises:
-            NotSupported: the model has no routed layers, or they can't be recorded.
+            NotSupported: the model has no such layers, or they can't be recorded.
         """
         ...
 
-    def check_replay(self) -> None:
-        """Find out once whether a batch may force experts; call it before the first one that does.
+    def check_replay(self, name: str) -> None:
+        """Find out once whether a batch may force such choices; call it before the first one that does.
 
         Raises:
-            NotSupported: the model's routers can't be made to choose; the message tells why.
+            NotSupported: the model's layers can't be made to choose; the message tells why.
         """
         ...
 

@@ -214,7 +214,7 @@ class Session:
 
         Raises:
             NotSupported: `kv` if K and V are not in this process's memory, or are not the model's whole
-                state at a position; params with Python callables or recorded routing.
+                state at a position; params with Python callables or recorded choices.
             SessionBusy, EngineClosed: as in `generate`.
         """
         if not isinstance(kv, bool):

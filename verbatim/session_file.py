@@ -278,7 +278,7 @@ def _plain_params(params: SamplingParams) -> dict[str, Any]:
     plain = {}
     for name in (field.name for field in dataclasses.fields(params)):
         value = getattr(params, name)
-        if name in ("logits_processors", "replay_routing"):
+        if name in ("logits_processors", "replay_routing", "replay_indices"):
             if value is not None and len(value):
                 raise NotSupported(f"save: the session's params have {name}, which can't be saved")
         elif value != getattr(default, name):
@@ -332,7 +332,7 @@ def _why_no_kv(engine: EngineHandle) -> str | None:
         )
     if runner.draft_layers.stores:
         return "draft='mtp' keeps more than K and V of each position"
-    if runner.routed_layers:
+    if runner.choices["routing"].layers:
         return "the model's routing is kept beside them"
     return None
 

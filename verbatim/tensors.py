@@ -71,7 +71,8 @@ def generate(
         pad_token_id: id that fills a row after its end. None: the model's pad id, else its
             end-of-sequence id, else 0.
         params: fields of `SamplingParams`, except `n`, `max_tokens` and those that request more than
-            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`). Row b draws with
+            ids (`logprobs`, `prompt_logprobs`, `hidden_states`, `record_routing`,
+            `record_indices`). Row b draws with
             sample index b and `seed`; without a seed, one is drawn from torch's default generator.
 
     Returns:
@@ -102,7 +103,15 @@ def generate(
 
 
 _NOT_TAKEN = frozenset(
-    {"n", "max_tokens", "logprobs", "prompt_logprobs", "hidden_states", "record_routing"}
+    {
+        "n",
+        "max_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "hidden_states",
+        "record_routing",
+        "record_indices",
+    }
 )
 
 

@@ -29,6 +29,7 @@ LEFT_ALONE = {
     "logits_processors",  # Python functions
     "hidden_states",  # arrays of a size that nobody reads as JSON
     "replay_routing",  # an array that Python recorded
+    "replay_indices",
     "priority",  # no other request waits
     "cache_salt",  # nor shares a prefix
     "draft",  # one who wants no drafts asks the engine for none
@@ -56,7 +57,13 @@ def test_every_sampling_option_reaches_the_request():
     args += ["--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--bad-words", "x", "--stop", "END"]
     args += ["--stop", "|", "--stop-token-ids", "9", "--stop-token-ids", "8", "--ignore-eos"]
     args += ["--allowed-token-ids", "7", "--include-stop-str-in-output"]
-    args += ["--no-skip-special-tokens", "--record-routing", "--any-whitespace", "--json"]
+    args += [
+        "--no-skip-special-tokens",
+        "--record-routing",
+        "--record-indices",
+        "--any-whitespace",
+        "--json",
+    ]
     assert run("generate", "Hello", *args).exit_code == 0
     params = ScriptedLLM.last.params[0]
     assert params == SamplingParams(
@@ -65,7 +72,8 @@ def test_every_sampling_option_reaches_the_request():
         max_tokens=3, n=2, logprobs=4, prompt_logprobs=0, logit_bias={5: -1.5, 6: 2.0},
         bad_words=["x"], stop=["END", "|"], stop_token_ids=[9, 8], ignore_eos=True,
         allowed_token_ids=[7], include_stop_str_in_output=True,
-        skip_special_tokens=False, record_routing=True, any_whitespace=True, timeout_s=2.5,
+        skip_special_tokens=False, record_routing=True, record_indices=True, any_whitespace=True,
+        timeout_s=2.5,
     )  # fmt: skip
     # The others exclude some of these, and each other.
     beams = ("--num-beams", "3", "--length-penalty", "-0.5", "--early-stopping", "never")

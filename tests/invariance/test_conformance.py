@@ -38,7 +38,15 @@ from verbatim import (
     VerbatimError,
 )
 
-WITHOUT_MTP = ("qwen3_moe", "gemma2", "gpt2", "qwen3_next", "llama4_text", "deepseek_v32")
+WITHOUT_MTP = (
+    "qwen3_moe",
+    "gemma2",
+    "gpt2",
+    "qwen3_next",
+    "llama4_text",
+    "deepseek_v32",
+    "minimax_m3",
+)
 DIMENSIONS = {
     "placement": ("resident", "offload", "cluster", "tensor", "pipeline"),
     "draft": ("none", "ngram", "mtp", "early-exit", "model"),

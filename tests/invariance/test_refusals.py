@@ -77,6 +77,10 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
         generated("qwen3_moe", {}, num_beams=2, temperature=0.0, record_routing=True),
         "record_routing.*num_beams",
     ),
+    ("record_indices", "num_beams"): (
+        generated("deepseek_v32", {}, num_beams=2, temperature=0.0, record_indices=True),
+        "record_indices.*num_beams",
+    ),
     ("sleep(weights=True)", "a live module"): (asleep(live=True), "weights=True.*live module"),
     ("sleep(weights=True)", "TensorParallel"): (
         asleep(live=False, placement=TensorParallel(size=2)),

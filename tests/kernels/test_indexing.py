@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, *PACKINGS.values()]
 
 def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> Tensor:
     """Choose keys for the last rows of one sequence, whose keys `[L, D]` lie in one block."""
-    return choose_keys(
+    chosen = choose_keys(
         q[start:],
         lambda _: keys,
         torch.tensor([0, len(keys) - start], dtype=torch.int32),
@@ -33,6 +33,7 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> 
         torch.zeros(1, 1, dtype=torch.int32),
         IndexOptions(top_k, weights[start:]),
     )
+    return chosen[:, 0]
 
 
 def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() -> None:

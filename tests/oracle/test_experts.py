@@ -264,7 +264,7 @@ def test_info_says_how_experts_run() -> None:
         ("dbrx", "all in one kernel call"),
     ):
         runner = opened(build(case))
-        assert runner.info()["experts"] == {way: runner.routed_layers}
+        assert runner.info()["experts"] == {way: runner.choices["routing"].layers}
     model = build("qwen3_moe")
     plain = Decoder(model, fused=False)
     assert plain.how_experts_run() == {"all in one kernel call": 4}

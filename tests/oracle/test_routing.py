@@ -27,9 +27,10 @@ from support.routing_cases import (
     other_experts,
     records,
 )
+from verbatim.batch import Choices
 from verbatim.errors import ModelChanged, NotSupported
 from verbatim.model.decoder import FlatPass
-from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
+from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.placement.resident import Resident
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,15 +74,16 @@ def plain(model: Any, s: int) -> Tensor:
 def test_the_record_is_what_the_routers_chose(case: str) -> None:
     model = build(case)
     runner = opened(model)
+    made = runner.choices["routing"]
     runner.forward(batch([0, 1, 2], WHOLE))
     for s, record in enumerate(records(runner)):
         chosen: list[Tensor] = []
         with before_experts(model, lambda n, block, args: chosen.append(args[1])):  # noqa: B023
             plain(model, s)
         assert record.dtype == torch.int16
-        assert record.shape == (LENGTHS[s], runner.routed_layers, runner.experts_per_token)
+        assert record.shape == (LENGTHS[s], made.layers, made.k)
         assert torch.equal(record.long(), torch.stack(chosen, dim=1))
-    assert runner.routing_reason is None
+    assert made.reason is None
     assert runner.info()["routing_bytes"] == 17 * BLOCK_SIZE * record[0].numel()
 
 
@@ -105,25 +107,25 @@ def test_the_record_is_the_same_in_every_schedule(case: str) -> None:
 def test_a_record_is_a_copy_and_goes_with_its_blocks() -> None:
     runner = opened(build("qwen3_moe"))
     runner.forward(batch([0], [(0, 6)]))
-    first = runner.routing(TABLES[0], 6)
+    first = runner.record("routing", TABLES[0], 6)
     # A fork in the middle of a block: the copy has the old tokens, then its own.
     tables = [TABLES[0], [TABLES[0][0], *SPARE[:3]]]
     fork = batch([0], [(6, 7)], block_copies=[(TABLES[0][1], SPARE[0])])
     fork.block_tables = torch.tensor([tables[1]], dtype=torch.int32)
     runner.forward(fork)
-    forked = runner.routing(tables[1], 7)
+    forked = runner.record("routing", tables[1], 7)
     assert torch.equal(forked[:6], first)
     runner.forward(batch([0], [(0, 13)]))
-    assert torch.equal(runner.routing(TABLES[0], 13)[:7], forked)
+    assert torch.equal(runner.record("routing", TABLES[0], 13)[:7], forked)
     first.fill_(-1)
-    assert (runner.routing(TABLES[0], 6) >= 0).all()
+    assert (runner.record("routing", TABLES[0], 6) >= 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_replaying_a_record_gives_the_same_bits(case: str, dtype: torch.dtype) -> None:
     runner = opened(build(case).to(dtype))
-    runner.check_replay()
+    runner.check_replay("routing")
     free = runner.forward(batch([0, 1, 2], WHOLE)).logits
     own = torch.cat(records(runner))
     replayed = batch([0, 1, 2], WHOLE, forced_experts=own)
@@ -180,7 +182,7 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
 def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) -> None:
     """Any router: if c is weighted against a and against b, then a against b is as it chose itself."""
     runner = opened(build(case))
-    runner.check_replay()
+    runner.check_replay("routing")
     own, weights = weights_of(runner, None)
     third = torch.stack(
         [row[~torch.isin(row, ids)] for ids, row in zip(own, _all(runner), strict=True)]
@@ -188,7 +190,7 @@ def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) ->
     for c in (third[:, :1], third[:, -1:]):
         ratios = []
         for ids in (torch.cat([own[:, :1], c], dim=1), torch.cat([own[:, 1:], c], dim=1)):
-            forced = ids[:, None].repeat(1, runner.routed_layers, 1).to(torch.int16)
+            forced = ids[:, None].repeat(1, runner.choices["routing"].layers, 1).to(torch.int16)
             taken, got = weights_of(runner, forced)
             assert torch.equal(taken, ids)
             ratios.append(got[:, 0] / got[:, 1])
@@ -198,7 +200,7 @@ def test_weights_of_forced_experts_agree_with_those_of_chosen_ones(case: str) ->
 
 
 def _all(runner: Resident) -> Tensor:
-    return torch.arange(runner.num_experts).repeat(LENGTHS[0], 1)
+    return torch.arange(runner.choices["routing"].count).repeat(LENGTHS[0], 1)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -237,7 +239,7 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     expected = runner.forward(work).logits
     calls: list[Any] = []
     handle = model.model.layers[1].register_forward_hook(lambda *call: calls.append(call))
-    runner.check_replay()
+    runner.check_replay("routing")
     assert not calls
     assert torch.equal(runner.forward(work).logits, expected)
     assert len(calls) == 1
@@ -246,11 +248,11 @@ def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
 
 def test_dense_models_have_no_routed_layers() -> None:
     runner = opened(toys.make_toy("llama"))
-    assert (runner.routed_layers, runner.experts_per_token, runner.num_experts) == (0, 0, 0)
+    assert runner.choices["routing"].layers == 0
     assert runner.info()["routing_bytes"] == 0
     for refused in (
-        lambda: runner.routing([1], 1),
-        runner.check_replay,
+        lambda: runner.record("routing", [1], 1),
+        lambda: runner.check_replay("routing"),
         lambda: runner.forward(batch([0], WHOLE[:1], forced_experts=torch.zeros(13, 1, 2))),
     ):
         with pytest.raises(NotSupported, match="no layer of it sends its tokens to experts"):
@@ -259,8 +261,9 @@ def test_dense_models_have_no_routed_layers() -> None:
 
 def test_experts_of_a_models_own_are_not_recorded() -> None:
     runner = opened(build("jetmoe"))
-    assert runner.routed_layers == 0
-    assert runner.routing_reason is not None and "experts interface" in runner.routing_reason
+    made = runner.choices["routing"]
+    assert made.layers == 0
+    assert made.reason is not None and "experts interface" in made.reason
 
 
 @pytest.mark.parametrize("case", ["dbrx", "longcat_flash"])
@@ -287,7 +290,7 @@ def test_a_router_of_no_known_form_is_recorded_and_not_replayed(case: str) -> No
     runner = opened(build(case))
     runner.forward(batch([0], WHOLE[:1]))
     with pytest.raises(NotSupported, match="ForCausalLM: its router is of no form"):
-        runner.check_replay()
+        runner.check_replay("routing")
     forced = other_experts(runner)[0]
     with pytest.raises(NotSupported, match="of no form that is known"):
         runner.forward(batch([0], WHOLE[:1], forced_experts=forced))
@@ -297,13 +300,14 @@ def test_layers_that_differ_are_refused_by_name() -> None:
     model = build("qwen3_moe")
     model.model.layers[1].mlp.gate.top_k = 3
     runner = opened(model)
-    assert runner.routed_layers == 0
-    assert runner.routing_reason is not None and "(2 of 8, 3 of 8)" in runner.routing_reason
+    made = runner.choices["routing"]
+    assert made.layers == 0
+    assert made.reason is not None and "(2 of 8, 3 of 8)" in made.reason
     runner.forward(batch([0], WHOLE[:1]))
 
 
 def test_a_model_with_many_experts_is_recorded_in_two_bytes() -> None:
-    store = RoutingStore(RoutedLayers((1, 2), 2, 3, 300), num_blocks=4, block_size=2)
+    store = ChoiceStore(Choices(2, 3, 300), num_blocks=4, block_size=2)
     ids = torch.arange(18).view(3, 2, 3) + 280
     store.write(torch.tensor([7, 2, 3]), ids)
     assert torch.equal(store.read([1, 3], 2), ids[1:].to(torch.int16))
@@ -323,7 +327,7 @@ def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> No
     model = build("qwen3_moe")
     runner = opened(model)
     runner.forward(batch([0], WHOLE[:1]))
-    expected = runner.routing(TABLES[0], 13)
+    expected = runner.record("routing", TABLES[0], 13)
     first = model.model.layers[0].mlp
 
     def again(module: Any, args: Any, output: Any) -> None:
@@ -332,7 +336,7 @@ def test_a_hook_that_calls_a_layer_once_more_does_not_disturb_the_record() -> No
     handle = first.register_forward_hook(again)
     runner.forward(batch([0], WHOLE[:1]))
     handle.remove()
-    assert torch.equal(runner.routing(TABLES[0], 13), expected)
+    assert torch.equal(runner.record("routing", TABLES[0], 13), expected)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])  # in one call, and module by module
@@ -353,5 +357,5 @@ def test_nothing_stays_active_after_a_replay_that_failed(case: str) -> None:
     assert torch.tensor([[3.0, 1.0] + [0.0] * 6]).topk(2)[1].tolist() == [[0, 1]]
     with torch.inference_mode():  # the caller's modes neither matter nor leak in
         logits = runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits
-        assert not runner.routing(TABLES[0], 13).is_inference()
+        assert not runner.record("routing", TABLES[0], 13).is_inference()
     assert torch.equal(runner.forward(batch([0], WHOLE[:1], forced_experts=forced)).logits, logits)

@@ -368,15 +368,15 @@ def test_a_sample_that_ends_while_it_waits_for_a_seat(saved: Callable[[str], Pat
         expected = all_facts(llm.generate([prompt], params))
     with clustered(saved("qwen3_moe"), block_size=4, prefix_cache=False) as llm:
         llm.engine.scheduler.max_sequences = 1
-        runner, plain, calls = llm.engine.runner, llm.engine.runner.routing, []
+        runner, plain, calls = llm.engine.runner, llm.engine.runner.record, []
 
-        def routing(*args: Any) -> Any:
+        def record(*args: Any) -> Any:
             calls.append(args)
             if len(calls) == 2:
                 serving(llm)[1].kill()
             return plain(*args)
 
-        runner.routing = routing
+        runner.record = record
         assert all_facts(llm.generate([prompt], params)) == expected
         assert len(calls) == 3
 
@@ -498,13 +498,13 @@ def test_a_stage_lost_after_two_have_come_to_share_a_block(saved: Callable[[str]
         expected = all_facts(llm.generate(prompts, params))
     placement = Cluster(stages=3, hosts=ThreadHosts(), keep=0)
     with LLM(saved("qwen3_moe"), placement=placement, block_size=2, draft="ngram") as llm:
-        runner, plain = llm.engine.runner, llm.engine.runner.routing
+        runner, plain = llm.engine.runner, llm.engine.runner.record
 
-        def routing(*args: Any) -> Any:
+        def record(*args: Any) -> Any:
             serving(llm)[1].kill()
             return plain(*args)
 
-        runner.routing = routing
+        runner.record = record
         assert all_facts(llm.generate(prompts, params)) == expected
 
 
@@ -855,15 +855,15 @@ def test_a_stage_lost_while_a_step_is_committed(saved: Callable[[str], Path]) ->
         expected = all_facts(llm.generate(prompts, params))
     for place in range(3):
         with clustered(saved("qwen3_moe"), block_size=4) as llm:
-            runner, plain, killed = llm.engine.runner, llm.engine.runner.routing, 0
+            runner, plain, killed = llm.engine.runner, llm.engine.runner.record, 0
 
-            def routing(*args: Any, plain: Any = plain, place: int = place, llm: Any = llm) -> Any:
+            def record(*args: Any, plain: Any = plain, place: int = place, llm: Any = llm) -> Any:
                 nonlocal killed
                 killed += 1
                 if killed == 1:  # the first of two that end in this step
                     serving(llm)[place].kill()
                 return plain(*args)
 
-            runner.routing = routing
+            runner.record = record
             assert all_facts(llm.generate(prompts, params)) == expected
             assert llm.stats()["cluster"]["restarts"] == 1

@@ -398,9 +398,8 @@ def test_the_config_tells_what_layers_store(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
         layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
-        recorded = runner.decoder.anatomy.routed
         expected = bytes_per_token(layers, torch.float32)
-        expected += 0 if recorded is None else recorded.bytes_per_token
+        expected += runner.choices["routing"].bytes_per_token
         assert expected <= shape.kv_bytes_per_token <= 1.1 * expected
         assert shape.nbytes == sum(p.nbytes for p in make_toy(name).parameters())
         assert shape.vocab == runner.vocab_size

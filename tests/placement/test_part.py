@@ -16,7 +16,7 @@ from torch import Tensor
 
 from support import sweep, toys
 from support.stores import poisoned
-from verbatim.batch import ZERO_STATE, Batch
+from verbatim.batch import ZERO_STATE, Batch, Choices
 from verbatim.errors import (
     EngineClosed,
     InvalidRequest,
@@ -28,7 +28,8 @@ from verbatim.errors import (
 from verbatim.kv.store import KVStore
 from verbatim.model.decoder import Decoder, Output
 from verbatim.model.loader import LoadedModel
-from verbatim.model.routing import RoutingStore
+from verbatim.model.routing import Records, open_records
+from verbatim.params import CHOICES
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.shape import PartShape
 from verbatim.placement.cluster.split import Split
@@ -80,6 +81,7 @@ def batches(vocab_size: int = toys.VOCAB) -> Iterator[Batch]:
             context_lens=torch.tensor([b for _, _, b in spans], dtype=torch.int32),
             block_tables=tables[[s for s, _, _ in spans]].contiguous(),
             logit_rows=ends - 1 if step != STEPS[1] else torch.arange(int(ends[-1])),
+            records_keys=True,
             state_sources=torch.tensor([_slot(s, a) for s, a, _ in spans]).int(),
             state_rows=(ends - 1).int(),
             state_targets=torch.tensor([_slot(s, b) for s, _, b in spans]).int(),
@@ -98,7 +100,7 @@ class Computed(NamedTuple):
 
     logits: Tensor
     hidden: Tensor | None
-    routing: Tensor | None
+    chosen: list[Tensor]  # by the routers and the indexers that it has
     kv: list[tuple[Tensor, Tensor]]
     states: list[Tensor]
 
@@ -108,11 +110,10 @@ def store_for(shape: Any, dtype: torch.dtype) -> KVStore:
     return poisoned(shape.layers, shape.states, dtype, 2 + 3 * BLOCKS, BLOCK_SIZE, num_states)
 
 
-def records_for(routed: Any) -> RoutingStore | None:
-    if routed is None:
-        return None
-    records = RoutingStore(routed, 2 + 3 * BLOCKS, BLOCK_SIZE)
-    records.ids.fill_(0)
+def records_for(shape: Any) -> Records:
+    records = open_records(shape.choices, 2 + 3 * BLOCKS, BLOCK_SIZE)
+    for store in records.values():
+        store.ids.fill_(0)
     return records
 
 
@@ -123,7 +124,7 @@ class Whole:
         self.decoder = Decoder(module)
         anatomy = self.decoder.anatomy
         self.store = store_for(anatomy, anatomy.dtype)
-        self.records = records_for(anatomy.routed)
+        self.records = records_for(anatomy)
 
     def run(self, batch: Batch) -> Computed:
         out = self.decoder.run(batch, self.store, self.records)
@@ -138,17 +139,21 @@ class Chain:
         ends = [0, *cuts, split.num_layers]
         self.parts = [Part(skeleton, a, b, split=split) for a, b in pairwise(ends)]
         self.stores = [store_for(p.shape, p.shape.kv_dtype) for p in self.parts]
-        self.records = [records_for(p.routed) for p in self.parts]
+        self.records = [records_for(p.shape) for p in self.parts]
         self.leaving: list[Tensor] = []
 
     def run(self, batch: Batch) -> Computed:
-        received, first, self.leaving = None, 0, []
+        received, self.leaving = None, []
+        first = dict.fromkeys(CHOICES, 0)
         for part, store, records in zip(self.parts, self.stores, self.records, strict=True):
-            count = 0 if part.routed is None else part.routed.count
-            forced = batch.forced_experts
-            own = None if forced is None or not count else forced[:, first : first + count]
-            first += count
-            out = part.run(replace(batch, forced_experts=own), store, received, records)
+            own = {}
+            for name in CHOICES:
+                field = "forced_experts" if name == "routing" else "forced_keys"
+                forced, count = getattr(batch, field), part.shape.choices[name].layers
+                rows = slice(first[name], first[name] + count)
+                own[field] = None if forced is None or not count else forced[:, rows]
+                first[name] += count
+            out = part.run(replace(batch, **own), store, received, records)
             if out.leaving is not None:
                 received = out.leaving
                 self.leaving.append(received)
@@ -156,12 +161,15 @@ class Chain:
         return _computed(Output(out.logits, out.hidden), self.stores, self.records)
 
 
-def _computed(out: Output, stores: list[KVStore], records: list[RoutingStore | None]) -> Computed:
-    routing = [r.ids.clone() for r in records if r is not None]
+def _computed(out: Output, stores: list[KVStore], records: list[Records]) -> Computed:
+    chosen = [
+        torch.cat(parts, dim=2)
+        for name in CHOICES
+        if (parts := [r[name].ids.clone() for r in records if name in r])
+    ]
     kv = [(k.clone(), v.clone()) for store in stores for k, v in store.layers]
     states = [x.clone() for store in stores if store.states for x in store.states.tensors]
-    routed = torch.cat(routing, dim=2) if routing else None
-    return Computed(out.logits, out.hidden, routed, kv, states)
+    return Computed(out.logits, out.hidden, chosen, kv, states)
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -176,7 +184,8 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 def assert_same_everywhere(expected: Computed, found: Computed) -> None:
     assert same(expected.logits, found.logits)
     assert same(expected.hidden, found.hidden)
-    assert same(expected.routing, found.routing)
+    assert len(expected.chosen) == len(found.chosen)
+    assert all(map(same, expected.chosen, found.chosen))
     assert len(expected.kv) == len(found.kv)
     for ours, theirs in zip(expected.kv, found.kv, strict=True):
         assert same(ours[0], theirs[0])
@@ -311,17 +320,16 @@ def test_forced_experts_are_taken_in_every_part(folders: Callable[[str], Path]) 
         batch.forced_experts = torch.cat([forced, (forced + 1) % 6], dim=2).to(torch.int16)
         expected = whole.run(batch)
         assert_same_everywhere(expected, chain.run(batch))
-        assert expected.routing is not None
         slots = batch.slots(BLOCK_SIZE)
-        recorded = expected.routing.flatten(0, 1)[slots]
+        recorded = expected.chosen[0].flatten(0, 1)[slots]
         assert torch.equal(recorded.long(), batch.forced_experts.long())
 
 
 def test_a_part_without_experts_says_so(folders: Callable[[str], Path]) -> None:
     _, skeleton = open_both(folders("deepseek_v3"))  # whose first layer has none
     first, rest = Chain(skeleton, [1]).parts
-    assert first.routed is None
-    assert rest.shape.routed == (2, 2, 8)
+    assert first.shape.choices["routing"].layers == 0
+    assert rest.shape.choices["routing"] == Choices(2, 2, 8)
     with pytest.raises(NotSupported, match="experts"):
         first.check_replay()
 
@@ -390,7 +398,10 @@ def test_the_shape_of_a_part_is_plain_data(folders: Callable[[str], Path]) -> No
     assert first.shape.hidden_size == 64
     assert first.shape.hidden_dtype == torch.bfloat16
     assert [len(part.shape.layers) for part in (first, last)] == [2, 1]
-    assert [part.shape.routed for part in (first, last)] == [(2, 2, 6), (1, 2, 6)]
+    assert [part.shape.choices["routing"] for part in (first, last)] == [
+        Choices(2, 2, 6),
+        Choices(1, 2, 6),
+    ]
 
 
 def test_layers_that_are_not_there_are_refused(folders: Callable[[str], Path]) -> None:

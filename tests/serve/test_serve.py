@@ -455,7 +455,8 @@ NATIVE: dict[str, Any] = {
     "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
     "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
     "cache_salt": "x", "draft": False,
-    "record_routing": None, "replay_routing": None, "hidden_states": True,
+    "record_routing": None, "replay_routing": None, "record_indices": None, "replay_indices": None,
+    "hidden_states": True,
 }  # fmt: skip
 
 
@@ -468,10 +469,10 @@ def test_generate_gives_what_generate_gives(served, admitted, name):
     fields = {"seed": 5, "max_tokens": 6, name: NATIVE[name]}
     if name in ("length_penalty", "early_stopping"):
         fields["num_beams"] = 2
-    if name in ("record_routing", "replay_routing"):  # of mixtures of experts, which this is none
-        value = True if name == "record_routing" else [[[0]]]
+    if NATIVE[name] is None:  # of mixtures of experts and of indexers, which this has none of
+        value = True if name.startswith("record_") else [[[0]]]
         error = served.refused("/v1/generate", {"prompt": PROMPT, "params": {name: value}})
-        assert "experts" in error["message"]
+        assert ("experts" if "routing" in name else "indexer") in error["message"]
         return
     answer = served.post("/v1/generate", prompt=PROMPT, params=fields)
     meant = dict(fields)

@@ -67,6 +67,7 @@ def facts(result: Result) -> Any:
                 c.score,
                 _bits(c.hidden_states),
                 _bits(c.routing),
+                _bits(c.indices),
             )
             for c in result.outputs
         ],

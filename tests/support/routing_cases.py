@@ -41,8 +41,8 @@ def build(case: str) -> Any:
 def opened(model: Any) -> Resident:
     decoder = Decoder(model)
     runner = Resident(decoder, poisoned_store(decoder, 17, BLOCK_SIZE), None)
-    if runner._records is not None:
-        runner._records.ids.fill_(99)
+    for store in runner._records.values():
+        store.ids.fill_(99)
     return runner
 
 
@@ -64,16 +64,16 @@ def batch(
 
 
 def records(runner: Resident) -> list[Tensor]:
-    return [runner.routing(TABLES[s], n) for s, n in enumerate(LENGTHS)]
+    return [runner.record("routing", TABLES[s], n) for s, n in enumerate(LENGTHS)]
 
 
 def other_experts(runner: Resident, seed: int = 0) -> list[Tensor]:
     """Random experts for every token and layer of every sequence."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (runner.routed_layers, runner.num_experts)
+    made = runner.choices["routing"]
+    shape = (made.layers, made.count)
     return [
-        torch.rand(n, *shape, generator=generator).topk(runner.experts_per_token)[1].to(torch.int16)
-        for n in LENGTHS
+        torch.rand(n, *shape, generator=generator).topk(made.k)[1].to(torch.int16) for n in LENGTHS
     ]
 
 

@@ -7,12 +7,13 @@ that came too late) changes the hash, and with it the words.
 from __future__ import annotations
 
 import hashlib
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.core import Request, Result
 from verbatim.engine.admission import Admission
 from verbatim.engine.engine import Engine
@@ -34,8 +35,9 @@ class ScriptedRunner:
     vocab_size = VOCAB
     has_hidden = True
     hidden_reason = None
-    routed_layers, experts_per_token, num_experts = 2, 1, 5
-    routing_reason = None
+    choices = MappingProxyType(
+        {"routing": Choices(2, 1, 5), "indices": Choices(reason="a scripted runner has no indexer")}
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -81,10 +83,10 @@ class ScriptedRunner:
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         return forward.logits[rows].clone()
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         return self.experts[block_table].reshape(-1, 2, 1)[:num_tokens].clone()
 
-    def check_replay(self) -> None:
+    def check_replay(self, name: str) -> None:
         pass
 
     def info(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _REFUSALS: list[tuple[str, str, str]] = [
     (
         "indexer",
         "sparse attention by an indexer with its own keys",
-        "minimax_m3_vl_text qwen4_exp qwen4_exp_text",
+        "qwen4_exp qwen4_exp_text",
     ),
     ("compressed keys", "attention to compressed keys", "deepseek_v4"),
     ("exists only as a mask", "a custom attention mask", "doge gemma4_unified"),

@@ -168,7 +168,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "minimax_m3_vl_text": dict(
         layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_block_size=4,
-        index_topk_blocks=2, rotary_dim=8, dense_intermediate_size=96,
+        index_topk_blocks=2, index_n_heads=2, rotary_dim=8, dense_intermediate_size=96,
     ),
     "ministral3": dict(
         rope_parameters=dict(_YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)

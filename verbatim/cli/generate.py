@@ -64,7 +64,7 @@ def generate(
     """
     source = _prompt(prompt, file, ids)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
-    for name in ("logprobs", "prompt_logprobs", "record_routing"):
+    for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices"):
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     params = seeded(SamplingParams(**fields))

@@ -195,6 +195,7 @@ GENERATE_ONLY = (
     Option("logprobs", int, _REPORT, "With --json: log-probs of the top N tokens of each step."),
     Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt and its top N."),
     Option("record_routing", bool, _REPORT, "With --json: the experts of each token."),
+    Option("record_indices", bool, _REPORT, "With --json: the keys that indexers choose."),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"

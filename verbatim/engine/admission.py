@@ -16,7 +16,7 @@ from torch import Tensor
 from verbatim.beam import BeamSearch
 from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
-from verbatim.params import STRUCTURES, SamplingParams
+from verbatim.params import CHOICES, STRUCTURES, SamplingParams
 from verbatim.protocols import Runner
 from verbatim.sampling.processors import bitmask, check_vocabulary
 from verbatim.sampling.stopping import StopWatch, single_stop_ids
@@ -280,30 +280,30 @@ class Admission:
             )
         if params.hidden_states and not self.runner.has_hidden:
             raise NotSupported(f"hidden_states: {self.runner.hidden_reason}")
-        if params.record_routing and not self.runner.routed_layers:
-            raise NotSupported(f"record_routing: {self.runner.routing_reason}")
-        if params.record_routing and params.num_beams > 1:
-            raise NotSupported(
-                f"record_routing with num_beams={params.num_beams}: beams share blocks and drop them; "
-                "score the best one with record_routing instead"
-            )
+        for name in params.records:
+            self.runner.choices[name].check(f"record_{name}")
+            if params.num_beams > 1:
+                raise NotSupported(
+                    f"record_{name} with num_beams={params.num_beams}: beams share blocks and drop "
+                    f"them; score the best one with record_{name} instead"
+                )
 
     def _check_replay(self, params: SamplingParams, most_tokens: int) -> None:
-        """Raise InvalidRequest if the recorded routing does not fit the model or the request."""
-        routing, runner = params.replay_routing, self.runner
-        if routing is None:
-            return
-        runner.check_replay()
-        fits = (runner.routed_layers, runner.experts_per_token)
-        if tuple(routing.shape[1:]) != fits or len(routing) > most_tokens:
-            raise InvalidRequest(
-                f"replay_routing has shape {list(routing.shape)}; this model and request take up to "
-                f"[{most_tokens}, {fits[0]}, {fits[1]}]"
-            )
-        if routing.numel() and int(routing.max()) >= runner.num_experts:
-            raise InvalidRequest(
-                f"replay_routing names expert {int(routing.max())}; there are {runner.num_experts}"
-            )
+        """Raise InvalidRequest if a replayed record does not fit the model or the request."""
+        for name in CHOICES:
+            record, made = getattr(params, f"replay_{name}"), self.runner.choices[name]
+            if record is None:
+                continue
+            self.runner.check_replay(name)
+            if tuple(record.shape[1:]) != (made.layers, made.k) or len(record) > most_tokens:
+                raise InvalidRequest(
+                    f"replay_{name} has shape {list(record.shape)}; this model and request take up to "
+                    f"[{most_tokens}, {made.layers}, {made.k}]"
+                )
+            if made.count and record.numel() and int(record.max()) >= made.count:
+                raise InvalidRequest(
+                    f"replay_{name} names expert {int(record.max())}; there are {made.count}"
+                )
 
     def _allowed_mask(self, params: SamplingParams, banned: Set[int]) -> Tensor | None:
         """Return the ids that can be drawn at any step; None for all."""

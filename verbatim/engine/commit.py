@@ -198,6 +198,7 @@ def _completion(sequence: Sequence) -> Completion:
         score=None if request.search is None else sequence.score,
         hidden_states=_stack(request, sequence.hidden),
         routing=sequence.routing,
+        indices=sequence.indices,
     )
 
 

@@ -86,9 +86,7 @@ class Engine:
             self.sessions.make_private()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
-        if request.is_prefill_only and not (
-            request.needs_prompt_rows or request.params.record_routing
-        ):
+        if request.is_prefill_only and not (request.needs_prompt_rows or request.params.records):
             self._finish(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
         if request.params.timeout_s is not None:
@@ -191,8 +189,9 @@ class Engine:
         request = sequence.request
         self.num_tokens += len(sequence.output_ids) - sequence.num_sent
         if sequence.finished:
-            if request.params.record_routing:
-                sequence.routing = self.runner.routing(sequence.blocks, sequence.num_computed)
+            for name in request.params.records:
+                record = self.runner.record(name, sequence.blocks, sequence.num_computed)
+                setattr(sequence, name, record)
             self.sessions.save(sequence)
             self.scheduler.remove(sequence)
         if request.request_id not in self._active:

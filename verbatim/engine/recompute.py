@@ -9,7 +9,7 @@ import torch
 
 from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
 from verbatim.core import Sequence
-from verbatim.engine.work import Span, forced_experts
+from verbatim.engine.work import Span, choices
 
 
 def recompute_batches(
@@ -83,6 +83,6 @@ def _batch(pieces: list[Span]) -> Batch:
         context_lens=torch.tensor([end for _, _, end in pieces], dtype=torch.int32),
         block_tables=block_tables([sequence.blocks for sequence, _, _ in pieces]),
         logit_rows=torch.empty(0, dtype=torch.int64),
-        forced_experts=forced_experts(pieces),
+        **choices(pieces),
         **state_columns(sources, [end - 1 for end in query_starts[1:]], slots),
     )

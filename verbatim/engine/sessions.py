@@ -158,8 +158,8 @@ class Sessions:
         kept = min(kept, sequence.num_tokens - 1)
         if sequence.next_prompt_row is not None:
             kept = min(kept, sequence.next_prompt_row)
-        if request.params.replay_routing is not None:
-            kept = 0  # the replayed routing changes K and V
+        if request.params.forces_choices or request.params.record_indices:
+            kept = 0  # replayed choices change K and V; only rows that run are recorded
         if self.states.enabled and kept not in cache.states:
             kept = 0  # the blocks are found again where a state is cached
         self._cut(cache, kept)
@@ -182,8 +182,7 @@ class Sessions:
         if (
             cache.closed
             or not sequence.blocks
-            or sequence.request.params.replay_routing
-            is not None  # K and V differ from the ids' own
+            or sequence.request.params.forces_choices  # K and V differ from the ids' own
         ):
             return
         cache.token_ids = sequence.token_ids(0, sequence.num_computed)

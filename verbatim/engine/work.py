@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
 from verbatim.core import Sequence
+from verbatim.params import CHOICES
 
 Span = tuple[Sequence, int, int]  # positions from, to
 
@@ -90,23 +92,30 @@ class Schedule:
             logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
             block_copies=self.block_copies,
             wants_hidden=any(request.params.hidden_states for request in requests),
-            forced_experts=forced_experts(spans),
+            **choices(spans),
             **state_columns(state_sources, state_rows, state_targets),
         )
 
 
-def forced_experts(spans: list[Span]) -> torch.Tensor | None:
-    """Return `Batch.forced_experts` of these rows from the routings that requests replay."""
-    replayed = [sequence.request.params.replay_routing for sequence, _, _ in spans]
-    first = next((routing for routing in replayed if routing is not None), None)
+def choices(spans: list[Span]) -> dict[str, Any]:
+    """Return the fields of `Batch` for these rows from what requests record and replay."""
+    experts, keys = (_forced(spans, name) for name in CHOICES)
+    records = any(sequence.request.params.record_indices for sequence, _, _ in spans)
+    return {"forced_experts": experts, "forced_keys": keys, "records_keys": records}
+
+
+def _forced(spans: list[Span], name: str) -> torch.Tensor | None:
+    """Return what these rows are forced to choose; -1 where they are free."""
+    replayed = [getattr(sequence.request.params, f"replay_{name}") for sequence, _, _ in spans]
+    first = next((record for record in replayed if record is not None), None)
     if first is None:
         return None
     num_rows = sum(stop - start for _, start, stop in spans)
-    forced = torch.full((num_rows, *first.shape[1:]), -1, dtype=torch.int16)
+    forced = torch.full((num_rows, *first.shape[1:]), -1, dtype=first.dtype)
     row = 0
-    for (_, start, stop), routing in zip(spans, replayed, strict=True):
-        if routing is not None:
-            experts = routing[start:stop]  # may end before `stop`
-            forced[row : row + len(experts)] = experts
+    for (_, start, stop), record in zip(spans, replayed, strict=True):
+        if record is not None:
+            some = record[start:stop]  # may end before `stop`
+            forced[row : row + len(some)] = some
         row += stop - start
     return forced

@@ -31,8 +31,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap), after the scale; 0: not.
         sinks: `[H]` float32; one more logit per head in the softmax's denominator, without a value.
         alibi: `[H]` float32 slopes; slope * (key position - query position) is added to a score.
-        chosen: `[T, k]` int32; the positions that each row sees, ascending, then -1 if they are fewer.
-            None: all up to its own.
+        chosen: `[T, G, k]` int32; the positions that each row sees, ascending, then -1 if they are fewer, for
+            each of G groups of heads. None: all up to its own.
     """
 
     scale: float
@@ -70,12 +70,26 @@ class IndexOptions:
     """Options of an indexer, which chooses the keys that rows attend to.
 
     Attributes:
-        top_k: keys for each row.
-        weights: `[T, H]` float32, of each head's scores.
+        top_k: blocks of keys for each row.
+        weights: `[T, H]` float32, of each head's scores, which are summed; None: each head chooses for
+            itself, by its dot products.
+        block: keys in a block; its score is the largest of theirs.
+        num_local: last blocks, up to the row's own, that are always chosen.
     """
 
     top_k: int
-    weights: Tensor
+    weights: Tensor | None
+    block: int = 1
+    num_local: int = 0
+
+    @property
+    def width(self) -> int:
+        """Keys for each row."""
+        return self.top_k * self.block
+
+    def groups(self, num_heads: int) -> int:
+        """Return how many choices are made for each row."""
+        return num_heads if self.weights is None else 1
 
 
 class NormKind(enum.IntEnum):

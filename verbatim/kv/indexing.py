@@ -3,7 +3,8 @@
 A model with an indexer (DeepSeek Sparse Attention, DeepSeek-AI 2025, arXiv:2512.02556) keeps one more key
 for each token. Its score for a row is a weighted sum over the indexer's heads of relu(query * key); the row
 attends to the keys of the largest scores. Scores are sums in a fixed order in float32, and of equal ones
-the lowest positions are taken, so the choice is a function of the row's sequence alone.
+the lowest positions are taken, so the choice is a function of the row's sequence alone. Other models choose
+blocks of keys, each by its best one, and do so for each group of heads.
 """
 
 from __future__ import annotations
@@ -37,40 +38,58 @@ def choose_keys(
         query_starts, context_lens, block_tables: as for `paged_attention`.
 
     Returns:
-        `[T, top_k]` int32, positions in ascending order, followed by -1 if there are fewer.
+        `[T, G, k]` int32, positions in ascending order, followed by -1 if there are fewer.
     """
-    top_k = options.top_k
-    chosen = torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    width, groups = options.width, options.groups(q.shape[1])
+    chosen = torch.full((len(q), groups, width), -1, dtype=torch.int32, device=q.device)
     starts, lens = query_starts.tolist(), context_lens.tolist()
     rows_at_once = max(1, _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2]))
     for s, length in enumerate(lens):
         begin, end = starts[s], starts[s + 1]
-        # Rows that have no more than `top_k` keys see all of them.
-        few = max(0, min(end - begin, top_k - (length - (end - begin))))
-        positions = torch.arange(length - (end - begin), length, device=q.device)
-        every = torch.arange(top_k, dtype=torch.int32, device=q.device).expand(few, top_k)
-        seen = every <= positions[:few, None]
-        chosen[begin : begin + few] = torch.where(seen, every, -1)
+        # Rows that have no more than `width` keys see all of them.
+        few = max(0, min(end - begin, width - (length - (end - begin))))
+        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
+        every = torch.arange(width, dtype=torch.int32, device=q.device)
+        chosen[begin : begin + few] = torch.where(every <= positions[:few], every, -1)
         if few == end - begin:
             continue
         keys = keys_of(block_tables[s].long())[:length]
         for first in range(begin + few, end, rows_at_once):
             last = min(first + rows_at_once, end)
             at = positions[first - begin : last - begin]
-            scores = _scores(q[first:last].float(), options.weights[first:last], keys)
-            later = torch.arange(length, device=q.device) > at[:, None]
-            scores = scores.masked_fill(later, -torch.inf)
-            best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-            chosen[first:last] = best.sort(dim=-1).values.int()
+            weights = None if options.weights is None else options.weights[first:last]
+            scores = _scores(q[first:last].float(), weights, keys)
+            later = torch.arange(length, device=q.device) > at
+            blocks = _best_blocks(scores.masked_fill(later, -torch.inf), at, options)
+            inside = torch.arange(options.block, device=q.device)
+            keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
+            chosen[first:last] = torch.where(keys_of_blocks <= at, keys_of_blocks, -1)
     return chosen
 
 
-def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """Score `keys` `[L, D]` for rows `q` `[R, H, D]` with `weights` `[R, H]`: `[R, L]`."""
-    tiles = [
-        tree_sum(tree_sum(q[:, :, None] * tile, -1)[..., 0].relu() * weights[..., None], 1)[:, 0]
-        for tile in keys.split(_TILE)
-    ]
+def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
+    """Return the blocks that rows at positions `at` `[R, 1, 1]` choose by `scores` `[R, G, L]`, ascending."""
+    size = options.block
+    if size > 1:
+        missing = -scores.shape[-1] % size
+        scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+        scores = scores.unflatten(-1, (-1, size)).amax(-1)
+    if options.num_local:
+        behind = at // size - torch.arange(scores.shape[-1], device=at.device)
+        local = (behind >= 0) & (behind < options.num_local)
+        scores = scores.masked_fill(local, torch.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : options.top_k]
+    return best.sort(dim=-1).values
+
+
+def _scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
+    """Score `keys` `[L, D]` for rows `q` `[R, H, D]`, with `weights` `[R, H]` if any: `[R, G, L]`."""
+    tiles = []
+    for tile in keys.split(_TILE):
+        scores = tree_sum(q[:, :, None] * tile, -1)[..., 0]
+        if weights is not None:
+            scores = tree_sum(scores.relu() * weights[..., None], 1)
+        tiles.append(scores)
     return torch.cat(tiles, -1)
 
 
@@ -96,10 +115,24 @@ def attend_to_chosen(
     assert chosen is not None
     if options.window or options.chunk or options.alibi is not None:
         raise ValueError("attention to chosen keys has no window, no chunks and no ALiBi")
-    options = replace(options, chosen=None)
-    top_k = chosen.shape[1]
+    groups, top_k = chosen.shape[1:]
+    batch = query_starts, context_lens, block_tables
     if int(context_lens.max()) <= top_k:
-        return attention(q, k_store, v_store, query_starts, context_lens, block_tables, options)
+        return attention(q, k_store, v_store, *batch, replace(options, chosen=None))
+    if groups > 1:
+        sinks = [None] * groups if options.sinks is None else options.sinks.chunk(groups)
+        stores = k_store.chunk(groups, 1), v_store.chunk(groups, 1)
+        outs = [
+            attend_to_chosen(
+                attention, own_q, own_k, own_v, *batch, replace(options, chosen=some, sinks=sink)
+            )
+            for own_q, own_k, own_v, some, sink in zip(
+                q.chunk(groups, 1), *stores, chosen.chunk(groups, 1), sinks, strict=True
+            )
+        ]
+        return torch.cat(outs, 1)
+    options = replace(options, chosen=None)
+    chosen = chosen[:, 0]
     block_size = k_store.shape[2]
     lengths = (query_starts[1:] - query_starts[:-1]).long()
     sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]

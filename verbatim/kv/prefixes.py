@@ -11,7 +11,7 @@ class Prefixes:
     """Shares the blocks of common prefixes between sequences.
 
     Only full blocks are shared, and at least one row of a sequence is always computed, for its next
-    token. Sequences with replayed routing are excluded, as their K and V do not follow from ids alone,
+    token. Sequences with replayed choices are excluded, as their K and V do not follow from ids alone,
     and so are those of private sessions, with K and V from before the cache was cleared.
     """
 
@@ -141,7 +141,10 @@ class Prefixes:
     def _is_shareable(self, sequence: Sequence) -> bool:
         request = sequence.request
         is_private = request.session_cache is not None and request.session_cache.is_private
-        return self.enabled and request.params.replay_routing is None and not is_private
+        params = request.params
+        # Blocks of others hold no record of keys.
+        is_private |= params.forces_choices or params.record_indices
+        return self.enabled and not is_private
 
     def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
         """Return the keys of the blocks that may be reused instead of computed."""

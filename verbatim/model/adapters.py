@@ -324,6 +324,30 @@ def _indexer(module: Any) -> Callable[..., Tensor]:
     return forward
 
 
+def _block_indexer(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of MiniMax M3's indexer: the keys in the chosen blocks, `[B, T, G, k]`."""
+    rotate, dim = _source(module, "apply_rotary_pos_emb"), module.head_dim
+    if module.num_heads != module.config.num_key_value_heads:
+        raise UnsupportedModel(
+            f"its indexers choose blocks for {module.num_heads} groups of heads, and it has "
+            f"{module.config.num_key_value_heads} KV heads"
+        )
+    options = IndexOptions(module.topk_blocks, None, module.block_size, module.local_blocks)
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+    ) -> Tensor:
+        shape = *hidden_states.shape[:2], -1, dim
+        q = module.q_norm(module.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        k = module.k_norm(module.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        q, k = rotate(q, k, *(x[..., :dim] for x in position_embeddings))
+        q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+        chosen = attend(module, q, k, k[..., :0], options)
+        return chosen.view(*hidden_states.shape[:2], *chosen.shape[1:])
+
+    return forward
+
+
 def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
     weight = layer._parameters.get("weight")  # none if it is quantized
     return x if weight is None else x.to(weight.dtype)
@@ -337,6 +361,9 @@ _INDEXERS = {
     "GlmMoeDsaIndexer": ("apply_rotary_pos_emb_interleave", False),
     "HYV4Indexer": ("apply_rotary_pos_emb", True),
 }
+
+
+_BLOCK_INDEXER = "MiniMaxM3VLIndexer"
 
 
 def _with_indexer(module: Any) -> Callable[..., Any]:
@@ -373,6 +400,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "FalconAttention": _falcon,
     "FalconLinear": _falcon_linear,
     **dict.fromkeys(_INDEXERS, _indexer),
+    _BLOCK_INDEXER: _block_indexer,
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "Llama4TextRotaryEmbedding": _llama4_rotary,
@@ -390,12 +418,14 @@ _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"):
 
 def runs_indexer(module: nn.Module) -> bool:
     """Return whether a module is an indexer with a forward here."""
-    return type(module).__name__ in _INDEXERS
+    return type(module).__name__ in (*_INDEXERS, _BLOCK_INDEXER)
 
 
 def has_indexers(model: nn.Module) -> bool:
     """Return whether such an indexer is in the files of a model's classes, if not in all parts of it."""
-    return any(_source(layer, name) for layer in model.modules() for name in _INDEXERS)
+    return any(
+        _source(layer, name) for layer in model.modules() for name in (*_INDEXERS, _BLOCK_INDEXER)
+    )
 
 
 def adapter_for(module: nn.Module) -> Callable[..., Any] | None:

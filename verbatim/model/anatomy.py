@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.batch import Choices
 from verbatim.errors import NotSupported, TierFailed, UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
@@ -27,7 +28,13 @@ from verbatim.model.invariant import Recorder
 from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
 from verbatim.model.refusals import reason_to_refuse
-from verbatim.model.routing import UNKNOWN_ROUTER, Call, RoutedLayers, routed_layers_of
+from verbatim.model.routing import (
+    UNKNOWN_ROUTER,
+    Call,
+    RoutedLayers,
+    indexed_layers_of,
+    routed_layers_of,
+)
 from verbatim.model.trial import try_out
 from verbatim.model.verified import is_verified
 
@@ -50,6 +57,7 @@ class Anatomy:
         routed: its mixture-of-experts layers; None: there are none, or `routing_reason` tells why
             their routing can't be recorded.
         replay_reason: why their experts can't be forced; None: they can.
+        indexed: the keys that indexers of layers choose.
         hidden_reason: why what its head sees can't be handed back; None: it can.
         finite: the logits of the look were numbers.
     """
@@ -66,13 +74,20 @@ class Anatomy:
     routed: RoutedLayers | None
     routing_reason: str | None
     replay_reason: str | None
+    indexed: Choices
     hidden_reason: str | None
     finite: bool
 
     @property
-    def indexed(self) -> bool:
-        """Whether an indexer chooses the keys of some layers."""
+    def has_indexers(self) -> bool:
         return any(not shape.value_dim for shape in self.layers)
+
+    @property
+    def choices(self) -> dict[str, Choices]:
+        """What its layers choose for each token, by `CHOICES`."""
+        routed = self.routed
+        routing = Choices(reason=self.routing_reason) if routed is None else routed.choices
+        return {"routing": routing, "indices": self.indexed}
 
     def refuse_states(self, what: str) -> None:
         """Raise NotSupported if the model has recurrent layers, which `what` does not support."""
@@ -91,6 +106,7 @@ class Look:
         self.calls: dict[int, int] = {}
         self.routed: list[Call] = []
         self.choices = 0  # of routers of a known form
+        self.indexed: list[int] = []  # keys that each indexer chooses
         self.dtype: torch.dtype | None = None
         self.needs_positions = False
         self.counts_positions = False  # itself, so it has asked for those of the rows
@@ -119,7 +135,10 @@ class Look:
             )
         self.dtype = self.dtype or k.dtype
         if isinstance(options, IndexOptions):
-            return torch.full((len(q), options.top_k), -1, dtype=torch.int32, device=q.device)
+            groups = options.groups(q.shape[1])
+            self.indexed += [options.width] * groups
+            shape = len(q), groups, options.width
+            return torch.full(shape, -1, dtype=torch.int32, device=q.device)
         self.needs_positions |= options.alibi is None
         # Something of a token's own query, key and value, so that wrong positions show as well.
         group = q.shape[1] // v.shape[1]
@@ -233,6 +252,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         routing_reason=routing_reason,
         replay_reason=routing_reason
         or (UNKNOWN_ROUTER if look.choices != len(look.routed) else None),
+        indexed=indexed_layers_of(look.indexed),
         hidden_reason=why_no_hidden(head_of(inner), seen, ids.numel()),
         finite=bool(torch.isfinite(logits).all()),
     )

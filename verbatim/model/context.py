@@ -59,7 +59,7 @@ class Pass(Protocol):
     ) -> Tensor:
         """Store `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]`, attend with `q` `[T, H, Dk]`: `[T, H, Dv]`.
 
-        With `IndexOptions`, choose the keys that rows attend to: `[T, top_k]`, by `choose_keys`.
+        With `IndexOptions`, choose the keys that rows attend to: `[T, G, k]`, by `choose_keys`.
         """
         ...
 
@@ -141,6 +141,7 @@ def flat_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over flat rows of tokens, with transformers' signature; B is 1 except in inspection.
@@ -149,6 +150,7 @@ def flat_attention(
         query, key, value: `[B, H, T, Dk]`, `[B, Hkv, T, Dk]`, `[B, Hkv, T, Dv]`.
         s_aux: attention sinks, `[H]`.
         indices: the keys that an indexer has chosen for each row, `[B, T, k]`.
+        block_indices: the same for each group of heads, `[B, T, G, k]`, which are keys here.
 
     Returns:
         The output `[B, T, H, Dv]`, and None for the weights.
@@ -158,7 +160,10 @@ def flat_attention(
             do not support.
     """
     name = type(module).__name__
-    if attention_mask is not None and indices is None:  # an indexer has seen the mask
+    chosen = block_indices
+    if indices is not None:
+        chosen = indices[:, :, None]
+    if attention_mask is not None and chosen is None:  # an indexer has seen the mask
         raise UnsupportedModel(f"{name} builds an attention mask of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} attends to later tokens")
@@ -173,7 +178,7 @@ def flat_attention(
         chunk=chunk_of_layer(module),
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float(),
-        chosen=None if indices is None else indices.flatten(0, 1),
+        chosen=None if chosen is None else chosen.flatten(0, 1),
     )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = attend(module, q, k, v, options)

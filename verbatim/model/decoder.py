@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
-from verbatim.model.routing import RoutedLayers, Routing, RoutingStore
+from verbatim.model.routing import ChoiceStore, Records, RoutedLayers, Routing
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.whole import ModelPart
 
@@ -163,6 +164,7 @@ class Decoder:
                 ("vocabulary", before.vocab_size, now.vocab_size),
                 ("dtype", before.dtype, now.dtype),
                 ("routed layers", before.routed, now.routed),
+                ("indexers", before.indexed, now.indexed),
             ):
                 if old != new:
                     raise ModelChanged(
@@ -215,19 +217,19 @@ class Decoder:
         self,
         batch: Batch,
         store: KVStore,
-        records: RoutingStore | None = None,
+        records: Records = MappingProxyType({}),
         body: HiddenStore | None = None,
         *,
         hooks: bool = True,
     ) -> Output:
-        """Run one forward; write K and V to `store`, selected experts to `records`, and the body's output
-        of every row, after the last norm, to `body`.
+        """Run one forward; write K and V to `store`, what layers choose to `records`, and the body's
+        output of every row, after the last norm, to `body`.
 
         Args:
             hooks: False disables the module's hooks, for a forward that its owner did not request.
 
         Raises:
-            NotSupported: the batch wants hidden states or forced experts, and the model does not support it.
+            NotSupported: the batch wants hidden states or forced choices, and the model does not support it.
         """
         with exclusive:
             if self._watched:
@@ -237,8 +239,13 @@ class Decoder:
                 raise NotSupported(f"its routing can't be replayed: {self.anatomy.replay_reason}")
             if batch.wants_hidden and self.anatomy.hidden_reason is not None:
                 raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
-            if records is not None:
-                records.copy_blocks(batch.block_copies)
+            if batch.forced_keys is not None:
+                self.anatomy.indexed.check("its indices can't be replayed")
+            routing = records.get("routing")
+            indices = records.get("indices") if batch.records_keys else None
+            for record in (routing, indices):
+                if record is not None:
+                    record.copy_blocks(batch.block_copies)
             store.copy_blocks(batch.block_copies)
             batches = self._order.cut(batch)
             with store.stores_for(batches) as stores:
@@ -248,21 +255,22 @@ class Decoder:
                         part,
                         own,
                         None if layers is None else _routing(layers, part, own.device),
+                        indices=indices,
                     )
                     for part, own in zip(batches, stores, strict=True)
                 ]
                 output = self._forward(self.held, walks, body=body, hooks=hooks)
-            if records is not None:
+            if routing is not None:
                 for walk in walks:
                     assert walk.routing is not None
-                    records.write(walk.rows, walk.routing.record())
+                    routing.write(walk.rows, walk.routing.record())
             return output
 
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.look_again()
-            plain = self.anatomy.routed is None and not self.anatomy.indexed
+            plain = self.anatomy.routed is None and not self.anatomy.has_indexers
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
@@ -274,17 +282,18 @@ class Decoder:
             walk = FlatPass(self.anatomy.slots, batch, store, rows=rows)
             return self._forward(self.module, [walk], hooks=False).logits
 
-    def check_replay(self) -> None:
-        """Check that this model's experts can be forced.
+    def check_replay(self, name: str = "routing") -> None:
+        """Check that this model's experts, or the keys of its indexers ("indices"), can be forced.
 
         Raises:
             NotSupported: they can't; the message has the reason.
         """
         with exclusive:
             self.look_again()
-            if self.anatomy.replay_reason is not None:
-                name = type(inner_model(self.held)).__name__
-                raise NotSupported(f"{name}: {self.anatomy.replay_reason}")
+            anatomy = self.anatomy
+            reason = anatomy.replay_reason if name == "routing" else anatomy.indexed.reason
+            if reason is not None:
+                raise NotSupported(f"{type(inner_model(self.held)).__name__}: {reason}")
 
     def check_body(self, hidden_size: int) -> None:
         """Check by a trial that `run` can store the body's output, `hidden_size` numbers per row.
@@ -414,6 +423,7 @@ class FlatPass:
     Args:
         slots: as `Anatomy.slots`.
         routing: records the experts of tokens; None: not recorded.
+        indices: records the keys that indexers choose; None: not recorded.
         rows: the batch's slots, if it is on the store's device; None computes and moves both.
 
     Attributes:
@@ -429,6 +439,7 @@ class FlatPass:
         store: KVStore,
         routing: Routing | None = None,
         *,
+        indices: ChoiceStore | None = None,
         rows: Tensor | None = None,
     ) -> None:
         self._slots = slots
@@ -440,6 +451,8 @@ class FlatPass:
         self.batch = batch
         self._store = store
         self.routing = routing
+        self._indices = indices
+        self._num_indexed = 0  # choices that indexers have made
         self.direct = direct_rows(store, batch, self.rows)
         self._calls: dict[int, int] = {}
         self.positions = batch.positions[None]
@@ -481,7 +494,19 @@ class FlatPass:
     ) -> Tensor:
         layer = self.layer_of(module)
         self._store.write(layer, k, v, self.rows)
-        return self._attend(layer, q, options)
+        out = self._attend(layer, q, options)
+        return self._chosen(out) if isinstance(options, IndexOptions) else out
+
+    def _chosen(self, chosen: Tensor) -> Tensor:
+        """Replace what an indexer chose `[T, G, k]` where it is forced, and record it."""
+        own = slice(self._num_indexed, self._num_indexed + chosen.shape[1])
+        if self.batch.forced_keys is not None:
+            forced = self.batch.forced_keys[:, own]
+            chosen = torch.where(forced[..., :1] < 0, chosen, forced)
+        if self._indices is not None:
+            self._indices.write(self.rows, chosen, own)
+        self._num_indexed = own.stop
+        return chosen
 
     def attend_turned(
         self,

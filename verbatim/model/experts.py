@@ -227,7 +227,7 @@ class ExpertsParts:
         """Return the input of `down` for input products `x` `[n, width]`."""
         experts: Any = self.module
         if self.glu == CLAMPED_SPLIT:
-            return _clamped_split(x, self.limit)
+            return _clamped_split(x, self.alpha, self.limit)
         if elementwise.served(x) and (self.glu == CLAMPED_PAIRS or self.activation is not None):
             return self._gate_in_kernel(x)
         if self.glu == CLAMPED_PAIRS:
@@ -452,15 +452,19 @@ def _clamped_pairs(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1) * (gate * opened)
 
 
-def _clamped_split(x: Tensor, limit: float) -> Tensor:
-    """Apply HY V4's gate: silu of a clamped half, times the other one, clamped."""
+def _clamped_split(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Apply HY V4's gate: silu of a clamped half, times the other one, clamped; with `alpha`, MiniMax M3's:
+    gpt-oss' on halves.
+    """
+    if alpha:
+        return _clamped_pairs(torch.stack(x.chunk(2, -1), -1).flatten(-2), alpha, limit)
     gate, up = x.chunk(2, -1)
     wide = gate.clamp(max=limit).float()
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype) * up.clamp(min=-limit, max=limit)
 
 
 def _glu_of(experts: Any) -> tuple[int, float, float]:
-    """Return the kind of the gate, determined by experiment, and alpha and limit of CLAMPED_PAIRS."""
+    """Return the kind of the gate, determined by experiment, and alpha and limit of clamped ones."""
     alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
     numbers = alpha, limit
     apply: Any = getattr(type(experts), "_apply_gate", None)
@@ -476,11 +480,11 @@ def _glu_of(experts: Any) -> tuple[int, float, float]:
                 actual = _clamped_pairs(x.to(dtype), *numbers)  # type: ignore[arg-type]
                 if _close(actual, expected):
                     return CLAMPED_PAIRS, float(numbers[0]), float(numbers[1])  # type: ignore[arg-type]
-        swiglu_limit: Any = getattr(experts, "swiglu_limit", None)
-        if type(swiglu_limit) in (int, float) and _close(
-            _clamped_split(x, swiglu_limit), apply(experts, x)
+        limit, alpha = (getattr(experts, f"swiglu_{name}", 0.0) for name in ("limit", "alpha"))
+        if all(type(n) in (int, float) for n in (limit, alpha)) and _close(
+            _clamped_split(x, alpha, limit), apply(experts, x)
         ):
-            return CLAMPED_SPLIT, 0.0, float(swiglu_limit)
+            return CLAMPED_SPLIT, float(alpha), float(limit)
         if not hasattr(experts, "act_fn"):
             raise NotFusable("the gate of its experts is of no known kind")
         gate, up = x.bfloat16().chunk(2, -1)

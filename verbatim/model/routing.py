@@ -1,4 +1,6 @@
-"""Routing records: the experts of each token, stored beside its K and V, and replayed on demand.
+"""Records of choices: the experts, or the keys, of each token, stored beside its K and V, and replayed.
+
+Keys are recorded for requests that ask for it only, as there are thousands of them for each token and layer.
 
 A layer counts as routed if `flat_experts` runs its experts, and its choice can be replaced if its router is
 of a known form (`router.py`). Layers are numbered in the order of their calls: dense layers
@@ -10,13 +12,14 @@ forked block and a request that was evicted and computed again carry theirs with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verbatim.batch import Choices
 from verbatim.errors import NotSupported
 
 
@@ -34,10 +37,8 @@ class RoutedLayers:
     num_experts: int
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token's record."""
-        width = 1 if self.num_experts <= 256 else 2
-        return width * self.count * self.experts_per_token
+    def choices(self) -> Choices:
+        return Choices(self.count, self.experts_per_token, self.num_experts)
 
 
 class Call(NamedTuple):
@@ -54,9 +55,35 @@ NOT_ROUTED = "no layer of it sends its tokens to experts through transformers' e
 
 
 def different_kinds(kinds: set[tuple[int, int]]) -> str:
-    """Return why layers with different numbers of experts can't be recorded together."""
-    listed = ", ".join(f"{k} of {experts}" for k, experts in sorted(kinds))
-    return f"its layers send a token to different numbers of experts ({listed})"
+    """Return why layers that choose different numbers of experts or keys can't be recorded together."""
+    listed = ", ".join(f"{k} of {count}" if count else str(k) for k, count in sorted(kinds))
+    if all(count for _, count in kinds):
+        return f"its layers send a token to different numbers of experts ({listed})"
+    return f"its layers choose different numbers of keys ({listed})"
+
+
+def indexed_layers_of(widths: list[int]) -> Choices:
+    """Return the choices of indexers that each choose so many keys."""
+    if not widths:
+        return Choices(reason=NO_INDEXER)
+    if len(set(widths)) > 1:
+        return Choices(reason=different_kinds({(width, 0) for width in widths}))
+    return Choices(len(widths), widths[0])
+
+
+def joined(name: str, parts: Sequence[Choices]) -> Choices:
+    """Return the choices of a model in parts."""
+    none = NOT_ROUTED if name == "routing" else NO_INDEXER
+    kinds = {(part.k, part.count) for part in parts if part.layers}
+    if len(kinds) > 1:
+        return Choices(reason=different_kinds(kinds))
+    reasons = {part.reason for part in parts} - {None, none}
+    if not kinds or reasons:
+        return Choices(reason=next(iter(reasons), none))
+    return Choices(sum(part.layers for part in parts), *kinds.pop())
+
+
+NO_INDEXER = "no layer of it chooses its keys by an indexer"
 
 
 def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | None, str | None]:
@@ -72,18 +99,17 @@ def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | N
     return RoutedLayers(tuple(call.module for call in calls), len(calls), k, experts), None
 
 
-class RoutingStore:
-    """The experts of every token whose K and V are kept, `[block, token, layer, k]`.
+class ChoiceStore:
+    """The choices for every token whose K and V are kept, `[block, token, layer, k]`.
 
     As with K and V, memory is reserved at once and touched only where it is written.
     """
 
-    def __init__(self, layers: RoutedLayers, num_blocks: int, block_size: int) -> None:
+    def __init__(self, choices: Choices, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        dtype = torch.uint8 if layers.num_experts <= 256 else torch.int16
-        shape = (num_blocks, block_size, layers.count, layers.experts_per_token)
+        shape = (num_blocks, block_size, choices.layers, choices.k)
         with torch.inference_mode(False):  # as for K and V
-            self.ids = torch.empty(shape, dtype=dtype)
+            self.ids = torch.empty(shape, dtype=choices.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -94,15 +120,36 @@ class RoutingStore:
         if copies:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
 
-    def write(self, slots: Tensor, ids: Tensor) -> None:
-        """Put `ids` `[T, layers, k]` at `slots` `[T]`."""
-        self.ids.flatten(0, 1)[slots.to(self.ids.device)] = ids.to(self.ids)
+    def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:
+        """Put `ids` `[T, layers, k]`, or those of some layers, at `slots` `[T]`."""
+        self.ids.flatten(0, 1)[slots.to(self.ids.device), layers] = ids.to(self.ids)
 
     def read(self, block_table: Sequence[int], num_tokens: int) -> Tensor:
-        """A copy of the first `num_tokens` tokens of a sequence, `[num_tokens, layers, k]` int16."""
+        """Copy the first `num_tokens` tokens of a sequence: `[num_tokens, layers, k]`, int16 or int32."""
         blocks = list(block_table[: -(-num_tokens // self.block_size)])
         with torch.inference_mode(False):
-            return self.ids[blocks].flatten(0, 1)[:num_tokens].to(torch.int16)
+            ids = self.ids[blocks].flatten(0, 1)[:num_tokens]
+            return ids.short() if ids.dtype == torch.uint8 else ids
+
+
+Records = Mapping[str, ChoiceStore]  # by `CHOICES`
+
+
+def open_records(choices: Mapping[str, Choices], num_blocks: int, block_size: int) -> Records:
+    """Open the stores for all that a model chooses."""
+    return {
+        name: ChoiceStore(made, num_blocks, block_size)
+        for name, made in choices.items()
+        if made.layers
+    }
+
+
+def read_record(
+    name: str, choices: Choices, records: Records, block_table: list[int], num_tokens: int
+) -> Tensor:
+    """Read what was chosen for a sequence's tokens from its blocks; see `Runner.record`."""
+    choices.check(f"the model's {name} can't be recorded")
+    return records[name].read(block_table, num_tokens)
 
 
 class Routing:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
+from verbatim.kv.indexing import choose_keys
 from verbatim.kv.states import StateRows, StateShape
 from verbatim.model.borrow import Forwards, borrow, configs_of, quiet
 from verbatim.model.context import Update, activate
@@ -85,8 +86,7 @@ class _TrialPass:
             self._kept[slot] = keys, values
             start = sum(self.lengths[:s])
             if isinstance(options, IndexOptions):
-                weights = options.weights[start : start + len(queries)]
-                outs.append(_chosen(queries, keys, weights, options.top_k))
+                outs.append(_choose(queries, keys, options, start))
                 continue
             if options.chosen is not None:
                 chosen = options.chosen[start : start + len(queries)]
@@ -96,14 +96,12 @@ class _TrialPass:
         return torch.cat(outs)
 
 
-def _chosen(q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
+def _choose(q: Tensor, k: Tensor, options: IndexOptions, start: int) -> Tensor:
     """Choose the keys of the last rows `q` `[R, H, D]` of a sequence with `k` `[L, 1, D]`."""
-    dots = (q.float()[:, None] * k.float()).sum(-1)  # [R, L, H]
-    scores = (dots.relu() * weights[:, None]).sum(-1)
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(k) - len(q))
-    best = scores.masked_fill(later, -torch.inf).topk(min(top_k, len(k)))
-    chosen = torch.where(best.values > -torch.inf, best.indices, -1)
-    return torch.nn.functional.pad(chosen, (0, top_k - chosen.shape[1]), value=-1)
+    if options.weights is not None:
+        options = replace(options, weights=options.weights[start : start + len(q)])
+    starts, lens = torch.tensor([0, len(q)]), torch.tensor([len(k)])
+    return choose_keys(q, lambda _: k[:, 0].float(), starts, lens, lens[:, None], options)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -120,8 +118,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
     lowest = options.lowest_key(positions)[..., None]
     seen = (distance >= 0) & (distance <= positions[..., None] - lowest)
     if options.chosen is not None:
-        among = torch.zeros(len(q), len(k) + 1, dtype=torch.bool, device=q.device)
-        seen &= among.scatter(1, options.chosen.long() % (len(k) + 1), True)[:, :-1, None]
+        chosen = options.chosen.long().movedim(1, 2) % (len(k) + 1)
+        among = torch.zeros(len(q), len(k) + 1, chosen.shape[2], dtype=torch.bool, device=q.device)
+        among = among.scatter(1, chosen, True)[:, :-1]
+        seen = seen & among.repeat_interleave(q.shape[1] // among.shape[2], dim=2)
     scores = scores.masked_fill(~seen, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.to(q.device).expand(len(q), 1, -1)

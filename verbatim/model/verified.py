@@ -111,6 +111,7 @@ VERIFIED = frozenset(
     MiniCPM3ForCausalLM
     MiniMaxForCausalLM
     MiniMaxM2ForCausalLM
+    MiniMaxM3VLForCausalLM
     Ministral3ForCausalLM
     MinistralForCausalLM
     MistralForCausalLM

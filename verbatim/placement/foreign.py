@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.borrow import exclusive, threads
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
+from verbatim.params import CHOICES
 from verbatim.protocols import Forward
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.update import NewWeights, WeightWriter
@@ -64,9 +65,6 @@ class ExternalRunner:
 
     placement = "foreign"
     has_hidden = False
-    routed_layers = 0
-    experts_per_token = 0
-    num_experts = 0
 
     def __init__(
         self,
@@ -85,7 +83,8 @@ class ExternalRunner:
         self.num_forwards = 0
         name = type(module).__name__
         self.hidden_reason: str | None = f"{name} is run through its own forward, which hides them"
-        self.routing_reason: str | None = f"{name} is run through its own forward, which hides it"
+        reason = f"{name} is run through its own forward, which hides it"
+        self.choices: Mapping[str, Choices] = dict.fromkeys(CHOICES, Choices(reason=reason))
         self._name = name
         self._module: Callable[[], Any] = weakref.ref(module) if weak else lambda: module
         self._num_threads = num_threads
@@ -146,11 +145,11 @@ class ExternalRunner:
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         return forward.logits[rows].float().cpu()
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
-        raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
+        raise NotSupported(f"the model's {name} can't be recorded: {self.choices[name].reason}")
 
-    def check_replay(self) -> None:
-        raise NotSupported(f"its routing can't be replayed: {self.routing_reason}")
+    def check_replay(self, name: str) -> None:
+        self.choices[name].check(f"its {name} can't be replayed")
 
     def look_again(self) -> None:
         """Do nothing: the module's own forward is called each time."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
@@ -23,7 +23,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packing import PackingReport
-from verbatim.model.routing import RoutingStore
+from verbatim.model.routing import open_records, read_record
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement import graphs
@@ -70,12 +70,8 @@ class Resident:
         anatomy = decoder.anatomy
         self.hidden_reason = anatomy.hidden_reason
         self.has_hidden = anatomy.hidden_reason is None
-        self.routing_reason = anatomy.routing_reason
-        routed = anatomy.routed
-        self.routed_layers = routed.count if routed else 0
-        self.experts_per_token = routed.experts_per_token if routed else 0
-        self.num_experts = routed.num_experts if routed else 0
-        self._records = RoutingStore(routed, store.num_blocks, store.block_size) if routed else None
+        self.choices: Mapping[str, Choices] = anatomy.choices
+        self._records = open_records(self.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
 
     @property
@@ -130,14 +126,12 @@ class Resident:
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         return forward.logits[rows].float().cpu()
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
-        if self._records is None:
-            raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
-        return self._records.read(block_table, num_tokens)
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
+        return read_record(name, self.choices[name], self._records, block_table, num_tokens)
 
-    def check_replay(self) -> None:
+    def check_replay(self, name: str) -> None:
         with threads(self._num_threads):
-            self.decoder.check_replay()
+            self.decoder.check_replay(name)
 
     def info(self) -> dict[str, Any]:
         module, anatomy, drafts = self.decoder.held, self.decoder.anatomy, self.draft_layers
@@ -156,7 +150,7 @@ class Resident:
             "dtype": dtype_name(anatomy.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
             "layers": sum(shape.value_dim > 0 for shape in anatomy.layers),
-            "routing_bytes": self._records.nbytes if self._records else 0,
+            "routing_bytes": self._records["routing"].nbytes if "routing" in self._records else 0,
             "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
             "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype)
@@ -204,7 +198,7 @@ class Resident:
             self.decoder.weights_moved()
         if self.graphs is not None:
             self.graphs.forget()
-        self.store.release()  # the routing's records are a hundredth of it, and stay
+        self.store.release()  # the records are small beside it, and stay
         self.draft_layers.release()
         give_back_freed()
 
@@ -216,7 +210,7 @@ class Resident:
         self.draft_layers.allocate()
 
     def close(self) -> None:
-        self._records = self.graphs = None
+        self._records, self.graphs = {}, None
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
@@ -253,7 +247,7 @@ def _make_store(
 ) -> KVStore:
     anatomy = decoder.anatomy
     dtype = options.kv_dtype or anatomy.dtype
-    recorded = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    recorded = anatomy.choices["routing"].bytes_per_token
     token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded
     token_bytes += draft_layers.bytes_per_token(dtype)
     state_bytes = sum(shape.nbytes for shape in anatomy.states)

@@ -87,9 +87,11 @@ class RolloutLayout:
                 padded[b, g, : len(row)] = torch.tensor(row, dtype=dtype)
         return padded
 
-    def records(self, rows: list[list[Tensor | None]], shape: tuple[int, ...]) -> Tensor:
-        """Return `[B, G, P + N, *shape]` int16 with records `[tokens, *shape]`; -1 without a record."""
-        padded = torch.full((*self.shape, self.width, *shape), -1, dtype=torch.int16)
+    def records(
+        self, rows: list[list[Tensor | None]], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return `[B, G, P + N, *shape]` with records `[tokens, *shape]`; -1 without a record."""
+        padded = torch.full((*self.shape, self.width, *shape), -1, dtype=dtype)
         for b, group in enumerate(rows):
             for g, row in enumerate(group):
                 if row is not None:

@@ -46,6 +46,8 @@ class Rollout:
         weight_versions: `[B, G, N]` int64: version of the weights that generated each token; -1 on padding.
         routing: `[B, G, P + N, layers, k]` int16: experts of each token; -1 on padding and for a completion's
             last token, which was not computed. None if not recorded.
+        indices: `[B, G, P + N, layers, k]` int32: keys that the indexers of sparse attention chose; -1 as for
+            `routing`, and behind fewer than k keys. None if not recorded.
         pad_token_id: id that pads `sequences` and `responses`.
         results: B results with G outputs each: texts, stop reasons, times.
         columns: `[B, G, N]` int64: column in `sequences` of each completion token; any valid column on
@@ -64,6 +66,7 @@ class Rollout:
     seeds: Tensor
     weight_versions: Tensor
     routing: Tensor | None
+    indices: Tensor | None
     pad_token_id: int
     results: list[Result]
     columns: Tensor
@@ -123,6 +126,7 @@ def rollout(
     padding_side: str = "left",
     pad_token_id: int | None = None,
     record_routing: bool | None = None,
+    record_indices: bool = False,
     process_group: Any = None,
 ) -> Rollout:
     """Sample `group_size` completions of each prompt; a prompt is computed once for its whole group.
@@ -140,6 +144,7 @@ def rollout(
         padding_side: padding of `sequences`: "left" or "right".
         pad_token_id: None: the model's, else its end-of-sequence id, else 0. Masks do not depend on it.
         record_routing: record the experts of each token. None: yes, if the model has experts.
+        record_indices: record the keys that indexers choose; often thousands of each token and layer.
         process_group: a torch.distributed group whose ranks run the same number of forwards, whatever
             prompts each has, so that a model with collectives in its forward does not hang. A rank may have
             no prompts. Not needed otherwise.
@@ -158,7 +163,11 @@ def rollout(
         record = record_routing
         if record is None:
             record = checked.record_routing or llm.can_record_routing
-        checked = dataclasses.replace(checked, record_routing=switch("record_routing", record))
+        checked = dataclasses.replace(
+            checked,
+            record_routing=switch("record_routing", record),
+            record_indices=switch("record_indices", record_indices) or checked.record_indices,
+        )
         rows = _prompt_rows(prompts, attention_mask, may_be_empty=process_group is not None)
         first, rank = _first_seed(seed), rank_of(process_group)
         requests = [
@@ -168,7 +177,10 @@ def rollout(
             for b, row in enumerate(rows)
         ]
         shape = _OutputShape(
-            group_size, padding_side == "left", pad, llm.routing_shape if record else None
+            group_size,
+            padding_side == "left",
+            pad,
+            {name: llm.shape_of(name) for name in checked.records},
         )
         return llm.engine, requests
 
@@ -184,7 +196,7 @@ class _OutputShape:
     group_size: int
     left: bool
     pad: int
-    routing: tuple[int, int] | None  # layers, k; None: not recorded
+    records: dict[str, tuple[int, int]]  # layers, k of what is recorded
 
 
 def _check_params(
@@ -277,13 +289,25 @@ def _tensors(results: list[Result], shape: _OutputShape) -> Rollout:
             weight_versions=layout.responses(
                 [[c.weight_versions for c in group] for group in groups], -1, torch.int64
             ),
-            routing=None
-            if shape.routing is None
-            else layout.records([[c.routing for c in group] for group in groups], shape.routing),
+            routing=_records(layout, groups, shape, "routing", torch.int16),
+            indices=_records(layout, groups, shape, "indices", torch.int32),
             pad_token_id=pad,
             results=results,
             columns=layout.columns(),
         )
+
+
+def _records(
+    layout: RolloutLayout,
+    groups: list[list[Completion]],
+    shape: _OutputShape,
+    name: str,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    if name not in shape.records:
+        return None
+    rows = [[getattr(c, name) for c in group] for group in groups]
+    return layout.records(rows, shape.records[name], dtype)
 
 
 def _of_tokens(layout: RolloutLayout, groups: list[list[Completion]], name: str) -> Tensor:

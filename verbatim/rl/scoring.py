@@ -27,6 +27,7 @@ def score(
     attention_mask: Tensor | None = None,
     *,
     routing: Tensor | None = None,
+    indices: Tensor | None = None,
     process_group: Any = None,
 ) -> Tensor:
     """Return the log-prob of each token given the tokens before it, at temperature 1, without gradients.
@@ -40,6 +41,8 @@ def score(
             padding. None: no padding.
         routing: `[..., L, layers, k]` int16: experts of the tokens, such as `Rollout.routing`; -1 leaves a
             token to the router.
+        indices: `[..., L, layers, k]` int32: keys that the tokens attend to, such as `Rollout.indices`; -1
+            leaves a token to the indexer.
         process_group: as for `rollout`.
 
     Returns:
@@ -53,7 +56,7 @@ def score(
     def begin() -> tuple[EngineHandle, list[Request]]:
         flat, mask = _flat(sequences, attention_mask)
         nonempty.extend(r for r, row in enumerate(mask.tolist()) if any(row))
-        params = _params(sequences, routing, mask, nonempty)
+        params = _params(sequences, {"routing": routing, "indices": indices}, mask, nonempty)
         llm = engine_of(model)
         rows = rows_of(flat[nonempty], mask[nonempty])
         return llm.engine, [
@@ -73,21 +76,22 @@ def score(
 
 
 def _params(
-    sequences: Tensor, routing: Any, mask: Tensor, nonempty: list[int]
+    sequences: Tensor, records: dict[str, Any], mask: Tensor, nonempty: list[int]
 ) -> list[SamplingParams]:
-    """Return the parameters of the rows in `nonempty`."""
-    if routing is None:
-        return [SamplingParams(max_tokens=0, prompt_logprobs=0)] * len(nonempty)
-    if not isinstance(routing, Tensor) or routing.shape[:-2] != sequences.shape:
-        raise InvalidRequest(
-            f"routing has shape {list(getattr(routing, 'shape', []))}; it must be "
-            f"{[*sequences.shape, 'layers', 'k']}"
-        )
-    records = routing.reshape(*mask.shape, *routing.shape[-2:])
-    return [
-        SamplingParams(max_tokens=0, prompt_logprobs=0, replay_routing=records[r][mask[r]])
-        for r in nonempty
-    ]
+    """Return the parameters of the rows in `nonempty`, which replay `records`."""
+    replayed: list[dict[str, Any]] = [{} for _ in nonempty]
+    for name, record in records.items():
+        if record is None:
+            continue
+        if not isinstance(record, Tensor) or record.shape[:-2] != sequences.shape:
+            raise InvalidRequest(
+                f"{name} has shape {list(getattr(record, 'shape', []))}; it must be "
+                f"{[*sequences.shape, 'layers', 'k']}"
+            )
+        flat = record.reshape(*mask.shape, *record.shape[-2:])
+        for r, fields in zip(nonempty, replayed, strict=True):
+            fields[f"replay_{name}"] = flat[r][mask[r]]
+    return [SamplingParams(max_tokens=0, prompt_logprobs=0, **fields) for fields in replayed]
 
 
 def logprobs(

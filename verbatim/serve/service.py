@@ -252,9 +252,9 @@ class Service:
         more = 0
         if params.hidden_states:
             more += self._hidden_size
-        if params.record_routing:
-            runner = self.llm.engine.runner
-            more += runner.routed_layers * runner.experts_per_token
+        for name in params.records:
+            choices = self.llm.engine.runner.choices[name]
+            more += choices.layers * choices.k
         new, prompt = new + more * _NUMBER_BYTES, prompt + more * _NUMBER_BYTES
         return params.n * (request.max_tokens * new + num_prompt * prompt)
 

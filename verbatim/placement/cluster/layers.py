@@ -23,7 +23,7 @@ from verbatim.kv.store import KVStore, bytes_per_token, make_store
 from verbatim.model.borrow import threads
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
-from verbatim.model.routing import RoutingStore
+from verbatim.model.routing import Records, open_records
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.drafts import open_part
@@ -57,7 +57,7 @@ class Layers:
     def __init__(self) -> None:
         self.part: Part | None = None
         self.store: KVStore | None = None
-        self._records: RoutingStore | None = None
+        self._records: Records = {}
         self._kept: HiddenStore | None = None
         self._drafts = DraftLayers()
         self._writer: WeightWriter | None = None
@@ -67,7 +67,7 @@ class Layers:
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
         self._split: Split | None = None
-        self._first_routed = 0
+        self._first_of: dict[str, int] = {}
         self._fingerprint = ""
 
     def facts(self, message: Message) -> Message:
@@ -135,22 +135,20 @@ class Layers:
         """Allocate the KV store, and the store of recent outputs.
 
         Args:
-            message: `num_blocks`, `block_size`, `num_states`, `kv_dtype`, `keep_bytes` and `first_routed`,
-                the number of routed layers before this part.
+            message: `num_blocks`, `block_size`, `num_states`, `kv_dtype`, `keep_bytes` and `first_of`,
+                the number of layers before this part that choose, by `CHOICES`.
         """
         part = self._opened()
         shape, blocks, size = part.shape, message["num_blocks"], message["block_size"]
         kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
         cpu = torch.device("cpu")
-        self._first_routed = message["first_routed"]
+        self._first_of = message["first_of"]
         self.store = make_store(
             shape.layers, blocks, size, shape.kv_dtype if kv is None else kv, cpu
         )
         self.store.states = open_states(shape.states, message["num_states"])
         self._open_draft_stores()
-        self._records = None
-        if part.routed is not None:
-            self._records = RoutingStore(part.routed, blocks, size)
+        self._records = open_records(shape.choices, blocks, size)
         self._kept = None
         kept = 0
         if not part.is_last:
@@ -173,17 +171,19 @@ class Layers:
         if kept:
             assert self._kept is not None
             return Made(self._kept.read(batch.slots(store.block_size)), None, None)
-        if batch.forced_experts is not None and part.routed is not None:
-            first = self._first_routed
-            batch.forced_experts = batch.forced_experts[:, first : first + part.routed.count]
-        elif part.routed is None:
-            batch.forced_experts = None
+        batch.forced_experts = self._own("routing", batch.forced_experts)
+        batch.forced_keys = self._own("indices", batch.forced_keys)
         self._drafts.copy_blocks(batch.block_copies)
         with threads(self._num_threads):
             out = part.run(batch, store, hidden, self._records, self._drafts.hidden)
         if out.leaving is not None and self._kept is not None:
             self._keep(batch, store, out.leaving)
         return Made(*out)
+
+    def _own(self, name: str, forced: Tensor | None) -> Tensor | None:
+        """Return what the layers here are forced to choose, of that of all layers."""
+        first, count = self._first_of[name], self._opened().shape.choices[name].layers
+        return forced[:, first : first + count] if forced is not None and count else None
 
     def _keep(self, batch: Batch, store: KVStore, leaving: Tensor) -> None:
         kept = self._kept
@@ -238,15 +238,16 @@ class Layers:
     def check_replay(self, message: Message) -> None:
         """Check whether the experts here can be forced."""
         part = self._opened()
-        if part.routed is not None:
+        if part.shape.choices["routing"].layers:
             with threads(self._num_threads):
                 part.check_replay()
 
-    def routing(self, message: Message) -> Message:
-        """Return the experts of a sequence's tokens, from its blocks; None without routed layers."""
-        if self._records is None:
-            return {"routing": None}
-        return {"routing": self._records.read(message["block_table"], message["num_tokens"])}
+    def record(self, message: Message) -> Message:
+        """Return what was chosen for a sequence's tokens, from its blocks; None if no layer here chooses."""
+        records = self._records.get(message["name"])
+        if records is None:
+            return {"record": None}
+        return {"record": records.read(message["block_table"], message["num_tokens"])}
 
     def sleep(self, message: Message) -> None:
         """Free the KV memory; with `weights`, also that of the weights."""
@@ -288,7 +289,7 @@ class Layers:
         if self.store is not None:
             self.store.release()
         self._close_part()
-        self.store = self._records = self._kept = None
+        self.store, self._records, self._kept = None, {}, None
 
     def _close_part(self) -> None:
         self._drafts.close()

@@ -45,6 +45,8 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
         "block_copies": batch.block_copies,
         "wants_hidden": batch.wants_hidden,
         "forced_experts": batch.forced_experts,
+        "forced_keys": batch.forced_keys,
+        "records_keys": batch.records_keys,
         "state_sources": batch.state_sources,
         "state_rows": batch.state_rows,
         "state_targets": batch.state_targets,

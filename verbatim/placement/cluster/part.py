@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import copy_path
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
-from verbatim.model.routing import RoutedLayers, RoutingStore
+from verbatim.model.routing import Records
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.outline import hidden_of, hollow_copy
 from verbatim.placement.cluster.shape import PartShape
@@ -67,7 +67,6 @@ class Part:
 
     Attributes:
         is_first, is_last: it begins with the embedding; it ends with the head.
-        routed: its own layers that send tokens to experts, or None.
         shape: what others must know of it.
         whole: the module with the forwards of the whole model.
 
@@ -140,10 +139,6 @@ class Part:
     def _shape(self) -> PartShape:
         split, anatomy, module = self._split, self.decoder.anatomy, self._module
         assert module is not None
-        routed = None
-        if anatomy.routed is not None:
-            own = anatomy.routed
-            routed = own.count, own.experts_per_token, own.num_experts
         return PartShape(
             first=self.first,
             end=self.end,
@@ -154,8 +149,7 @@ class Part:
             hidden_size=split.hidden_size,
             hidden_dtype=split.hidden_dtype,
             vocab_size=split.vocab_size,
-            routed=routed,
-            routing_reason=anatomy.routing_reason,
+            choices=anatomy.choices,
             hidden_reason=anatomy.hidden_reason if self.is_last else None,
             architecture=type(inner_model(self.decoder.held)).__name__,
             parameters=self._num_parameters,
@@ -171,29 +165,25 @@ class Part:
             raise EngineClosed("this part of a model was closed")
         return self._decoder
 
-    @property
-    def routed(self) -> RoutedLayers | None:
-        return self.decoder.anatomy.routed
-
     def run(
         self,
         batch: Batch,
         store: KVStore,
         received: Tensor | None,
-        records: RoutingStore | None = None,
+        records: Records = MappingProxyType({}),
         body: HiddenStore | None = None,
     ) -> PartOutput:
-        """Run one forward; write K and V to `store`, selected experts to `records`, and, of the last
-        part, what the model's body makes of every row to `body`.
+        """Run one forward; write K and V to `store`, what layers choose to `records`, and, of the
+        last part, what the model's body makes of every row to `body`.
 
         Args:
-            batch: as the whole model would get it, but for `forced_experts`, which are of this part's
-                routed layers alone.
+            batch: as the whole model would get it, but for `forced_experts` and `forced_keys`, which are
+                of this part's layers alone.
             store: of `shape.layers`.
             received: `[T, hidden_size]` in `hidden_dtype` from the part before; None on the first one.
 
         Raises:
-            NotSupported: the batch wants hidden states or forces experts, and the model can't.
+            NotSupported: the batch wants hidden states or forces choices, and the model can't.
         """
         decoder = self.decoder
         assert (received is None) == self.is_first

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported, StageFailed, VerbatimError
-from verbatim.model.routing import NOT_ROUTED, different_kinds
+from verbatim.model.routing import joined
+from verbatim.params import CHOICES
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
 from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
-from verbatim.placement.cluster.shape import joined_quantization
+from verbatim.placement.cluster.shape import choices_from, joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
 from verbatim.protocols import Forward
@@ -75,12 +76,10 @@ class Clustered:
         self.num_forwards = 0
         self.hidden_reason: str | None = last["hidden_reason"]
         self.has_hidden = self.hidden_reason is None
-        self.routed_layers, self.experts_per_token, self.num_experts = 0, 0, 0
-        self.routing_reason = _why_not_recorded(shapes)
-        if self.routing_reason is None:
-            routed = [shape["routed"] for shape in shapes if shape["routed"]]
-            self.routed_layers = sum(count for count, _, _ in routed)
-            _, self.experts_per_token, self.num_experts = routed[0]
+        parts = [choices_from(shape) for shape in shapes]
+        self.choices: Mapping[str, Choices] = {
+            name: joined(name, [part[name] for part in parts]) for name in CHOICES
+        }
         self.draft_info: dict[str, int] = {**shapes[0]["draft"], **last["draft"]}
         self._last: Remote | None = None
         # Runs if it is never closed; its arguments must not refer to this object.
@@ -221,18 +220,16 @@ class Clustered:
                 fresh = self.supervisor.recover(last=attempt == self.cluster.max_restarts)
         raise AssertionError("the last attempt raises")
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
-        if not self.routed_layers:
-            raise NotSupported(f"the model's routing can't be recorded: {self.routing_reason}")
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
+        self.choices[name].check(f"the model's {name} can't be recorded")
         asked: Message = {"block_table": list(block_table), "num_tokens": num_tokens}
-        answers = self._each("routing", in_a_step=True, **asked)
-        found = [a["routing"] for a in answers if a["routing"] is not None]
-        return torch.cat(found, dim=1)
+        answers = self._each("record", in_a_step=True, name=name, **asked)
+        return torch.cat([a["record"] for a in answers if a["record"] is not None], dim=1)
 
-    def check_replay(self) -> None:
-        if not self.routed_layers:
-            raise NotSupported(f"its routing can't be replayed: {self.routing_reason}")
-        self._each("check_replay")
+    def check_replay(self, name: str) -> None:
+        self.choices[name].check(f"its {name} can't be replayed")
+        if name == "routing":
+            self._each("check_replay")
 
     def look_again(self) -> None:
         """Do nothing: the stages have no other users."""
@@ -373,17 +370,6 @@ def _let_go(process: int, supervisor: Supervisor) -> None:
     """Let all stages go; they are not a forked child's."""
     if os.getpid() == process:
         supervisor.close()
-
-
-def _why_not_recorded(shapes: list[Message]) -> str | None:
-    """Return why the routing of a model in parts can't be recorded; None if it can."""
-    reasons = {shape["routing_reason"] for shape in shapes if not shape["routed"]}
-    kinds = {tuple(shape["routed"][1:]) for shape in shapes if shape["routed"]}
-    if len(kinds) > 1:
-        return different_kinds(kinds)
-    if not kinds or reasons - {NOT_ROUTED}:
-        return str(next(iter(reasons - {NOT_ROUTED}), NOT_ROUTED))
-    return None
 
 
 def _speed(member: StageHandle, told: Message) -> float:

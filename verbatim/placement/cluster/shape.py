@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
 
+from verbatim.batch import Choices
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.options import dtype_name
@@ -21,6 +22,11 @@ def joined_quantization(stages: list[dict[str, Any] | None]) -> dict[str, Any]:
     return {"quantization": {"format": found[0]["format"], **sums, "stages": found}}
 
 
+def choices_from(shape: dict[str, Any]) -> dict[str, Choices]:
+    """Return the choices in a part's description as plain data."""
+    return {name: Choices(*made) for name, made in shape["choices"].items()}
+
+
 @dataclass(frozen=True, slots=True)
 class PartShape:
     """The description of a part, for the head.
@@ -33,8 +39,7 @@ class PartShape:
         kv_dtype: of the keys.
         hidden_size, hidden_dtype: of what enters and leaves, for each token.
         vocab_size: of the whole model.
-        routed: of its own layers that send tokens to experts: how many, experts of a token, experts;
-            None where there are none, or `routing_reason` tells why they can't be recorded.
+        choices: of its own layers, by `CHOICES`.
         hidden_reason: why what the head sees can't be handed back; None: it can, by the last part.
         architecture: name of the model's class.
         parameters, weight_bytes: what it holds; what several parts hold counts on each.
@@ -51,8 +56,7 @@ class PartShape:
     hidden_size: int
     hidden_dtype: torch.dtype
     vocab_size: int
-    routed: tuple[int, int, int] | None
-    routing_reason: str | None
+    choices: dict[str, Choices]
     hidden_reason: str | None
     architecture: str
     parameters: int
@@ -70,7 +74,7 @@ class PartShape:
         plain = asdict(self)
         plain["layers"] = [[x.kv_heads, x.key_dim, x.value_dim] for x in self.layers]
         plain["states"] = [[list(x.shape), dtype_name(x.dtype)] for x in self.states]
-        plain["routed"] = None if self.routed is None else list(self.routed)
+        plain["choices"] = {name: list(astuple(made)) for name, made in self.choices.items()}
         for name in ("kv_dtype", "hidden_dtype"):
             plain[name] = dtype_name(plain[name])
         return plain
@@ -81,7 +85,7 @@ class PartShape:
         own = {name: plain[name] for name in cls.__dataclass_fields__}
         own["layers"] = [LayerShape(*layer) for layer in own["layers"]]
         own["states"] = [StateShape(tuple(s), getattr(torch, d)) for s, d in own["states"]]
-        own["routed"] = None if own["routed"] is None else tuple(own["routed"])
+        own["choices"] = choices_from(own)
         for name in ("kv_dtype", "hidden_dtype"):
             own[name] = getattr(torch, own[name])
         return cls(**own)

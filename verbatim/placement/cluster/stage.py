@@ -30,7 +30,7 @@ _OF_LAYERS = frozenset(
         "allocate",
         "check_replay",
         "draft",
-        "routing",
+        "record",
         "sleep",
         "wake",
         "weight_names",

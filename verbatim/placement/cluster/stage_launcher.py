@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from verbatim.errors import NotSupported
+from verbatim.params import CHOICES
 from verbatim.placement.cluster.contact import NoHost
 from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
 from verbatim.placement.cluster.hosts import Hosts
 from verbatim.placement.cluster.link import LinkLost, Refused
 from verbatim.placement.cluster.plan import Layout, Range
+from verbatim.placement.cluster.shape import choices_from
 
 _AGREED = ("verbatim", "torch", "transformers")  # versions that all stages must have in common
 
@@ -126,8 +128,11 @@ class StageLauncher:
         orders: list[tuple[StageHandle, Message]] = []
         for member in members:
             before = line[: line.index(member)]
-            routed = sum((other.shape["routed"] or [0])[0] for other in before)
-            orders.append((member, {"do": "allocate", **self._blocks, "first_routed": routed}))
+            first_of = {
+                name: sum(choices_from(other.shape)[name].layers for other in before)
+                for name in CHOICES
+            }
+            orders.append((member, {"do": "allocate", **self._blocks, "first_of": first_of}))
         for member, answer in zip(members, self._ask_strangers(orders), strict=True):
             member.kept_blocks = answer["kept_blocks"]
 

@@ -76,7 +76,7 @@ def _part(
     bounds = torch.tensor([b for _, b, _ in pieces] + [end], dtype=torch.int32)
     contexts = [lens[s] - (starts[s + 1] - e) for s, _, e in pieces]
     wanted: Tensor = batch.logit_rows
-    forced = batch.forced_experts
+    experts, keys = batch.forced_experts, batch.forced_keys
     return Batch(
         token_ids=batch.token_ids[first:end],
         positions=batch.positions[first:end],
@@ -85,6 +85,8 @@ def _part(
         block_tables=batch.block_tables[sequences],
         logit_rows=wanted[(wanted >= first) & (wanted < end)] - first,
         wants_hidden=batch.wants_hidden,
-        forced_experts=None if forced is None else forced[first:end],
+        forced_experts=None if experts is None else experts[first:end],
+        forced_keys=None if keys is None else keys[first:end],
+        records_keys=batch.records_keys,
         **({} if states is None else states.of(pieces)),
     )

@@ -182,13 +182,13 @@ def _store(
     trace: Trace,
     layers: DraftLayers,
 ) -> TieredKVStore:
-    if anatomy.indexed and offload.attention_top_k is not None:
+    if anatomy.has_indexers and offload.attention_top_k is not None:
         raise NotSupported(
             f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer, which "
             "chooses the keys itself"
         )
     dtype = options.kv_dtype or anatomy.dtype
-    beside = 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    beside = anatomy.choices["routing"].bytes_per_token
     beside += layers.bytes_per_token(dtype)
     blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + beside, limit)
     state_bytes = sum(state.nbytes for state in anatomy.states)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported
 from verbatim.placement.parallel.rank_worker import RankWorker
 from verbatim.protocols import Forward, Runner
@@ -19,23 +20,20 @@ _ATTRIBUTES = (
     "num_states",
     "has_hidden",
     "hidden_reason",
-    "routed_layers",
-    "experts_per_token",
-    "num_experts",
-    "routing_reason",
 )
 
 
 def described(runner: Runner) -> dict[str, Any]:
     """Return what `Following` is made of, as plain data."""
     reason = None
-    if runner.routed_layers:
+    if runner.choices["routing"].layers:
         try:
-            runner.check_replay()
+            runner.check_replay("routing")
         except NotSupported as error:
             reason = str(error)
     return {
         **{name: getattr(runner, name) for name in _ATTRIBUTES},
+        "choices": {name: astuple(made) for name, made in runner.choices.items()},
         "replay_reason": reason,
         "info": runner.info(),
     }
@@ -58,10 +56,9 @@ class Following:
         self.num_states: int = told["num_states"]
         self.has_hidden: bool = told["has_hidden"]
         self.hidden_reason: str | None = told["hidden_reason"]
-        self.routed_layers: int = told["routed_layers"]
-        self.experts_per_token: int = told["experts_per_token"]
-        self.num_experts: int = told["num_experts"]
-        self.routing_reason: str | None = told["routing_reason"]
+        self.choices: Mapping[str, Choices] = {
+            name: Choices(*made) for name, made in told["choices"].items()
+        }
         self.member = member
         self._replay_reason: str | None = told["replay_reason"]
         self._info: dict[str, Any] = told["info"]
@@ -75,11 +72,12 @@ class Following:
     def logits(self, forward: Forward, rows: list[int]) -> Tensor:
         raise self._refused("logits")
 
-    def routing(self, block_table: list[int], num_tokens: int) -> Tensor:
-        raise self._refused("routing")
+    def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
+        raise self._refused(name)
 
-    def check_replay(self) -> None:
-        if self._replay_reason is not None:
+    def check_replay(self, name: str) -> None:
+        self.choices[name].check(f"its {name} can't be replayed")
+        if name == "routing" and self._replay_reason is not None:
             raise NotSupported(self._replay_reason)
 
     def look_again(self) -> None:

@@ -116,6 +116,9 @@ class HeadStore(KVStore):
                 sinks=None if options.sinks is None else options.sinks[own].contiguous(),
                 alibi=None if options.alibi is None else options.alibi[own].contiguous(),
             )
+        chosen = options.chosen
+        if chosen is not None and chosen.shape[1] > 1:  # one choice for each KV head
+            options = replace(options, chosen=chosen[:, self._heads[layer][1][rank]])
         out = self._own.attend(layer, q[:, own], query_starts, context_lens, block_tables, options)
         columns = [bound * width for bound in bounds]
         return self._ranks.columns(out.flatten(1), columns).view(len(out), -1, width)

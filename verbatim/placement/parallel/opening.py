@@ -234,7 +234,7 @@ def _num_blocks(
         for layer in own_layers(anatomy.layers, anatomy.query_heads, rank, size)
     ]
     more = shared.draft_layers.bytes_per_token(dtype)
-    more += 0 if anatomy.routed is None else anatomy.routed.bytes_per_token
+    more += anatomy.choices["routing"].bytes_per_token
     token_bytes = bytes_per_token(layers, dtype) + more * size
     return options.num_blocks(token_bytes, limit, state_bytes)
 

@@ -143,7 +143,7 @@ class RankWorker:
     def _do_check_replay(self, message: Message) -> None:
         assert self.runner is not None
         with _same_errors():
-            self.runner.check_replay()
+            self.runner.check_replay(message["name"])
 
     def _do_sleep(self, message: Message) -> None:
         assert self.runner is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -31,9 +32,9 @@ class Rank(Resident):
         self.packed, self.original = shared.cut.report, shared.cut.original
         self.cuts = shared.cut.ranges
 
-    def check_replay(self) -> None:
+    def check_replay(self, name: str) -> None:
         with self.ranks.everywhere():
-            super().check_replay()
+            super().check_replay(name)
 
     def stamp(self) -> object:
         return None  # the parameters have no other users
@@ -115,9 +116,10 @@ class Leading(Rank):
 
         return write_all
 
-    def check_replay(self) -> None:
+    def check_replay(self, name: str) -> None:
         with Shield().up():
-            self._together({"do": "check_replay"}, super().check_replay)
+            check = partial(super().check_replay, name)
+            self._together({"do": "check_replay", "name": name}, check)
 
     def _together(self, message: dict[str, Any], do: Callable[[], Any]) -> Any:
         self.group.tell(message)
