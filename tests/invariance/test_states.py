@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
@@ -62,20 +63,25 @@ def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str)
     unbounded = {"time_step_min": 1e-9} if name == "nemotron_h" else {}
     model = make_toy(name, max_position_embeddings=512, **unbounded)
     rows = [random_ids(300, seed=1), random_ids(65, seed=2)]
-    has_attention = "position_ids" in inspect.signature(model.forward).parameters
+    arguments = inspect.signature(model.forward).parameters
+    has_attention = "position_ids" in arguments
+    # What this model, and this version, may call it.
+    names = ("cache", "past_key_values", "cache_params")
     with LLM(model) as llm:
         scores = llm.score(rows)
     for ids, score in zip(rows, scores, strict=True):
         logits, kept = [], {}
         with torch.no_grad():
+            if name == "recurrent_gemma":  # its modules keep their states, its outputs no cache
+                model._setup_cache(model.config, 1, model.device, model.dtype)
+                kept = {next(n for n in names if n in arguments): DynamicCache(config=model.config)}
             for i, token in enumerate(ids[:-1]):
                 inputs = dict(input_ids=torch.tensor([[token]]), **kept)
                 if has_attention:  # a cache whose first layer is recurrent counts no positions
                     inputs["position_ids"] = torch.tensor([[i]])
                 out = model(**inputs, use_cache=True)
                 logits.append(out.logits[0, 0])
-                # The name that this model, and this version, has for it.
-                kept = {n: out[n] for n in ("cache", "past_key_values", "cache_params") if n in out}
+                kept = {n: out[n] for n in names if n in out} or kept
                 kept = dict(list(kept.items())[:1])
                 assert kept
         truth = torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])

@@ -201,6 +201,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         indexer_compress_ratio=2, ngram_vocab_size_base=64, ple_embed_dim=16, ple_layer_ids=[1],
         split_ngram_parts=2, hc_lowrank=8,
     ),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
     "reformer": dict(
         axial_pos_embds_dim=(16, 48), axial_pos_shape=(16, 16), attention_head_size=16,
         feed_forward_size=96, attn_layers=["local", "lsh"] * 2,

@@ -261,6 +261,11 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "JambaForCausalLM",
         dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        dict(block_types=["recurrent", "attention"], attention_window_size=7),
+    ),
     # Without attention.
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
     "mamba2": (
@@ -269,6 +274,16 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
     ),
 }
+# One toy for each kind of recurrence.
+RECURRENT_FAMILIES = [
+    "qwen3_5",  # gated delta net
+    "granite_dense",  # Mamba-2
+    "lfm2",  # short convolutions
+    "jamba",  # Mamba
+    "kimi_linear",  # Kimi's delta net
+    "minimax",  # lightning attention
+    "recurrent_gemma",  # real-gated linear recurrent unit
+]
 
 
 def make_toy(

@@ -144,6 +144,7 @@ VERIFIED = frozenset(
     Qwen3ForCausalLM
     Qwen3MoeForCausalLM
     Qwen3NextForCausalLM
+    RecurrentGemmaForCausalLM
     RemBertForCausalLM
     RobertaForCausalLM
     RobertaPreLayerNormForCausalLM
