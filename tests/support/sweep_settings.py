@@ -222,7 +222,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         num_hidden_layers=5, attn_layer_period=2, attn_layer_offset=0, mamba_d_state=8,
         mamba_dt_rank=4, n_mamba_heads=2,
     ),
-    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16,
+                 layer_types=["hybrid", "hybrid_sliding"] * 2),
 }  # fmt: skip
 
 # Other configs of the same classes, over their settings; the name's own part stands before the colon.

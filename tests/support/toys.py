@@ -266,6 +266,22 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "RecurrentGemmaForCausalLM",
         dict(block_types=["recurrent", "attention"], attention_window_size=7),
     ),
+    "zaya": (
+        "ZayaConfig",
+        "ZayaForCausalLM",
+        dict(
+            head_dim=16,
+            attention_bias=True,
+            num_experts=4,
+            num_experts_per_tok=1,
+            moe_intermediate_size=40,
+            router_hidden_size=16,
+            cca_time0=3,
+            cca_time1=3,
+            sliding_window=7,
+            layer_types=["hybrid", "hybrid_sliding", "hybrid"],
+        ),
+    ),
     # Without attention.
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
     "mamba2": (
@@ -282,6 +298,7 @@ RECURRENT_FAMILIES = [
     "jamba",  # Mamba
     "kimi_linear",  # Kimi's delta net
     "minimax",  # lightning attention
+    "zaya",  # convolutions in attention
     "recurrent_gemma",  # real-gated linear recurrent unit
 ]
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from verbatim.model.context import active_pass
-from verbatim.model.recurrent_layers import FORWARDS
+from verbatim.model.recurrent_layers import FORWARDS, STATE_BYTES
 from verbatim.model.recurrent_ops import FUNCTIONS
 
 
@@ -69,6 +69,10 @@ def state_bytes(module: nn.Module) -> int:
     """
     total = 0
     for layer in module.modules():
+        count = STATE_BYTES.get(type(layer).__name__)
+        if count is not None:
+            total += count(layer)
+            continue
         convs = [child for child in layer.children() if isinstance(child, nn.Conv1d)]
         if convs or type(layer).__name__ in FORWARDS:
             for conv in convs:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.kv.recurrence import linear_recurrence
+from verbatim.kv.recurrence import linear_recurrence, tree_sum
 from verbatim.kv.states import StateShape
 from verbatim.model.invariant import exp, sigmoid, softplus
 from verbatim.model.products import matmul
-from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, update_state
+from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, previous, update_state
 
 
 def _lightning_attention(
@@ -60,7 +60,59 @@ def _rg_lru(layer: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     return update_state(shape, update, lambda: value).to(x.dtype).view(x.shape)
 
 
+def _zaya_projection(
+    layer: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compressed convolutional attention (Figliolia et al. 2025, arXiv:2510.04476), as ZAYA has it."""
+    width, group = layer.head_dim, layer.num_key_value_groups
+    query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
+    mixed = _zaya_convolutions(layer, torch.cat([query, key], dim=-1))
+    q, k, mixed = (x.unflatten(-1, (-1, width)) for x in (query, key, mixed))
+    q = (q + k.repeat_interleave(group, dim=2)) * 0.5
+    k = tree_sum(q.unflatten(2, (-1, group)), 3) / group
+    values = [layer.v_proj_current(hidden_states), layer.v_proj_delayed(previous(hidden_states))]
+    v = torch.cat(values, dim=-1).unflatten(-1, (-1, width))
+    return mixed[:, :, : q.shape[2]] + q, mixed[:, :, q.shape[2] :] + k, v
+
+
+def _zaya_convolutions(layer: Any, rows: Tensor) -> Tensor:
+    """Convolve channels, then heads, `[B, T, C]`."""
+    first, second = layer.conv_qk_depthwise, layer.conv_qk_grouped
+    # The bias is added behind the states: transformers pads with zeros in front of the first convolution,
+    # so that the second one finds the bias there.
+    rows = causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)
+    taps = second.weight.unflatten(0, (second.groups, -1)).permute(3, 0, 2, 1)  # [K, G, D, D]
+    out: Tensor = second.bias
+    for back, tap in enumerate(reversed(taps.unbind())):
+        rows = previous(rows) if back else rows
+        heads = (rows + first.bias).flatten(0, 1).unflatten(-1, (second.groups, -1))
+        out = matmul(heads.transpose(0, 1), tap).transpose(0, 1).flatten(1) + out
+    return out.view(rows.shape)
+
+
+def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale queries and keys `[B, T, H, D]` to a length of sqrt(D), and keys by a factor of their head."""
+    lengths = (torch.sqrt(tree_sum(x.float().square(), -1)).to(x.dtype)[..., None] for x in states)
+    query, key = (
+        x * (layer.head_dim_scale / length.clamp_min(torch.finfo(x.dtype).eps))
+        for x, length in zip(states, lengths, strict=True)
+    )
+    return query, key * layer.temp[:, None]
+
+
+def _zaya_bytes(layer: Any) -> int:
+    convs = (layer.conv_qk_depthwise, layer.conv_qk_grouped)
+    rows = sum((conv.kernel_size[0] - 1) * conv.out_channels for conv in convs)
+    nbytes: int = (rows + layer.hidden_size) * convs[0].weight.dtype.itemsize
+    return nbytes
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _lightning_attention,
     "RecurrentGemmaRecurrentBlock": _griffin,
+    "ZayaCCAProjection": _zaya_projection,
+    "ZayaQKNorm": _zaya_norm,
 }
+
+# The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
+STATE_BYTES: dict[str, Callable[[Any], int]] = {"ZayaCCAProjection": _zaya_bytes}

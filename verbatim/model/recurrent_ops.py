@@ -46,6 +46,12 @@ def causal_conv1d(
     return out.transpose(1, 2)
 
 
+def previous(x: Tensor) -> Tensor:
+    """Return the row before each row of its sequence, `[B, T, C]`; zeros before the first one."""
+    weight = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
+    return causal_conv1d(x.transpose(1, 2), weight).transpose(1, 2)
+
+
 def _l2norm(x: Tensor, scale: float) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) * scale over the last dimension."""
     width: int = x.shape[-1]

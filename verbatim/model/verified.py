@@ -163,6 +163,7 @@ VERIFIED = frozenset(
     YoutuForCausalLM
     Zamba2ForCausalLM
     ZambaForCausalLM
+    ZayaForCausalLM
     """.split()
 )
 
