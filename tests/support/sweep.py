@@ -22,7 +22,7 @@ _REFUSALS: list[tuple[str, str, str]] = [
     (
         "recurrent state",
         "recurrent state",
-        "rwkv xlstm",
+        "xlstm",
     ),
     ("position_bias", "a position bias", "inkling_text"),
     ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text inkling2_loop_text"),

@@ -283,6 +283,7 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     ),
     # Without attention.
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {}),
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
     "mamba2": (
         "Mamba2Config",
@@ -298,9 +299,13 @@ RECURRENT_FAMILIES = [
     "jamba",  # Mamba
     "kimi_linear",  # Kimi's delta net
     "minimax",  # lightning attention
+    "rwkv",  # weighted means
     "zaya",  # convolutions in attention
     "recurrent_gemma",  # real-gated linear recurrent unit
 ]
+# Those whose folders are opened without reading the weights. transformers initializes RWKV's by arithmetic
+# with other tensors, which can't be traced.
+LAZY_RECURRENT_TOYS = [name for name in RECURRENT_TOYS if name != "rwkv"]
 
 
 def make_toy(

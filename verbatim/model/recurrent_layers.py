@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.kv.recurrence import linear_recurrence, tree_sum
+from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum
 from verbatim.kv.states import StateShape
 from verbatim.model.invariant import exp, sigmoid, softplus
 from verbatim.model.products import matmul
@@ -100,6 +100,63 @@ def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
     return query, key * layer.temp[:, None]
 
 
+def _rwkv_attention(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """RWKV's time mixing (Peng et al. 2023, arXiv:2305.13048)."""
+    before = previous(hidden)
+    rows = [
+        layer.key(_mix(hidden, before, layer.time_mix_key)),
+        layer.value(_mix(hidden, before, layer.time_mix_value)),
+    ]
+    key, value = (x.flatten(0, 1).float() for x in rows)
+    receptance = sigmoid(layer.receptance(_mix(hidden, before, layer.time_mix_receptance)))
+    step = partial(_wkv, layer.time_first.float(), exp(layer.time_decay.float()))
+    shape = StateShape((3, key.shape[1]), torch.float32)
+    out = update_state(shape, partial(scan, step, (key, value)), lambda: value * torch.cos(key))
+    return layer.output(receptance * out.to(hidden.dtype).view(receptance.shape)), None
+
+
+def _rwkv_feed_forward(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """RWKV's channel mixing."""
+    before = previous(hidden)
+    key = torch.relu(layer.key(_mix(hidden, before, layer.time_mix_key))).square()
+    receptance = sigmoid(layer.receptance(_mix(hidden, before, layer.time_mix_receptance)))
+    return receptance * layer.value(key), None
+
+
+def _mix(hidden: Tensor, before: Tensor, weight: Tensor) -> Tensor:
+    return hidden * weight + before * (1 - weight)
+
+
+def _wkv(
+    first: Tensor, decay: Tensor, state: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the weighted mean of the values of a sequence: `[N, C]` of each row.
+
+    The state has the sums of weighted values and of weights, both divided by the exponential of the largest
+    exponent of a weight, and that exponent.
+    """
+    total, weights, largest = state.unbind(1)
+    largest = torch.where(weights == 0, -1e38, largest)  # before the first row
+
+    def add(past: Tensor, now: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        top = torch.maximum(past, now)
+        old, new = torch.exp(past - top), torch.exp(now - top)
+        return old * total + new * value, old * weights + new, top
+
+    summed, divisor, _ = add(largest, key + first)
+    return torch.stack(add(largest - decay, key), dim=1), summed / divisor
+
+
+def _row_bytes(layer: Any) -> int:
+    nbytes: int = layer.config.hidden_size * layer.key.weight.dtype.itemsize
+    return nbytes
+
+
+def _wkv_bytes(layer: Any) -> int:
+    wkv: int = 3 * layer.attention_hidden_size * torch.float32.itemsize
+    return _row_bytes(layer) + wkv
+
+
 def _zaya_bytes(layer: Any) -> int:
     convs = (layer.conv_qk_depthwise, layer.conv_qk_grouped)
     rows = sum((conv.kernel_size[0] - 1) * conv.out_channels for conv in convs)
@@ -110,9 +167,15 @@ def _zaya_bytes(layer: Any) -> int:
 FORWARDS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _lightning_attention,
     "RecurrentGemmaRecurrentBlock": _griffin,
+    "RwkvFeedForward": _rwkv_feed_forward,
+    "RwkvSelfAttention": _rwkv_attention,
     "ZayaCCAProjection": _zaya_projection,
     "ZayaQKNorm": _zaya_norm,
 }
 
 # The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
-STATE_BYTES: dict[str, Callable[[Any], int]] = {"ZayaCCAProjection": _zaya_bytes}
+STATE_BYTES: dict[str, Callable[[Any], int]] = {
+    "RwkvFeedForward": _row_bytes,
+    "RwkvSelfAttention": _wkv_bytes,
+    "ZayaCCAProjection": _zaya_bytes,
+}

@@ -149,6 +149,7 @@ VERIFIED = frozenset(
     RobertaForCausalLM
     RobertaPreLayerNormForCausalLM
     RoCBertForCausalLM
+    RwkvForCausalLM
     SeedOssForCausalLM
     SmolLM3ForCausalLM
     SolarOpenForCausalLM
