@@ -211,6 +211,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": dict(use_sliding_window=True, no_rope_layers=[1, 0, 1, 0], layer_types=_MIXED),
     "vaultgemma": dict(attn_logit_softcapping=1.0, final_logit_softcapping=10.0),
     "xglm": dict(attention_heads=4, num_layers=4),
+    "xlstm": dict(chunk_size=8),
     "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "xlnet": dict(d_head=16, d_inner=96, max_position_embeddings=DEFAULT),
     "youtu": _LATENT,

@@ -284,6 +284,11 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     # Without attention.
     "rwkv": ("RwkvConfig", "RwkvForCausalLM", {}),
+    "xlstm": (
+        "xLSTMConfig",
+        "xLSTMForCausalLM",
+        dict(num_heads=4, chunk_size=16, qk_dim_factor=1.0),
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
     "mamba2": (
         "Mamba2Config",
@@ -300,6 +305,7 @@ RECURRENT_FAMILIES = [
     "kimi_linear",  # Kimi's delta net
     "minimax",  # lightning attention
     "rwkv",  # weighted means
+    "xlstm",  # matrix LSTM
     "zaya",  # convolutions in attention
     "recurrent_gemma",  # real-gated linear recurrent unit
 ]
@@ -324,9 +330,13 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = cls(config)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # models start these at 0 or 1, which would hide mistakes
+        for name, parameter in model.named_parameters():
+            # Models start these at 0 or 1, which would hide mistakes.
+            if parameter.ndim == 1 or "gate_preact" in name:
                 parameter.data += 0.1 * torch.randn(parameter.shape)
+            # It starts at -10, where few gates would exceed the running maximum.
+            if "igate_preact.bias" in name:
+                parameter.data += 8.0
     return model.to(dtype).eval()
 
 

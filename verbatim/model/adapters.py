@@ -276,6 +276,18 @@ def _rwkv_model(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _xlstm_model(module: Any) -> Callable[..., Any]:
+    """Return the forward of xLSTM's body, which transformers cuts where a batch has many rows."""
+
+    def forward(input_ids: Tensor, **_: Any) -> Any:
+        hidden = module.embeddings(input_ids)
+        for block in module.blocks:
+            hidden = block(hidden)[0]
+        return _source(module, "xLSTMOutput")(module.out_norm(hidden))
+
+    return forward
+
+
 def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
     """Return JetMoE's forward, a product per expert over sorted rows."""
 
@@ -401,6 +413,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "RemBertSelfAttention": _bert,
     "RwkvModel": _rwkv_model,
     "XGLMAttention": _xglm,
+    "xLSTMModel": _xlstm_model,
 }
 _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 

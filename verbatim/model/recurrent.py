@@ -74,7 +74,7 @@ def state_bytes(module: nn.Module) -> int:
             total += count(layer)
             continue
         convs = [child for child in layer.children() if isinstance(child, nn.Conv1d)]
-        if convs or type(layer).__name__ in FORWARDS:
+        if convs:
             for conv in convs:
                 rows = conv.kernel_size[0] - 1
                 total += rows * conv.out_channels * conv.weight.dtype.itemsize
@@ -90,8 +90,7 @@ def _recurrence_width(sizes: dict[str, Any]) -> int:
     elif "ssm_state_size" in sizes:
         width = sizes["intermediate_size"] * sizes["ssm_state_size"]
     else:  # keys as wide as values, or a convolution alone
-        heads = sizes.get("num_heads", sizes.get("num_attention_heads", 0))
-        width = heads * sizes.get("head_dim", 0) ** 2
+        width = sizes.get("num_heads", 0) * sizes.get("head_dim", 0) ** 2
     return width
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum
 from verbatim.kv.states import StateShape
-from verbatim.model.invariant import exp, sigmoid, softplus
+from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
 from verbatim.model.products import matmul
 from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, previous, update_state
 
@@ -147,6 +147,56 @@ def _wkv(
     return torch.stack(add(largest - decay, key), dim=1), summed / divisor
 
 
+def _mlstm(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any
+) -> Any:
+    """Matrix LSTM (Beck et al. 2024, arXiv:2405.04517), `[B, H, T, D]`.
+
+    A linear recurrence of the values and of ones, whose inputs are divided by the exponential of the largest
+    exponent of a gate so far.
+    """
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).float() for x in (query, key, value))
+    gate, forget = (x.transpose(1, 2).flatten(0, 1).float() for x in (igate, fgate))
+    forget = logsigmoid(forget)
+    shape = StateShape((v.shape[1],), torch.float32)
+    before = update_state(shape, partial(scan, _largest, (gate, forget)), lambda: 0 * gate)
+    largest = torch.maximum(before + forget, gate)
+    decay, k = exp(before + forget - largest), k * exp(gate - largest)[..., None]
+    q, v = q * query.shape[-1] ** -0.5, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
+    update = partial(linear_recurrence, q, k, v, decay, None)
+    out = update_state(shape, update, lambda: of_each_row(q, k, v))
+    divisor = torch.maximum(out[..., -1].abs(), exp(-largest)) + layer.config.eps
+    out = (out[..., :-1] / divisor[..., None]).to(query.dtype)
+    return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2), None
+
+
+def _largest(state: Tensor, gate: Tensor, forget: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest exponent of a gate up to a row, and before it."""
+    return torch.maximum(state + forget, gate), state
+
+
+def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
+    """Norm each head of xLSTM, `[B, T, H, D]`."""
+    wide, size = x.float(), x.shape[-1]
+    wide = wide - (tree_sum(wide, -1) / size)[..., None]
+    variance = tree_sum(wide.square(), -1) / size
+    out = wide / torch.sqrt(variance + layer.eps)[..., None]
+    normed: Tensor = layer._apply_weight_bias(out.to(x.dtype).flatten(2))
+    return normed
+
+
+def _lightning_bytes(layer: Any) -> int:
+    numbers: int = layer.num_attention_heads * layer.head_dim**2
+    return numbers * torch.float32.itemsize
+
+
+def _mlstm_bytes(layer: Any) -> int:
+    heads = layer.config.num_heads
+    numbers: int = heads + layer.qk_dim * (layer.v_dim // heads + 1)
+    return numbers * torch.float32.itemsize
+
+
 def _row_bytes(layer: Any) -> int:
     nbytes: int = layer.config.hidden_size * layer.key.weight.dtype.itemsize
     return nbytes
@@ -171,11 +221,15 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "RwkvSelfAttention": _rwkv_attention,
     "ZayaCCAProjection": _zaya_projection,
     "ZayaQKNorm": _zaya_norm,
+    "xLSTMBackend": _mlstm,
+    "xLSTMMultiHeadLayerNorm": _multi_head_norm,
 }
 
 # The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
 STATE_BYTES: dict[str, Callable[[Any], int]] = {
+    "MiniMaxLightningAttention": _lightning_bytes,
     "RwkvFeedForward": _row_bytes,
     "RwkvSelfAttention": _wkv_bytes,
     "ZayaCCAProjection": _zaya_bytes,
+    "xLSTMLayer": _mlstm_bytes,
 }

@@ -160,6 +160,7 @@ VERIFIED = frozenset(
     XGLMForCausalLM
     XLMRobertaForCausalLM
     XLMRobertaXLForCausalLM
+    xLSTMForCausalLM
     XmodForCausalLM
     YoutuForCausalLM
     Zamba2ForCausalLM
