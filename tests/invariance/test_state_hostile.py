@@ -11,11 +11,10 @@ import torch
 
 from support.requests_mixed import all_facts, facts
 from support.states import check_nothing_is_left
-from support.toys import RECURRENT_TOYS, make_toy, random_ids
+from support.toys import RECURRENT_FAMILIES, RECURRENT_TOYS, make_toy, random_ids
 from verbatim import LLM, OutOfBlocks, RequestFailed, SamplingParams
 from verbatim.placement.options import EngineOptions
 
-ONE_OF_EACH = ["qwen3_5", "granite_dense", "lfm2", "jamba", "kimi_linear", "minimax"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, seed=1)
 NAN_ID = 4
 
@@ -33,7 +32,7 @@ def nan_embedding(model: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) -> None:
     model, params = make_toy(name, tie_word_embeddings=False), GREEDY.replace(bad_words=[[NAN_ID]])
     good = [[i for i in random_ids(n, seed=n) if i != NAN_ID] for n in (9, 40, 3)]
@@ -53,7 +52,7 @@ def test_a_state_of_nan_fails_its_request_alone(name: str, draft: str | None) ->
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_without_room_for_snapshots_prompts_are_computed_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +94,7 @@ class HalfRight:
         return drafts
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_samples_that_fork_amid_drafts_keep_their_states(name: str) -> None:
     model, prompt = make_toy(name), random_ids(19, seed=4)
     params = SamplingParams(n=4, max_tokens=40, seed=3, ignore_eos=True, logprobs=0)

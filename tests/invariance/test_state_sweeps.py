@@ -10,12 +10,10 @@ import pytest
 
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.states import check_nothing_is_left
-from support.toys import make_toy, random_ids
+from support.toys import RECURRENT_FAMILIES, make_toy, random_ids
 from verbatim import LLM, PromptTooLong, SamplingParams
 from verbatim.placement.options import EngineOptions
 
-# Gated delta net, Mamba-2, short convolutions, Mamba, Kimi's delta net, lightning attention.
-FAMILIES = ["qwen3_5", "granite_dense", "lfm2", "jamba", "kimi_linear", "minimax"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0, seed=1)
 
 
@@ -37,7 +35,7 @@ class Guesses:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) -> None:
     stem, tail = random_ids(200, seed=7), random_ids(5, seed=8)
     model, lengths = make_toy(name), range(1, 201)
@@ -53,7 +51,7 @@ def test_a_prefix_of_any_length_to_200_is_found_and_changes_no_bit(name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_chunks_of_1_to_70_tokens_change_no_bit(name: str) -> None:
     prompts = [random_ids(n, seed=n) for n in (150, 3, 71)]
     params = GREEDY.replace(prompt_logprobs=0)
@@ -65,7 +63,7 @@ def test_chunks_of_1_to_70_tokens_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_threads_change_no_bit(name: str) -> None:
     # Wide enough that work is shared among threads, in heads as well as in columns.
     wide = dict(mamba_d_head=64) if name == "granite_dense" else {}
@@ -79,7 +77,7 @@ def test_threads_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_drafts_with_any_number_of_accepted_tokens_change_no_bit(name: str) -> None:
     prompts = [random_ids(n, seed=n) for n in (17, 1, 40)]
     params = SamplingParams(max_tokens=80, seed=5, ignore_eos=True)
@@ -94,7 +92,7 @@ def test_drafts_with_any_number_of_accepted_tokens_change_no_bit(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_200_sessions_share_a_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have room for a few states only; the others are computed again."""
     model, count = make_toy(name), 200
@@ -188,7 +186,7 @@ def test_a_context_of_32000_tokens_needs_the_memory_that_info_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RECURRENT_FAMILIES)
 def test_a_prompt_of_10000_tokens_is_computed_once(name: str) -> None:
     """Asked again, or followed by another turn, at most its last block is computed."""
     model, prompt = make_toy(name, max_position_embeddings=16_384), random_ids(10_000, seed=1)

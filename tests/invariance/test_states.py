@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.states import check_nothing_is_left
-from support.toys import RECURRENT_TOYS, make_toy, random_ids
+from support.toys import LAZY_RECURRENT_TOYS, RECURRENT_TOYS, make_toy, random_ids
 from verbatim import (
     LLM,
     Cluster,
+    InvalidRequest,
     Offload,
     OutOfBlocks,
     SamplingParams,
@@ -34,10 +36,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
 
 SHORT = GREEDY.replace(max_tokens=5)
 # One of each form in the fast suite, all of them in the slow one.
-ALL_TOYS = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH))
-    for name in RECURRENT_TOYS
-]
+ALL_TOYS, ALL_LAZY_TOYS = (
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH)) for name in toys]
+    for toys in (RECURRENT_TOYS, LAZY_RECURRENT_TOYS)
+)
 
 
 @pytest.mark.parametrize("name", RECURRENT_TOYS)
@@ -62,24 +64,46 @@ def test_log_probs_are_those_of_the_recurrent_forward_of_transformers(name: str)
     unbounded = {"time_step_min": 1e-9} if name == "nemotron_h" else {}
     model = make_toy(name, max_position_embeddings=512, **unbounded)
     rows = [random_ids(300, seed=1), random_ids(65, seed=2)]
-    has_attention = "position_ids" in inspect.signature(model.forward).parameters
+    arguments = inspect.signature(model.forward).parameters
+    has_attention = "position_ids" in arguments
+    # What this model, and this version, may call it.
+    names = ("cache", "past_key_values", "cache_params", "state")
     with LLM(model) as llm:
         scores = llm.score(rows)
     for ids, score in zip(rows, scores, strict=True):
         logits, kept = [], {}
         with torch.no_grad():
+            if name == "recurrent_gemma":  # its modules keep their states, its outputs no cache
+                model._setup_cache(model.config, 1, model.device, model.dtype)
+                kept = {next(n for n in names if n in arguments): DynamicCache(config=model.config)}
             for i, token in enumerate(ids[:-1]):
                 inputs = dict(input_ids=torch.tensor([[token]]), **kept)
                 if has_attention:  # a cache whose first layer is recurrent counts no positions
                     inputs["position_ids"] = torch.tensor([[i]])
                 out = model(**inputs, use_cache=True)
                 logits.append(out.logits[0, 0])
-                # The name that this model, and this version, has for it.
-                kept = {n: out[n] for n in ("cache", "past_key_values", "cache_params") if n in out}
+                kept = {n: out[n] for n in names if n in out} or kept
                 kept = dict(list(kept.items())[:1])
                 assert kept
         truth = torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
         assert torch.allclose(torch.tensor(score[1:]), truth[:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_weights_of_rwkv_are_left_as_they_are() -> None:
+    """transformers divides some of them in eval mode, and multiplies them again in training."""
+    model, ids = make_toy("rwkv", num_hidden_layers=4, rescale_every=2), random_ids(40, seed=1)
+    weights = [p.clone() for p in model.parameters()]
+    with LLM(model) as llm:
+        scores = llm.score([ids])
+    assert all(map(torch.equal, model.parameters(), weights))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    assert not all(map(torch.equal, model.parameters(), weights))
+    truth = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    with LLM(model) as llm:
+        scores += llm.score([ids])
+    for score in scores:
+        assert torch.allclose(torch.tensor(score[1:]), truth, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])  # test_state_sweeps.py has all forms
@@ -98,7 +122,7 @@ def test_a_prefix_of_any_length_is_found_and_changes_no_bit(name: str) -> None:
         assert hits == [(n + len(tail) - 1) // 4 * 4 for n in range(1, len(stem))]
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ALL_TOYS)
 def test_an_eviction_after_any_step_changes_no_bit(name: str) -> None:
     prompts, params = mixed_requests(9)
     with LLM(make_toy(name), prefix_cache=False) as llm:
@@ -164,7 +188,7 @@ def test_drafts_of_any_acceptance_change_no_bit(name: str) -> None:
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", ALL_TOYS)
 def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -> None:
     with LLM(make_toy(name), block_size=4) as llm:
         llm.engine.live = False
@@ -186,7 +210,7 @@ def test_a_session_goes_on_from_its_state_or_from_an_earlier_prompt(name: str) -
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [toy for toy in ALL_LAZY_TOYS if "zaya" not in toy.values])
 def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
@@ -208,7 +232,14 @@ def test_a_killed_stage_gets_its_states_back(name: str, tmp_path: Any) -> None:
         check_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("name", ALL_TOYS)
+def test_layers_that_pass_on_more_than_hidden_states_are_not_cut(tmp_path: Any) -> None:
+    """ZAYA's routers read the states of the router in the layer before."""
+    make_toy("zaya").save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequest, match="cut into 1 stages at most"):
+        LLM(tmp_path, placement=Cluster(stages=2, hosts=ThreadHosts()))
+
+
+@pytest.mark.parametrize("name", ALL_LAZY_TOYS)
 def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)
@@ -224,7 +255,7 @@ def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECURRENT_TOYS)
+@pytest.mark.parametrize("name", LAZY_RECURRENT_TOYS)
 def test_ranks_compute_the_same(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)

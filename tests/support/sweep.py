@@ -19,11 +19,6 @@ _MADE_WITH = 24  # the minor version of transformers 5 that these lists were mad
 
 # Why the others are refused: a part of the message, what the docs say, and the names.
 _REFUSALS: list[tuple[str, str, str]] = [
-    (
-        "recurrent state",
-        "recurrent state",
-        "recurrent_gemma rwkv xlstm zaya",
-    ),
     ("position_bias", "a position bias", "inkling_text"),
     ("SoftcappedSwiGLU", "a custom MLP", "inkling2_text inkling2_loop_text"),
     (

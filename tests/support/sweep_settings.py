@@ -201,6 +201,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         indexer_compress_ratio=2, ngram_vocab_size_base=64, ple_embed_dim=16, ple_layer_ids=[1],
         split_ngram_parts=2, hc_lowrank=8,
     ),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
     "reformer": dict(
         axial_pos_embds_dim=(16, 48), axial_pos_shape=(16, 16), attention_head_size=16,
         feed_forward_size=96, attn_layers=["local", "lsh"] * 2,
@@ -210,6 +211,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": dict(use_sliding_window=True, no_rope_layers=[1, 0, 1, 0], layer_types=_MIXED),
     "vaultgemma": dict(attn_logit_softcapping=1.0, final_logit_softcapping=10.0),
     "xglm": dict(attention_heads=4, num_layers=4),
+    "xlstm": dict(chunk_size=8),
     "xmod": dict(languages=["en_XX"], default_language="en_XX"),
     "xlnet": dict(d_head=16, d_inner=96, max_position_embeddings=DEFAULT),
     "youtu": _LATENT,
@@ -221,7 +223,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         num_hidden_layers=5, attn_layer_period=2, attn_layer_offset=0, mamba_d_state=8,
         mamba_dt_rank=4, n_mamba_heads=2,
     ),
-    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16),
+    "zaya": dict(num_experts_per_tok=1, router_hidden_size=16,
+                 layer_types=["hybrid", "hybrid_sliding"] * 2),
 }  # fmt: skip
 
 # Other configs of the same classes, over their settings; the name's own part stands before the colon.

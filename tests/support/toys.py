@@ -279,7 +279,34 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "JambaForCausalLM",
         dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, mamba_d_state=8),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        dict(block_types=["recurrent", "attention"], attention_window_size=7),
+    ),
+    "zaya": (
+        "ZayaConfig",
+        "ZayaForCausalLM",
+        dict(
+            head_dim=16,
+            attention_bias=True,
+            num_experts=4,
+            num_experts_per_tok=1,
+            moe_intermediate_size=40,
+            router_hidden_size=16,
+            cca_time0=3,
+            cca_time1=3,
+            sliding_window=7,
+            layer_types=["hybrid", "hybrid_sliding", "hybrid"],
+        ),
+    ),
     # Without attention.
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {}),
+    "xlstm": (
+        "xLSTMConfig",
+        "xLSTMForCausalLM",
+        dict(num_heads=4, chunk_size=16, qk_dim_factor=1.0),
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", dict(state_size=8)),
     "mamba2": (
         "Mamba2Config",
@@ -287,6 +314,22 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         dict(num_heads=8, head_dim=16, n_groups=2, state_size=12, chunk_size=16),
     ),
 }
+# One toy for each kind of recurrence.
+RECURRENT_FAMILIES = [
+    "qwen3_5",  # gated delta net
+    "granite_dense",  # Mamba-2
+    "lfm2",  # short convolutions
+    "jamba",  # Mamba
+    "kimi_linear",  # Kimi's delta net
+    "minimax",  # lightning attention
+    "rwkv",  # weighted means
+    "xlstm",  # matrix LSTM
+    "zaya",  # convolutions in attention
+    "recurrent_gemma",  # real-gated linear recurrent unit
+]
+# Those whose folders are opened without reading the weights. transformers initializes RWKV's by arithmetic
+# with other tensors, which can't be traced.
+LAZY_RECURRENT_TOYS = [name for name in RECURRENT_TOYS if name != "rwkv"]
 
 
 def make_toy(
@@ -305,9 +348,13 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = cls(config)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # models start these at 0 or 1, which would hide mistakes
+        for name, parameter in model.named_parameters():
+            # Models start these at 0 or 1, which would hide mistakes.
+            if parameter.ndim == 1 or "gate_preact" in name:
                 parameter.data += 0.1 * torch.randn(parameter.shape)
+            # It starts at -10, where few gates would exceed the running maximum.
+            if "igate_preact.bias" in name:
+                parameter.data += 8.0
     return model.to(dtype).eval()
 
 

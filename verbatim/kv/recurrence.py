@@ -1,6 +1,6 @@
-"""Recurrent operations over flat rows of many sequences: causal convolution and linear recurrences.
+"""Recurrent operations over flat rows of many sequences: causal convolution and recurrences.
 
-Both are computed row by row, in the order of the rows, whatever the chunks of a prompt. So they are batch-
+All are computed row by row, in the order of the rows, whatever the chunks of a prompt. So they are batch-
 invariant by construction: the bits of a row depend on the state before it and on the row itself.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -133,6 +133,40 @@ def linear_recurrence(
             out[row] = tree_sum(s * q[row], -2)
             if row in targets:
                 state[targets[row]] = s
+    return out
+
+
+Step = Callable[..., tuple[Tensor, Tensor]]
+
+
+@kernels.without_overrides
+def scan(step: Step, rows: Sequence[Tensor], state: Tensor, at: StateRows) -> Tensor:
+    """Compute any recurrence, one row of every sequence at a time, in torch.
+
+    Args:
+        step: `step(state, *row)` returns the state `[N, *shape]` after a row, and the output `[N, ...]`. It
+            consists of elementwise functions that are batch-invariant, as N is any number of sequences.
+        rows: `[T, ...]` each.
+        state: `[slots, *shape]`, written at `at.targets`.
+
+    Returns:
+        The outputs `[T, ...]`.
+    """
+    lengths, current = at.query_starts.diff(), state[at.sources]
+    targets = at.query_starts.new_full((len(rows[0]),), -1)
+    targets[at.rows] = at.targets
+    order, outputs = [], []
+    for i in range(int(lengths.max())):
+        running = (lengths > i).nonzero()[:, 0]
+        row = at.query_starts[running] + i
+        after, output = step(current[running], *(x[row] for x in rows))
+        current[running] = after
+        written = targets[row] >= 0
+        state[targets[row[written]]] = after[written]
+        order.append(row)
+        outputs.append(output)
+    out = torch.empty_like(torch.cat(outputs))
+    out[torch.cat(order)] = torch.cat(outputs)
     return out
 
 

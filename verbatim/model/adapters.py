@@ -260,6 +260,34 @@ def _mpt_model(module: Any) -> Callable[..., Any]:
     return forward
 
 
+def _rwkv_model(module: Any) -> Callable[..., Any]:
+    """Return the forward of RWKV's body that leaves the weights as they are.
+
+    In eval mode transformers divides some weights, in place, by powers of two, against overflows in float16.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module.training = not module.layers_are_rescaled
+        try:
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            module.training = False
+
+    return forward
+
+
+def _xlstm_model(module: Any) -> Callable[..., Any]:
+    """Return the forward of xLSTM's body, which transformers cuts where a batch has many rows."""
+
+    def forward(input_ids: Tensor, **_: Any) -> Any:
+        hidden = module.embeddings(input_ids)
+        for block in module.blocks:
+            hidden = block(hidden)[0]
+        return _source(module, "xLSTMOutput")(module.out_norm(hidden))
+
+    return forward
+
+
 def _jetmoe_experts(module: Any) -> Callable[..., Tensor]:
     """Return JetMoE's forward, a product per expert over sorted rows."""
 
@@ -411,7 +439,9 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "MptAttention": _mpt,
     "MptModel": _mpt_model,
     "RemBertSelfAttention": _bert,
+    "RwkvModel": _rwkv_model,
     "XGLMAttention": _xglm,
+    "xLSTMModel": _xlstm_model,
 }
 _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 

@@ -23,7 +23,7 @@ _KINDS = {
     "indexed": _INDEXER,
     "sparse": _INDEXER,
 }
-_RECURRENT = frozenset({"linear_attention", "mamba", "hybrid", "conv"})
+_RECURRENT = frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "conv"})
 _WITHOUT_STATE = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
 
 _CODEBOOKS = "every position holds an id of each codebook, not one id"

@@ -145,10 +145,12 @@ VERIFIED = frozenset(
     Qwen3ForCausalLM
     Qwen3MoeForCausalLM
     Qwen3NextForCausalLM
+    RecurrentGemmaForCausalLM
     RemBertForCausalLM
     RobertaForCausalLM
     RobertaPreLayerNormForCausalLM
     RoCBertForCausalLM
+    RwkvForCausalLM
     SeedOssForCausalLM
     SmolLM3ForCausalLM
     SolarOpenForCausalLM
@@ -159,10 +161,12 @@ VERIFIED = frozenset(
     XGLMForCausalLM
     XLMRobertaForCausalLM
     XLMRobertaXLForCausalLM
+    xLSTMForCausalLM
     XmodForCausalLM
     YoutuForCausalLM
     Zamba2ForCausalLM
     ZambaForCausalLM
+    ZayaForCausalLM
     """.split()
 )
 

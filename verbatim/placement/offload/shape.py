@@ -199,7 +199,10 @@ def shape_of(
     stored, queries = _attention(text, hidden)
     layers = _first(text, "num_hidden_layers") or 1
     kinds = getattr(text, "layer_types", None) or ()
+    states = state_bytes(model)
     attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
+    if states and not kinds:  # recurrent models that list no kinds have one kind only
+        attending = 0
     indexed = [LayerShape(1, int(m.head_dim), 0) for m in model.modules() if runs_indexer(m)]
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
@@ -228,7 +231,7 @@ def shape_of(
         vocab=_first(text, "vocab_size") or 1,
         experts=experts,
         experts_per_token=top_k if experts else 0,
-        state_bytes=state_bytes(model),
+        state_bytes=states,
     )
 
 

@@ -1,0 +1,235 @@
+"""Recurrent layers of which the whole forward is replaced, as it calls no function for its recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.kv.recurrence import linear_recurrence, scan, tree_sum
+from verbatim.kv.states import StateShape
+from verbatim.model.invariant import exp, logsigmoid, sigmoid, softplus
+from verbatim.model.products import matmul
+from verbatim.model.recurrent_ops import causal_conv1d, of_each_row, previous, update_state
+
+
+def _lightning_attention(
+    layer: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Lightning attention (Qin et al. 2024, arXiv:2401.04658), as MiniMax has it."""
+    heads, size = layer.num_attention_heads, layer.head_dim
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states)).flatten(0, 1)
+    q, k, v = qkv.view(-1, heads, 3 * size).float().split(size, dim=-1)
+    decay = exp(-layer.slope_rate.float().view(1, heads)).expand(len(q), heads)
+    update = partial(linear_recurrence, q, k, v, decay, None)
+    shape = StateShape((heads, size, size), torch.float32)
+    out = update_state(shape, update, lambda: of_each_row(q, k, v))
+    out = layer.norm(out.to(hidden_states.dtype).view(*hidden_states.shape[:2], -1))
+    return layer.out_proj(sigmoid(layer.output_gate(hidden_states)) * out), None
+
+
+def _griffin(
+    layer: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """RecurrentGemma's block of a convolution and a gated recurrence, whose states its modules keep."""
+    x, conv = layer.linear_x(input_states).transpose(1, 2), layer.conv_1d
+    x = causal_conv1d(x, conv.weight[:, 0], conv.bias).transpose(1, 2)
+    x = _rg_lru(layer.rg_lru, x, position_ids) * layer.act_fn(layer.linear_y(input_states))
+    return layer.linear_out(x), None
+
+
+def _rg_lru(layer: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """Real-gated linear recurrent unit (De et al. 2024, arXiv:2402.19427), a head for each channel."""
+    flat = x.flatten(0, 1)
+    heads = flat.unflatten(-1, (layer.num_attention_heads, -1)).transpose(0, 1)  # [H, T, C / H]
+
+    def gate(weight: Tensor, bias: Tensor) -> Tensor:
+        return sigmoid((matmul(heads, weight) + bias[:, None]).transpose(0, 1).flatten(1))
+
+    scale = -8.0 * softplus(layer.recurrent_param.float())
+    rate = scale * gate(layer.recurrent_gate_weight, layer.recurrent_gate_bias).float()
+    value = flat.float() * gate(layer.input_gate_weight, layer.input_gate_bias).float()
+    first = position_ids.expand(x.shape[:2]).reshape(-1, 1) == 0
+    value = torch.where(first, value, value * torch.sqrt(1.0 - exp(2.0 * rate)))[..., None]
+    one = value.new_ones(len(value), 1, 1)
+    update = partial(linear_recurrence, one, one, value, exp(rate), None)
+    shape = StateShape((flat.shape[1], 1, 1), torch.float32)
+    return update_state(shape, update, lambda: value).to(x.dtype).view(x.shape)
+
+
+def _zaya_projection(
+    layer: Any, hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compressed convolutional attention (Figliolia et al. 2025, arXiv:2510.04476), as ZAYA has it."""
+    width, group = layer.head_dim, layer.num_key_value_groups
+    query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
+    mixed = _zaya_convolutions(layer, torch.cat([query, key], dim=-1))
+    q, k, mixed = (x.unflatten(-1, (-1, width)) for x in (query, key, mixed))
+    q = (q + k.repeat_interleave(group, dim=2)) * 0.5
+    k = tree_sum(q.unflatten(2, (-1, group)), 3) / group
+    values = [layer.v_proj_current(hidden_states), layer.v_proj_delayed(previous(hidden_states))]
+    v = torch.cat(values, dim=-1).unflatten(-1, (-1, width))
+    return mixed[:, :, : q.shape[2]] + q, mixed[:, :, q.shape[2] :] + k, v
+
+
+def _zaya_convolutions(layer: Any, rows: Tensor) -> Tensor:
+    """Convolve channels, then heads, `[B, T, C]`."""
+    first, second = layer.conv_qk_depthwise, layer.conv_qk_grouped
+    # The bias is added behind the states: transformers pads with zeros in front of the first convolution,
+    # so that the second one finds the bias there.
+    rows = causal_conv1d(rows.transpose(1, 2), first.weight[:, 0]).transpose(1, 2)
+    taps = second.weight.unflatten(0, (second.groups, -1)).permute(3, 0, 2, 1)  # [K, G, D, D]
+    out: Tensor = second.bias
+    for back, tap in enumerate(reversed(taps.unbind())):
+        rows = previous(rows) if back else rows
+        heads = (rows + first.bias).flatten(0, 1).unflatten(-1, (second.groups, -1))
+        out = matmul(heads.transpose(0, 1), tap).transpose(0, 1).flatten(1) + out
+    return out.view(rows.shape)
+
+
+def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale queries and keys `[B, T, H, D]` to a length of sqrt(D), and keys by a factor of their head."""
+    lengths = (torch.sqrt(tree_sum(x.float().square(), -1)).to(x.dtype)[..., None] for x in states)
+    query, key = (
+        x * (layer.head_dim_scale / length.clamp_min(torch.finfo(x.dtype).eps))
+        for x, length in zip(states, lengths, strict=True)
+    )
+    return query, key * layer.temp[:, None]
+
+
+def _rwkv_attention(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """RWKV's time mixing (Peng et al. 2023, arXiv:2305.13048)."""
+    before = previous(hidden)
+    rows = [
+        layer.key(_mix(hidden, before, layer.time_mix_key)),
+        layer.value(_mix(hidden, before, layer.time_mix_value)),
+    ]
+    key, value = (x.flatten(0, 1).float() for x in rows)
+    receptance = sigmoid(layer.receptance(_mix(hidden, before, layer.time_mix_receptance)))
+    step = partial(_wkv, layer.time_first.float(), exp(layer.time_decay.float()))
+    shape = StateShape((3, key.shape[1]), torch.float32)
+    out = update_state(shape, partial(scan, step, (key, value)), lambda: value * torch.cos(key))
+    return layer.output(receptance * out.to(hidden.dtype).view(receptance.shape)), None
+
+
+def _rwkv_feed_forward(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """RWKV's channel mixing."""
+    before = previous(hidden)
+    key = torch.relu(layer.key(_mix(hidden, before, layer.time_mix_key))).square()
+    receptance = sigmoid(layer.receptance(_mix(hidden, before, layer.time_mix_receptance)))
+    return receptance * layer.value(key), None
+
+
+def _mix(hidden: Tensor, before: Tensor, weight: Tensor) -> Tensor:
+    return hidden * weight + before * (1 - weight)
+
+
+def _wkv(
+    first: Tensor, decay: Tensor, state: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the weighted mean of the values of a sequence: `[N, C]` of each row.
+
+    The state has the sums of weighted values and of weights, both divided by the exponential of the largest
+    exponent of a weight, and that exponent.
+    """
+    total, weights, largest = state.unbind(1)
+    largest = torch.where(weights == 0, -1e38, largest)  # before the first row
+
+    def add(past: Tensor, now: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        top = torch.maximum(past, now)
+        old, new = torch.exp(past - top), torch.exp(now - top)
+        return old * total + new * value, old * weights + new, top
+
+    summed, divisor, _ = add(largest, key + first)
+    return torch.stack(add(largest - decay, key), dim=1), summed / divisor
+
+
+def _mlstm(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any
+) -> Any:
+    """Matrix LSTM (Beck et al. 2024, arXiv:2405.04517), `[B, H, T, D]`.
+
+    A linear recurrence of the values and of ones, whose inputs are divided by the exponential of the largest
+    exponent of a gate so far.
+    """
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).float() for x in (query, key, value))
+    gate, forget = (x.transpose(1, 2).flatten(0, 1).float() for x in (igate, fgate))
+    forget = logsigmoid(forget)
+    shape = StateShape((v.shape[1],), torch.float32)
+    before = update_state(shape, partial(scan, _largest, (gate, forget)), lambda: 0 * gate)
+    largest = torch.maximum(before + forget, gate)
+    decay, k = exp(before + forget - largest), k * exp(gate - largest)[..., None]
+    q, v = q * query.shape[-1] ** -0.5, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    shape = StateShape((v.shape[1], k.shape[2], v.shape[2]), torch.float32)
+    update = partial(linear_recurrence, q, k, v, decay, None)
+    out = update_state(shape, update, lambda: of_each_row(q, k, v))
+    divisor = torch.maximum(out[..., -1].abs(), exp(-largest)) + layer.config.eps
+    out = (out[..., :-1] / divisor[..., None]).to(query.dtype)
+    return out.unflatten(0, (query.shape[0], -1)).transpose(1, 2), None
+
+
+def _largest(state: Tensor, gate: Tensor, forget: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest exponent of a gate up to a row, and before it."""
+    return torch.maximum(state + forget, gate), state
+
+
+def _multi_head_norm(layer: Any, x: Tensor) -> Tensor:
+    """Norm each head of xLSTM, `[B, T, H, D]`."""
+    wide, size = x.float(), x.shape[-1]
+    wide = wide - (tree_sum(wide, -1) / size)[..., None]
+    variance = tree_sum(wide.square(), -1) / size
+    out = wide / torch.sqrt(variance + layer.eps)[..., None]
+    normed: Tensor = layer._apply_weight_bias(out.to(x.dtype).flatten(2))
+    return normed
+
+
+def _lightning_bytes(layer: Any) -> int:
+    numbers: int = layer.num_attention_heads * layer.head_dim**2
+    return numbers * torch.float32.itemsize
+
+
+def _mlstm_bytes(layer: Any) -> int:
+    heads = layer.config.num_heads
+    numbers: int = heads + layer.qk_dim * (layer.v_dim // heads + 1)
+    return numbers * torch.float32.itemsize
+
+
+def _row_bytes(layer: Any) -> int:
+    nbytes: int = layer.config.hidden_size * layer.key.weight.dtype.itemsize
+    return nbytes
+
+
+def _wkv_bytes(layer: Any) -> int:
+    wkv: int = 3 * layer.attention_hidden_size * torch.float32.itemsize
+    return _row_bytes(layer) + wkv
+
+
+def _zaya_bytes(layer: Any) -> int:
+    convs = (layer.conv_qk_depthwise, layer.conv_qk_grouped)
+    rows = sum((conv.kernel_size[0] - 1) * conv.out_channels for conv in convs)
+    nbytes: int = (rows + layer.hidden_size) * convs[0].weight.dtype.itemsize
+    return nbytes
+
+
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": _lightning_attention,
+    "RecurrentGemmaRecurrentBlock": _griffin,
+    "RwkvFeedForward": _rwkv_feed_forward,
+    "RwkvSelfAttention": _rwkv_attention,
+    "ZayaCCAProjection": _zaya_projection,
+    "ZayaQKNorm": _zaya_norm,
+    "xLSTMBackend": _mlstm,
+    "xLSTMMultiHeadLayerNorm": _multi_head_norm,
+}
+
+# The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
+STATE_BYTES: dict[str, Callable[[Any], int]] = {
+    "MiniMaxLightningAttention": _lightning_bytes,
+    "RwkvFeedForward": _row_bytes,
+    "RwkvSelfAttention": _wkv_bytes,
+    "ZayaCCAProjection": _zaya_bytes,
+    "xLSTMLayer": _mlstm_bytes,
+}
