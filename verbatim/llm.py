@@ -33,7 +33,7 @@ from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat
-from verbatim.weights.load import open_packed
+from verbatim.weights.load import open_weights
 from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
@@ -186,10 +186,8 @@ class LLM:
         if placement is not None:
             loaded = open_(open_skeleton)
             loaded.quantization = quantized
-        elif quantized is not None:
-            loaded = open_packed(open_, quantized)
         else:
-            loaded = open_(None)
+            loaded = open_weights(open_, quantized)
         handle = open_engine(
             loaded,
             options,

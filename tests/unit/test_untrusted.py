@@ -188,7 +188,7 @@ def test_a_tokenizer_names_no_file_outside(tmp_path: Path, fields: dict[str, Any
         {"experts_implementation": "some/kernel"},
         {"text_config": {"vision_config": {"_attn_implementation": "paged|some/kernel"}}},
         {"quantization_config": {"quant_method": "metal"}},
-        {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+        {"text_config": {"quantization_config": {"quant_method": "quanto", "bits": 4}}},
     ],
 )
 def test_a_config_loads_no_code(folder: Path, fields: dict[str, Any], placement: Any) -> None:

@@ -216,6 +216,7 @@ def load(
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
     skeleton: Skeleton | None = None,
+    decode: Skeleton | None = None,
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -226,10 +227,12 @@ def load(
         trust_remote_code: run the checkpoint's Python code.
         skeleton: builds the module without its weights, from a folder, a config, a dtype and
             `trust_remote_code`; it also returns lazy weights. None loads the weights.
+        decode: the skeleton of a quantized checkpoint, if `skeleton` is None.
 
     Raises:
         ModelError: no model, a damaged file, or missing weights.
         UnsupportedModel: not a causal LM of transformers.
+        NotSupported: a quantized checkpoint, without `skeleton` and `decode`.
     """
     source = os.fspath(source)
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -244,6 +247,10 @@ def load(
     config = read_config(source, where)
     settled = settle_dtype(dtype, config)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
+    if skeleton is None and is_quantized(config):
+        if decode is None:
+            raise NotSupported(f"{source}: a quantized checkpoint; only LLM(model=...) opens it")
+        skeleton = decode
     if skeleton is not None:
         folder = _all_files(source, where)
         module, lazy_weights = skeleton(folder, config, settled, trust_remote_code)
@@ -371,6 +378,12 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     if not where["trust_remote_code"]:
         settle_implementations(config)
     return config
+
+
+def is_quantized(config: Any) -> bool:
+    """Return whether a transformers config, or one of its parts, declares quantized weights."""
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
+    return any(getattr(part, "quantization_config", None) is not None for part in parts)
 
 
 def auto_class(config: Any) -> Any:
