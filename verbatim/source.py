@@ -31,6 +31,7 @@ def open_model(
     config: Any = None,
     *,
     skeleton: Skeleton | None = None,
+    unused_weights: str = "error",
 ) -> LoadedModel:
     """Load the module and tokenizer given by `LLM`'s arguments.
 
@@ -93,6 +94,7 @@ def open_model(
         with_tokenizer=tokenizer is None,
         skeleton=skeleton,
         decode=open_skeleton,
+        unused_weights=unused_weights,
     )
     loaded.name = "storyteller" if model is None else loaded.name
     loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer

@@ -26,6 +26,8 @@ _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 # `weights/formats.py` decodes these. transformers sees none: its quantizers need packages, or load kernels.
 QUANTIZATIONS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024  # as Git LFS has it
 _FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")
 
 
@@ -51,6 +53,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} can't be read: it holds a {type(found).__name__}, not an object")
     return found
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Refuse a Git LFS pointer, which stands for a file that was not fetched.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        return
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(
+                f"{path} is a Git LFS pointer, not the file that it stands for; fetch it: git lfs pull"
+            )
 
 
 def shards_of(index: Path) -> list[str]:

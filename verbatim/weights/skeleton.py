@@ -44,12 +44,12 @@ _MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
 
 def open_skeleton(
     folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight]]:
+) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
     """Build the module that transformers would load from `folder`, without reading a weight.
 
     Returns:
         The module, whose parameters have shapes and no memory, and how each of them is made of what lies
-        in the files; tied ones come once.
+        in the files; tied ones come once. And the names of tensors that it does not use.
 
     Raises:
         ModelError: a damaged or missing file, weights that are missing or of another shape.
@@ -72,7 +72,7 @@ def open_skeleton(
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
     lazy_weights = _settle_parameters(module)
     _settle_buffers(module)
-    return module.eval(), lazy_weights
+    return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
 def _load_traced(
