@@ -26,6 +26,7 @@ from verbatim.placement.options import EngineOptions
 from verbatim.placement.resident import open_resident
 from verbatim.protocols import Proposer, Runner
 from verbatim.source import open_model
+from verbatim.weights.load import open_weights
 
 _KV_SHARE = 0.1  # of the memory available when a draft model is opened
 
@@ -76,7 +77,12 @@ def _open_draft_model(
         OutOfBlocks: `kv_memory` is too small for one block.
     """
     try:
-        small = open_model(draft.model, None, draft.dtype, None, False)
+        small = open_weights(
+            lambda skeleton: open_model(
+                draft.model, None, draft.dtype, None, False, skeleton=skeleton
+            ),
+            None,
+        )
     except ModelError as error:
         if isinstance(draft.model, str):  # it may be a misspelt proposer name
             message = f"draft={draft.model!r}, which is none of {NAMES}: {error}"

@@ -20,6 +20,7 @@ from verbatim.engine.handle import EngineHandle, check_not_forked
 from verbatim.errors import InvalidRequest, NotSupported, VerbatimError
 from verbatim.model.loader import LoadedModel, ModelSource, Skeleton
 from verbatim.model.quantization import Quantization
+from verbatim.model.unused import check_unused_weights
 from verbatim.opening import open_engine, open_runner
 from verbatim.options import positive, switch
 from verbatim.params import SamplingParams
@@ -33,7 +34,7 @@ from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.text.chat import render_chat
-from verbatim.weights.load import open_packed
+from verbatim.weights.load import open_weights
 from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
 
@@ -66,6 +67,8 @@ class LLM:
         num_threads: size of torch's thread pool while this engine computes. None: torch's setting.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run Python code of the checkpoint.
+        unused_weights: "error" refuses a checkpoint with tensors that the model does not use, except those
+            that its class lists as ignorable, MTP layers and other modalities. "ignore" opens it.
         prefix_cache: reuse the K and V of shared prompt prefixes. For a live module, whose weights may
             change at any time, only while requests are running.
         config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
@@ -124,6 +127,7 @@ class LLM:
         num_threads: int | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        unused_weights: str = "error",
         config: Any = None,
         _weak: bool = False,
     ) -> None:
@@ -171,6 +175,7 @@ class LLM:
             draft=drafts.draft,
         )
         max_unread = positive("max_unread", max_unread)
+        unused_weights = check_unused_weights(unused_weights)
 
         def open_(skeleton: Skeleton | None) -> LoadedModel:
             return open_model(
@@ -181,15 +186,14 @@ class LLM:
                 trust_remote_code,
                 config,
                 skeleton=skeleton,
+                unused_weights=unused_weights,
             )
 
         if placement is not None:
             loaded = open_(open_skeleton)
             loaded.quantization = quantized
-        elif quantized is not None:
-            loaded = open_packed(open_, quantized)
         else:
-            loaded = open_(None)
+            loaded = open_weights(open_, quantized)
         handle = open_engine(
             loaded,
             options,
@@ -198,7 +202,7 @@ class LLM:
             placement=placement,
             source=None
             if isinstance(model, nn.Module)
-            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded),
+            else ModelSource.of(model, dtype, revision, trust_remote_code, loaded, unused_weights),
             max_unread=max_unread,
         )
         self._start(handle)

@@ -19,6 +19,7 @@ from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.weights.dcp import leave_there
+from verbatim.weights.skeleton import open_skeleton
 
 
 def open_model(
@@ -30,8 +31,12 @@ def open_model(
     config: Any = None,
     *,
     skeleton: Skeleton | None = None,
+    unused_weights: str = "error",
 ) -> LoadedModel:
-    """Load the module and tokenizer given by `LLM`'s arguments; with `skeleton`, without weights."""
+    """Load the module and tokenizer given by `LLM`'s arguments.
+
+    The weights are left in their files with `skeleton`, and if they are quantized there.
+    """
     dcp = find_dcp(model) if isinstance(model, str | os.PathLike) else None
     if config is not None and dcp is None:
         raise InvalidRequest(
@@ -88,6 +93,8 @@ def open_model(
         trust_remote_code=trust_remote_code,
         with_tokenizer=tokenizer is None,
         skeleton=skeleton,
+        decode=open_skeleton,
+        unused_weights=unused_weights,
     )
     loaded.name = "storyteller" if model is None else loaded.name
     loaded.tokenizer = loaded.tokenizer if tokenizer is None else tokenizer

@@ -24,8 +24,10 @@ _LAYERS = re.compile(
 )
 _PARTS = re.compile(r"^(num|n)_\w*(heads?|experts?|groups?|blocks?|codebooks)$")
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
-# These are dequantized into plain weights by transformers itself, without packages or kernels.
-_DEQUANTIZED = ("fp8", "mxfp4")
+# `weights/formats.py` decodes these. transformers sees none: its quantizers need packages, or load kernels.
+QUANTIZATIONS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024  # as Git LFS has it
 _FLOATS = re.compile(r"^(BF|F)\d|^torch\.b?float")
 
 
@@ -51,6 +53,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} can't be read: it holds a {type(found).__name__}, not an object")
     return found
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Refuse a Git LFS pointer, which stands for a file that was not fetched.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        return
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelError(
+                f"{path} is a Git LFS pointer, not the file that it stands for; fetch it: git lfs pull"
+            )
 
 
 def shards_of(index: Path) -> list[str]:
@@ -105,7 +122,7 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
     """Refuse a config, as plain data, that would load code or build a model of absurd size.
 
     Raises:
-        NotSupported: it names a kernel of the hub, or a quantization that needs other packages.
+        NotSupported: it names a kernel of the hub, or a quantization that is not read.
         ModelError: a number of layers or parts out of range.
     """
     for key, value in _fields(config):
@@ -118,11 +135,12 @@ def check_config(source: str, config: Mapping[str, Any], trust_remote_code: bool
                         "is not loaded; remove the field"
                     )
         elif key == "quantization_config" and isinstance(value, dict):
-            method = value.get("quant_method")
-            if method not in _DEQUANTIZED:
+            by_bits = "bitsandbytes" if value.keys() & {"load_in_4bit", "load_in_8bit"} else None
+            method = value.get("quant_method") or by_bits
+            if method not in QUANTIZATIONS:
                 raise NotSupported(
                     f"{source}: config.json: quant_method={str(method)[:80]!r} is not supported: must be "
-                    f"one of {', '.join(_DEQUANTIZED)}; or open the model unquantized, with quantization="
+                    f"one of {', '.join(QUANTIZATIONS)}; or open the model unquantized, with quantization="
                 )
         elif isinstance(value, int) and not isinstance(value, bool):
             most = MOST_LAYERS if _LAYERS.match(key) else MOST_PARTS if _PARTS.match(key) else None
@@ -153,9 +171,6 @@ def settle_implementations(config: Any) -> None:
     for sub in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if sub is not None:
             sub._attn_implementation = sub._experts_implementation = None
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict):
-        quantization["dequantize"] = True
 
 
 def check_size(source: object, module: nn.Module, nbytes: int) -> None:

@@ -675,8 +675,12 @@ def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: An
     edit_config(folder, lambda config: config.update(num_mtp_layers=number))
     if number is None:
         edit_config(folder, lambda config: config.pop("num_mtp_layers"))
+    if not number:  # then nothing uses their tensors
+        opening_fails(
+            ModelError, r"30 tensors are not used.*layers\.3\.eh_proj", str(folder), draft=None
+        )
     try:
-        LLM(str(folder), kv_memory="8MB").close()
+        LLM(str(folder), kv_memory="8MB", unused_weights="ignore").close()
     except ModelError:  # transformers itself refuses such a config
         assert number in ("one", True, -1)
         return
@@ -684,6 +688,7 @@ def test_a_config_without_a_number_of_layers_is_refused(folder: Path, number: An
         NotSupported,
         rf"Qwen3ForCausalLM has no MTP layers.*num_mtp_layers is {re.escape(repr(number))}",
         str(folder),
+        unused_weights="ignore",
     )
 
 

@@ -62,7 +62,9 @@ def words(llm: LLM, count: int = 9) -> Any:
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Units]:
     from transformers import AutoConfig
 
-    module, lazy_weights = open_skeleton(folder, AutoConfig.from_pretrained(folder), dtype, False)
+    module, lazy_weights, _ = open_skeleton(
+        folder, AutoConfig.from_pretrained(folder), dtype, False
+    )
     units = find_units(module, lazy_weights)
     units.split_experts()
     return module, units

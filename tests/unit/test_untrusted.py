@@ -188,7 +188,7 @@ def test_a_tokenizer_names_no_file_outside(tmp_path: Path, fields: dict[str, Any
         {"experts_implementation": "some/kernel"},
         {"text_config": {"vision_config": {"_attn_implementation": "paged|some/kernel"}}},
         {"quantization_config": {"quant_method": "metal"}},
-        {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+        {"text_config": {"quantization_config": {"quant_method": "quanto", "bits": 4}}},
     ],
 )
 def test_a_config_loads_no_code(folder: Path, fields: dict[str, Any], placement: Any) -> None:
@@ -263,3 +263,22 @@ def test_integers_of_buffers_are_no_weights(tmp_path: Path) -> None:
 def test_an_adapter_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/etc"}))
     refused(folder, "holds an adapter; merge it")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_tensor_that_nothing_uses_is_an_error_by_name(folder: Path, placement: Any) -> None:
+    expected = opened(folder, placement)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(folder, r"1 tensors are not used.*up_proj\.weight_scale_inv", placement)
+    assert opened(folder, placement, unused_weights="ignore") == expected
+    refused(folder, r"unused_weights='no': must be one of", placement, unused_weights="no")
+
+
+def test_a_git_lfs_pointer_is_named(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2\nsize 12345\n"
+    (folder / "model.safetensors").write_text(text)
+    refused(folder, r"model\.safetensors is a Git LFS pointer.*git lfs pull")
+    (folder / "toy.gguf").write_text(text)
+    refused(folder / "toy.gguf", "is a Git LFS pointer|needs gguf")

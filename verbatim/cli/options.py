@@ -210,6 +210,7 @@ MODEL = (
     ),
     Option("revision", str, _MODEL, "Branch, tag or commit of a hub id."),
     Option("trust_remote_code", bool, _MODEL, "Run Python code of the checkpoint."),
+    Option("unused_weights", str, _MODEL, "Tensors that the model does not use: error or ignore."),
     Option("dtype", str, _MODEL, "Weight dtype: auto (the checkpoint's), float32 or bfloat16."),
     Option("device", str, _ENGINE, "auto or cpu."),
     Option("num_threads", int, _ENGINE, "Number of threads. Outputs do not depend on it."),

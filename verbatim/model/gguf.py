@@ -22,7 +22,7 @@ from verbatim.model.loader import (
     read_config,
     settle_dtype,
 )
-from verbatim.untrusted import reason
+from verbatim.untrusted import reason, refuse_lfs_pointer
 
 _NEEDS = {"gguf": "gguf", "accelerate": "accelerate"}
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -70,6 +70,7 @@ def load_gguf(
         raise NotSupported(
             f"{path} is one of {int(parts[1])} parts; join them with llama.cpp's gguf-split --merge"
         )
+    refuse_lfs_pointer(path)
     all_float32, has_tokenizer = _inspect(path)
     if dtype == "auto":
         dtype = "float32" if all_float32 else "bfloat16"

@@ -31,11 +31,13 @@ from verbatim.model.borrow import quiet
 from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import drop_weights, packed_buffers
 from verbatim.model.quantization import Quantization
+from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import (
     check_config,
     check_dtypes,
     check_size,
     read_json,
+    refuse_lfs_pointer,
     settle_implementations,
     shards_of,
 )
@@ -47,7 +49,10 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _BIG = 500_000_000  # bytes of weights above which a progress bar is shown
-Skeleton = Callable[[Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any]]]
+# Returns a module, its lazy weights, and the names of tensors that it does not use.
+Skeleton = Callable[
+    [Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any], list[str]]
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # transformers patches its own and torch's functions while it builds a model. Two threads at once would
@@ -92,6 +97,7 @@ class ModelSource:
     trust_remote_code: bool
     config: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
+    unused_weights: str = "error"
 
     @classmethod
     def of(
@@ -101,6 +107,7 @@ class ModelSource:
         revision: str | None,
         trust_remote_code: bool,
         loaded: LoadedModel,
+        unused_weights: str = "error",
     ) -> ModelSource:
         """Return the source of `LLM`'s arguments, after they were opened as `loaded`."""
         if loaded.config is not None:
@@ -110,7 +117,9 @@ class ModelSource:
             model = os.path.abspath(named) if os.path.isdir(named) else os.fspath(model)
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
         quantized = None if loaded.quantization is None else asdict(loaded.quantization)
-        return cls(model, name, revision, trust_remote_code, loaded.config, quantized)
+        return cls(
+            model, name, revision, trust_remote_code, loaded.config, quantized, unused_weights
+        )
 
 
 class Checkpoint:
@@ -216,6 +225,8 @@ def load(
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
     skeleton: Skeleton | None = None,
+    decode: Skeleton | None = None,
+    unused_weights: str = "error",
 ) -> LoadedModel:
     """Load a causal language model and its tokenizer.
 
@@ -226,10 +237,13 @@ def load(
         trust_remote_code: run the checkpoint's Python code.
         skeleton: builds the module without its weights, from a folder, a config, a dtype and
             `trust_remote_code`; it also returns lazy weights. None loads the weights.
+        decode: the skeleton of a quantized checkpoint, if `skeleton` is None.
+        unused_weights: as of `LLM`.
 
     Raises:
-        ModelError: no model, a damaged file, or missing weights.
+        ModelError: no model, a damaged file, missing or unused weights.
         UnsupportedModel: not a causal LM of transformers.
+        NotSupported: a quantized checkpoint, without `skeleton` and `decode`.
     """
     source = os.fspath(source)
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -244,9 +258,15 @@ def load(
     config = read_config(source, where)
     settled = settle_dtype(dtype, config)
     tokenizer = _tokenizer(source, where) if with_tokenizer else None
+    if skeleton is None and is_quantized(config):
+        if decode is None:
+            raise NotSupported(f"{source}: a quantized checkpoint; only LLM(model=...) opens it")
+        skeleton = decode
     if skeleton is not None:
         folder = _all_files(source, where)
-        module, lazy_weights = skeleton(folder, config, settled, trust_remote_code)
+        module, lazy_weights, unused = skeleton(folder, config, settled, trust_remote_code)
+        if unused_weights == "error":
+            refuse_unused(source, module, config, unused)
         generation = _generation_config(folder, config)
         return LoadedModel(
             module,
@@ -257,13 +277,14 @@ def load(
             folder=folder,
             wrapper=config,
         )
-    module = built_module(source, config, settled, where)
+    module = built_module(source, config, settled, where, unused_weights)
     folder = _folder(source, where)
 
     def read() -> nn.Module:
         here = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        again: nn.Module = built_module(str(folder), read_config(str(folder), here), settled, here)
-        return again
+        again = read_config(str(folder), here)
+        module: nn.Module = built_module(str(folder), again, settled, here, unused_weights)
+        return module
 
     checkpoint = Checkpoint(folder, module, read=read, fingerprints=fingerprints)
     return LoadedModel(
@@ -296,6 +317,8 @@ def _check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    for path in folder.iterdir():
+        refuse_lfs_pointer(path)
     read_json(config)
     if (folder / "adapter_config.json").is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
@@ -373,6 +396,12 @@ def read_config(source: str, where: dict[str, Any]) -> Any:
     return config
 
 
+def is_quantized(config: Any) -> bool:
+    """Return whether a transformers config, or one of its parts, declares quantized weights."""
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
+    return any(getattr(part, "quantization_config", None) is not None for part in parts)
+
+
 def auto_class(config: Any) -> Any:
     """Return transformers' auto class that builds the model of a config.
 
@@ -387,11 +416,17 @@ def auto_class(config: Any) -> Any:
     return multimodal
 
 
-def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, Any]) -> Any:
+def built_module(
+    source: str,
+    config: Any,
+    dtype: torch.dtype,
+    where: dict[str, Any],
+    unused_weights: str = "error",
+) -> Any:
     """Load the module with its weights by transformers; arguments as in `read_config`.
 
     Raises:
-        ModelError: it can't be loaded, or weights are missing.
+        ModelError: it can't be loaded, or weights are missing or not used.
     """
     try:
         with building, quiet(progress=_weight_bytes(source) > _BIG):
@@ -409,6 +444,8 @@ def built_module(source: str, config: Any, dtype: torch.dtype, where: dict[str, 
         if names:
             what = kind.replace("_keys", "")
             raise ModelError(f"{source}: {len(names)} weights are {what}, such as {names[0]}")
+    if unused_weights == "error":
+        refuse_unused(source, module, config, report["unexpected_keys"])
     begin_at_lines(module)
     return module.eval()
 

@@ -23,6 +23,7 @@ from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel, building, read_config
 from verbatim.model.mtp import MtpLayers
+from verbatim.model.unused import QWENS_NUMBER, mtp_names, mtp_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +98,6 @@ def given_mtp(mtp: Any, inner: Any) -> Any:
     return mtp
 
 
-def mtp_names(config: Any) -> tuple[str, ...]:
-    """Return patterns of the names of MTP layers in a checkpoint.
-
-    They are numbered after the model's own layers, or are below `mtp`, as Qwen's.
-    """
-    config = config.get_text_config(decoder=True)
-    number, first = _number_of(config), config.num_hidden_layers
-    if not _is_number(number):
-        return ()
-    return (r"^mtp\.", *(rf"(^|\.)layers\.{n}\." for n in range(first, first + number)))
-
-
-def _number_of(config: Any) -> Any:
-    """Return the number of MTP layers as a text config says it."""
-    return getattr(config, "num_mtp_layers", getattr(config, _QWENS_NUMBER, None))
-
-
 def load_mtp(inner: Any, folder: Path, beside: Path | None = None) -> Any:
     """Load transformers' `MtpModel` of `inner`, with weights from the checkpoint of `inner`.
 
@@ -169,7 +153,7 @@ def _described(inner: Any, folder: Path, beside: Path | None) -> Iterator[tuple[
     told = config
     if beside is not None:
         told, folder = _config_beside(config, beside), beside
-    number: Any = _number_of(told)
+    number: Any = mtp_number(told)
     if not _is_number(number):
         raise NotSupported(
             f"draft='mtp': {name} has no MTP layers; num_mtp_layers is {number!r} "
@@ -190,7 +174,6 @@ def _is_number(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
-_QWENS_NUMBER = "mtp_num_hidden_layers"  # Qwen3.5's name; the layers have full attention
 _ALIKE = ("model_type", "hidden_size", "vocab_size", "num_hidden_layers")
 
 
@@ -214,8 +197,8 @@ def _as_told(config: Any, told: Any) -> Iterator[None]:
     """Copy the MTP fields of another config temporarily."""
     own = config.__dict__
     said = {n: v for n, v in told.__dict__.items() if n == "num_mtp_layers" or n.startswith("mtp_")}
-    if _QWENS_NUMBER in said:
-        number = said.setdefault("num_mtp_layers", said[_QWENS_NUMBER])
+    if QWENS_NUMBER in said:
+        number = said.setdefault("num_mtp_layers", said[QWENS_NUMBER])
         said.setdefault("mtp_layer_types", ["full_attention"] * number)
     before = {name: own[name] for name in said if name in own}
     try:

@@ -136,8 +136,11 @@ class PackingReport:
         numbers = [math.prod(packing.shape) for packing in kept]
         after = sum(packing.nbytes for packing in kept)
         error = {name: _ratio(*pair) for name, pair in self.squares.items()}
-        worst = max(error, key=lambda name: error[name])
-        every = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
+        errors: dict[str, Any] = {}
+        if error:  # of those that were not stored like this
+            worst = max(error, key=lambda name: error[name])
+            every = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
+            errors = {"relative_error": _ratio(*every), "worst": f"{worst}: {error[worst]:.2g}"}
         return {
             "format": self.quantization.name,
             "packed": _patterns(self.packed),
@@ -147,8 +150,7 @@ class PackingReport:
             "bytes_before": sum(n * p.dtype.itemsize for n, p in zip(numbers, kept, strict=True)),
             "bytes_after": after,
             "bits_per_weight": round(8 * after / sum(numbers), 3),
-            "relative_error": _ratio(*every),
-            "worst": f"{worst}: {error[worst]:.2g}",
+            **errors,
         }
 
     def _of_activations(self) -> dict[str, Any]:

@@ -146,9 +146,10 @@ def same_numbers(a: LazyWeight, b: LazyWeight) -> bool:
     return True
 
 
-def traced(stored: Stored) -> Traced:
-    """Return a tensor without data for one in a file."""
-    return Traced(stored, torch.empty(stored.shape, dtype=stored.dtype, device="meta"))
+def traced(lazy: LazyWeight) -> Traced:
+    """Return a tensor without data for one in a file, or one that a format's decoder computes."""
+    like: Any = lazy.func if isinstance(lazy, Computed) else lazy
+    return Traced(lazy, torch.empty(like.shape, dtype=like.dtype, device="meta"))
 
 
 def sources(lazy: LazyWeight) -> list[Stored]:

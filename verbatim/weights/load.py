@@ -22,6 +22,7 @@ from verbatim.model.packing import PackingReport, choose_packings, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
 from verbatim.model.weight_packing import WeightPacking
+from verbatim.weights.formats import as_stored, stored_packing
 from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, sources
 from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
 from verbatim.weights.skeleton import open_skeleton
@@ -33,17 +34,25 @@ Opener = Callable[[Skeleton | None], LoadedModel]
 Place = tuple[int, str]  # the id of a module, and the name of its parameter
 
 
-def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
-    """Open a model with quantized weights.
+def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedModel:
+    """Open a model with its weights, quantized or as they are stored.
 
-    The quantized weights of a folder with safetensors, or of a DCP folder, are cached for the next time.
-    Any other model is loaded as it is first.
+    With `quantization`, the quantized weights of a folder with safetensors, or of a DCP folder, are cached
+    for the next time. Any other model is loaded as it is first.
+
+    Weights that are stored packed (`stored_packing`) are held as they are stored.
 
     Raises:
         ModelError: it can't be opened, or has NaN, an infinity or a number too large to be quantized.
         NotSupported: nothing in it can be quantized.
     """
-    loaded, lazy_weights, cache = _open_lazily(open_, quantization)
+    if quantization is None:
+        loaded = open_(None)
+        if loaded.lazy_weights is None:
+            return loaded
+        lazy_weights, cache = dict(loaded.lazy_weights), None
+    else:
+        loaded, lazy_weights, cache = _open_lazily(open_, quantization)
     assert not loaded.live
     module, folder = loaded.module, loaded.folder
     loaded.original = module.state_dict(keep_vars=True)
@@ -58,7 +67,7 @@ def open_packed(open_: Opener, quantization: Quantization) -> LoadedModel:
     loaded.checkpoint = Checkpoint(
         folder,
         module,
-        read=lambda: open_packed(open_, quantization).module,
+        read=lambda: open_weights(open_, quantization).module,
         fingerprints=marks,
     )
     return loaded
@@ -91,6 +100,8 @@ def load_weights(
 ) -> PackingReport | None:
     """Read weights into a module, and quantize those that `quantization` is for.
 
+    Weights that are stored packed stay as they are stored, whatever `quantization` is.
+
     At most `THREADS` weights are in memory whole and unquantized at the same time.
 
     Args:
@@ -101,30 +112,34 @@ def load_weights(
         cache: of the quantized weights, if all are read and none is cut.
 
     Returns:
-        What is quantized; None without `quantization`.
+        What is quantized; None if nothing is.
     """
     cuts = cuts or {}
     packings = {} if quantization is None else choose_packings(module, quantization)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:
-            weights[parameter] = _Weight(
-                name, parameter, lazy_weights.pop(parameter), packings.get(parameter)
-            )
+            lazy, packing = lazy_weights.pop(parameter), packings.get(parameter)
+            stored = stored_packing(lazy)
+            if stored is not None:
+                packing, lazy = as_stored(stored[0], packing), stored[1]
+            weights[parameter] = _Weight(name, parameter, lazy, packing, stored is not None)
     for _, layer, name, parameter in owners(module):
         if parameter in weights:
             weights[parameter].cuts.setdefault(cuts.get((id(layer), name)))
     _read_all(weights.values(), read, cache)
     give_back_freed()
     _assign(module, weights, cuts)
-    if quantization is None:
-        return None
     packed = {w.name: w for w in weights.values() if w.packing is not None}
+    if quantization is None:
+        if not packed:
+            return None
+        quantization = next(w.packing.quantization for w in packed.values() if w.packing)
     return PackingReport(
         quantization,
         {name: w.kept[next(iter(w.cuts))][1] for name, w in packed.items()},
         [w.name for p, w in weights.items() if w.packing is None and p.ndim > 1],
-        {name: w.squares for name, w in packed.items()},
+        {name: w.squares for name, w in packed.items() if not w.is_stored},
     )
 
 
@@ -136,6 +151,7 @@ class _Weight:
     parameter: nn.Parameter
     lazy: LazyWeight | None  # None once it is read
     packing: WeightPacking | None  # of all of it
+    is_stored: bool = False  # `lazy` gives packed bytes
     cuts: dict[Cut | None, None] = field(default_factory=dict)  # None: all of it
     kept: dict[Cut | None, tuple[Tensor, Any]] = field(default_factory=dict)  # and their packings
     squares: tuple[float, float] = (0.0, 0.0)
@@ -156,7 +172,11 @@ class _Weight:
             del lazy  # a weight in memory is freed here
             for cut in self.cuts:
                 part = whole if cut is None else whole.narrow(cut[0], cut[1], cut[2] - cut[1])
-                if self.packing is not None:
+                if self.packing is not None and self.is_stored:
+                    shape = (part.shape[0], *self.packing.shape[1:])
+                    packing = replace(self.packing, shape=shape)
+                    self.kept[cut] = part.clone().flatten(), packing
+                elif self.packing is not None:
                     packing = replace(self.packing, shape=tuple(part.shape))
                     packed, self.squares = pack_and_measure(part.contiguous(), packing, self.name)
                     self.kept[cut] = packed, packing

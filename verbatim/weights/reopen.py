@@ -30,6 +30,7 @@ def reopen(source: ModelSource) -> LoadedModel:
             trust_remote_code=source.trust_remote_code,
             with_tokenizer=False,
             skeleton=open_skeleton,
+            unused_weights=source.unused_weights,
         )
     if source.quantization is not None:
         loaded.quantization = Quantization(**source.quantization)

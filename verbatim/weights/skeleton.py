@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from verbatim.model.borrow import quiet
 from verbatim.model.loader import auto_class, building
 from verbatim.model.packed import placeholder
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
+from verbatim.weights.formats import decode, forget_quantization, quantization_of
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced
 
 _DTYPES = {
@@ -24,6 +26,7 @@ _DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "U64": torch.uint64,
     "U32": torch.uint32,
@@ -41,20 +44,27 @@ _MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
 
 def open_skeleton(
     folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight]]:
+) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
     """Build the module that transformers would load from `folder`, without reading a weight.
 
     Returns:
         The module, whose parameters have shapes and no memory, and how each of them is made of what lies
-        in the files; tied ones come once.
+        in the files; tied ones come once. And the names of tensors that it does not use.
 
     Raises:
         ModelError: a damaged or missing file, weights that are missing or of another shape.
         NotSupported: weights in another format than safetensors.
     """
     stored = tensors_of(folder, config)
+    quantization = quantization_of(config)
+    table: Mapping[str, LazyWeight] = stored
+    if quantization is not None:
+        config = copy.deepcopy(config)
+        forget_quantization(config)
+        table = decode(folder, stored, quantization, dtype)
+    nbytes = sum(tensor.nbytes for tensor in stored.values())
     with building, quiet(progress=False):
-        module, report = _load_traced(folder, config, dtype, trust_remote_code, stored)
+        module, report = _load_traced(folder, config, dtype, trust_remote_code, table, nbytes)
     for kind in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in report[kind])
         if names:
@@ -62,7 +72,7 @@ def open_skeleton(
             raise ModelError(f"{folder}: {len(names)} weights are {what}, such as {names[0]}")
     lazy_weights = _settle_parameters(module)
     _settle_buffers(module)
-    return module.eval(), lazy_weights
+    return module.eval(), lazy_weights, sorted(map(str, report["unexpected_keys"]))
 
 
 def _load_traced(
@@ -70,19 +80,21 @@ def _load_traced(
     config: Any,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    stored: dict[str, Stored],
+    table: Mapping[str, LazyWeight],
+    nbytes: int,
 ) -> tuple[Any, dict[str, Any]]:
+    tensors = {name: traced(lazy) for name, lazy in table.items()}
     try:
         with torch.device("meta"):
             empty: Any = auto_class(config).from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
-        check_size(folder, empty, sum(tensor.nbytes for tensor in stored.values()))
-        check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in stored.items()})
+        check_size(folder, empty, nbytes)
+        check_dtypes(folder, empty, {name: str(tensor.dtype) for name, tensor in tensors.items()})
         module, report = type(empty).from_pretrained(
             None,
             config=empty.config,  # of the language model, where `config` is of more
-            state_dict={name: traced(tensor) for name, tensor in stored.items()},
+            state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
         )

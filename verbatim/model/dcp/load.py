@@ -33,7 +33,7 @@ from verbatim.model.loader import (
     read_config,
     settle_dtype,
 )
-from verbatim.model.mtp_source import mtp_names
+from verbatim.model.unused import mtp_names
 from verbatim.untrusted import check_size
 
 # Takes a checkpoint, a module built for it, and its tensors in the checkpoint with their targets; returns the

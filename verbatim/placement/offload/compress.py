@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.integers import pack_as_held
+from verbatim.model.integers import interleave, pack_as_held
 from verbatim.model.packed import hold_packed, placeholder, replace_children
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
@@ -19,6 +19,7 @@ from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import read_whole
+from verbatim.weights.formats import stored_packing
 from verbatim.weights.lazy import Held, materialize
 
 
@@ -67,8 +68,14 @@ class Compression:
                     self.packed.remove(slot)
                     self.rounded.append(slot)
                     continue
-            weight = materialize(slot.lazy, read_whole)
-            packed, self.squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
+            stored = stored_packing(slot.lazy)
+            if stored is None:
+                weight = materialize(slot.lazy, read_whole)
+                packed, self.squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
+            else:
+                packed = materialize(stored[1], read_whole).flatten()
+                if slot.packing.interleaved:
+                    packed, _ = interleave(packed, replace(slot.packing, interleaved=False))
             on_disk = slot.tier == "disk"
             slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
             slot.in_place = False
@@ -89,7 +96,7 @@ def choose(
     """Choose which slots are quantized, and how, without reading anything.
 
     Args:
-        packings: from `choose_packings`, for the same model.
+        packings: from `choose_packings`, for the same model, and those that its weights are stored in.
     """
     packed, rounded_ = [], []
     of_experts = {slot for layer in units.experts for slot in layer.slots}
@@ -99,6 +106,8 @@ def choose(
             continue
         interleaves = packing.multiplies_codes
         if slot.rows_only or (slot in units.held and not interleaves):
+            if stored_packing(slot.lazy) is not None:  # decoded, the numbers are the same
+                continue
             slot.rounding = packing
             rounded_.append(slot)
             continue

@@ -36,6 +36,7 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.options import EngineOptions, Placed
+from verbatim.weights.formats import as_stored, stored_packing
 
 
 def open_offloaded(
@@ -222,6 +223,10 @@ def units_of(
     assert loaded.lazy_weights is not None
     units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
     packings = {} if kind is None else choose_packings(loaded.module, kind)
+    for parameter, lazy in loaded.lazy_weights.items():
+        if (stored := stored_packing(lazy)) is not None:
+            packings[parameter] = as_stored(stored[0], packings.get(parameter))
+            kind = kind or packings[parameter].quantization
     units.split_experts()
     if offload.weights is None or offload.weights[2]:
         split_head(units, head_of(inner_model(loaded.module)), packings)

@@ -1,0 +1,126 @@
+"""Quantized checkpoints in the formats of other programs: the numbers that they hold, in every placement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import checkpoints
+from support.checkpoints import save
+from support.requests_mixed import all_facts, mixed_requests
+from support.toys import make_toy, random_ids
+from verbatim import LLM, Cluster, Offload
+
+SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
+EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermediate_size=64)
+GPT_OSS: dict[str, Any] = dict(SHAPE, head_dim=32, intermediate_size=64)
+PROMPTS = [random_ids(20, 1), random_ids(9, 2)]
+
+
+def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+_INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
+_FP8 = dict(num_bits=8, type="float", symmetric=True)
+_GPTQ: dict[str, Any] = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
+_BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+# Name: toy, settings, writer, quantization_config, bits in memory, whether the numbers are exact.
+FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], int | None, bool]] = {
+    "awq": (
+        *("llama", SHAPE, checkpoints.awq()),
+        *(dict(quant_method="awq", bits=4, group_size=32, version="gemm"), 4, False),
+    ),
+    "awq-experts": (
+        *("qwen3_moe", EXPERTS, checkpoints.awq(64)),
+        *(dict(quant_method="awq", bits=4, group_size=64, version="gemm"), 4, False),
+    ),
+    "gptq": ("llama", SHAPE, checkpoints.gptq(), _GPTQ, 4, False),
+    "gptq-rows": (
+        *("llama", SHAPE | dict(intermediate_size=128), checkpoints.gptq(8, 128, symmetric=True)),
+        *(_GPTQ | dict(bits=8, group_size=-1, sym=True), 8, False),
+    ),
+    "gptq-v2": (
+        *("llama", SHAPE, checkpoints.gptq(4, 64, v2=True)),
+        *(_GPTQ | dict(group_size=64, checkpoint_format="gptq_v2"), 4, False),
+    ),
+    "gptq-act-order": (
+        *("llama", SHAPE, checkpoints.gptq(order=True), _GPTQ | dict(desc_act=True), 8, False),
+    ),
+    "compressed-int4": (
+        *("qwen2", SHAPE, checkpoints.packed()),
+        *(_compressed("pack-quantized", symmetric=True, **_INT4), 4, True),
+    ),
+    "compressed-int4-zeros": (
+        *("qwen2", SHAPE, checkpoints.packed(symmetric=False)),
+        *(_compressed("pack-quantized", symmetric=False, **_INT4), 4, False),
+    ),
+    "compressed-int8": (
+        *("qwen2", SHAPE, checkpoints.int8_rows),
+        *(_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), 8, True),
+    ),
+    "compressed-fp8": (
+        *("qwen2", SHAPE, checkpoints.fp8("row", "weight_scale")),
+        *(_compressed("float-quantized", strategy="channel", **_FP8), None, True),
+    ),
+    "compressed-fp8-tensor": (
+        *("qwen2", SHAPE, checkpoints.fp8("tensor", "weight_scale")),
+        *(_compressed("naive-quantized", strategy="tensor", **_FP8), None, True),
+    ),
+    "fp8": (
+        *("qwen3_moe", EXPERTS, checkpoints.fp8((48, 32))),
+        *(dict(quant_method="fp8", weight_block_size=[48, 32]), None, True),
+    ),
+    "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), 8, True),
+    "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, 8, False),
+    "nf4-nested": ("llama", SHAPE, checkpoints.nf4(nested=True), _BNB, 8, False),
+    "bnb-int8": (
+        *("llama", SHAPE, checkpoints.bnb_int8),
+        *(dict(quant_method="bitsandbytes", load_in_8bit=True), 8, False),
+    ),
+}
+
+
+def written(name: str, folder: Path) -> Any:
+    """Write a checkpoint of a format; the module with the numbers that it holds."""
+    toy, settings, writer, quantization, _, _ = FORMATS[name]
+    module = make_toy(toy, **settings)
+    save(folder, module, writer, quantization, "experts" if name == "mxfp4" else ".")
+    return module
+
+
+@torch.no_grad()
+def expected_scores(module: Any, ids: list[int]) -> torch.Tensor:
+    """Return the log-prob of each token of a prompt by transformers."""
+    logits = module(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+    *_, bits, exact = FORMATS[name]
+    module = written(name, tmp_path / "quantized")
+    module.save_pretrained(tmp_path / "plain")
+    requests = mixed_requests(4)
+    with LLM(tmp_path / "quantized") as llm:
+        told = llm.info().get("quantization")
+        scores = [torch.tensor(score[1:]) for score in llm.score(PROMPTS)]
+        outputs = all_facts(llm.generate(*requests))
+    for ids, found in zip(PROMPTS, scores, strict=True):
+        torch.testing.assert_close(
+            found, expected_scores(module, ids), atol=2e-4 if exact else 0.3, rtol=0
+        )
+    assert (told and told["format"].startswith(f"int{bits}")) if bits else told is None
+    with LLM(tmp_path / "plain") as llm:
+        assert (all_facts(llm.generate(*requests)) == outputs) is exact
+    for placement in (Offload(cpu="64MB"), Offload(weights=(0, 0, 100)), Cluster(stages=2)):
+        with LLM(tmp_path / "quantized", placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == outputs

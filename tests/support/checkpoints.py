@@ -1,0 +1,250 @@
+"""Quantized checkpoints as other programs write them, and the numbers that they hold.
+
+Each writer returns the tensors of a matrix `[N, K]` by the end of their names, and its values in float32, by
+the formulas of its format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Writer = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+_NOT_QUANTIZED = re.compile(r"embed|norm|lm_head|gate\.weight|router|bias")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def to_words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Put codes `[n, m]` into int32 `[n, m * bits / 32]`: the code `order[i]` of a word at bit `i * bits`."""
+    per_word = 32 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+    words = codes.long().unflatten(1, (-1, per_word))
+    if order is not None:
+        words = words[..., list(order)]
+    total = (words << (torch.arange(per_word) * bits)).sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32).contiguous()
+
+
+def integers(
+    weight: Tensor, bits: int, size: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize along K: unsigned codes `[N, K]`, scales and zero points `[N, groups]`, values."""
+    most = 2**bits - 1
+    groups = weight.float().unflatten(1, (-1, size))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    if symmetric:
+        scale = (torch.maximum(-low, high) / (most // 2)).to(dtype)
+        zero = torch.full_like(low, 2 ** (bits - 1))
+    else:
+        scale = ((high - low) / most).to(dtype)
+        zero = (-low / scale.float()).round().clamp(1, most)
+    wide = scale.float()[..., None]
+    codes = ((groups / wide).round() + zero[..., None]).clamp(0, most)
+    values = (codes - zero[..., None]) * wide
+    return codes.flatten(1).int(), scale, zero.int(), values.flatten(1)
+
+
+def gptq(
+    bits: int = 4, size: int = 32, *, symmetric: bool = False, order: bool = False, v2: bool = False
+) -> Writer:
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        places = torch.arange(weight.shape[1])
+        if order:  # K in the order in which it was quantized
+            places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+        codes, scale, zero, values = integers(weight[:, places], bits, size, symmetric, torch.half)
+        back = places.argsort()
+        tensors = {
+            "qweight": to_words(codes[:, back], bits).t(),
+            "qzeros": to_words((zero - int(not v2)).t(), bits),
+            "scales": scale.t(),
+            "g_idx": (back // size).int(),
+        }
+        return tensors, values[:, back]
+
+    return write
+
+
+def awq(size: int = 32) -> Writer:
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scale, zero, values = integers(weight, 4, size, False, torch.half)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors = {
+            "qweight": to_words(codes.t(), 4, order),
+            "qzeros": to_words(zero.t(), 4, order),
+            "scales": scale.t(),
+        }
+        return tensors, values
+
+    return write
+
+
+def packed(bits: int = 4, size: int = 32, *, symmetric: bool = True) -> Writer:
+    """compressed-tensors, pack-quantized."""
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scale, zero, values = integers(weight, bits, size, symmetric, torch.bfloat16)
+        tensors = {
+            "weight_packed": to_words(codes, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = to_words(zero.t(), bits).t()
+        return tensors, values
+
+    return write
+
+
+def int8_rows(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """compressed-tensors, int-quantized by rows."""
+    codes, scale, _, values = integers(weight, 8, weight.shape[1], True, torch.bfloat16)
+    return {"weight": (codes - 128).to(torch.int8), "weight_scale": scale}, values
+
+
+def fp8(block: tuple[int, int] | str, scale_name: str = "weight_scale_inv") -> Writer:
+    """FP8 with a scale for each block, each row ("row") or the tensor ("tensor")."""
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, depth = weight.shape
+        wanted = {"row": (1, depth), "tensor": (rows, depth)}
+        high, wide = wanted[block] if isinstance(block, str) else block
+        scale = torch.zeros(-(-rows // high), -(-depth // wide))
+        values, stored = (
+            torch.empty(rows, depth),
+            torch.empty(rows, depth, dtype=torch.float8_e4m3fn),
+        )
+        for i in range(scale.shape[0]):
+            for j in range(scale.shape[1]):
+                at = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
+                scale[i, j] = weight[at].abs().max() / 448
+                stored[at] = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn)
+                values[at] = stored[at].float() * scale[i, j]
+        return {
+            "weight": stored,
+            scale_name: scale.flatten() if block == "tensor" else scale,
+        }, values
+
+    return write
+
+
+def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """MXFP4 of `[..., N, K]`: blocks of 32 along K with an exponent each."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = (groups.abs().amax(-1) / 6).log2().ceil().int()
+    scaled = groups / torch.exp2(exponent.float())[..., None]
+    codes = (scaled[..., None] - E2M1).abs().argmin(-1)
+    values = (E2M1[codes] * torch.exp2(exponent.float())[..., None]).flatten(-2)
+    pairs = codes.unflatten(-1, (-1, 2))
+    blocks = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+    return {"blocks": blocks, "scales": (exponent + 127).to(torch.uint8)}, values
+
+
+NF4 = torch.tensor(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    )
+)
+
+
+def nf4(*, nested: bool = False) -> Writer:
+    """bitsandbytes' NF4 in blocks of 64, whose scales may be quantized as well."""
+
+    def write(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        blocks = weight.float().reshape(-1, 64)
+        peaks = blocks.abs().amax(1)
+        state: dict[str, Any] = dict(
+            quant_type="nf4", blocksize=64, dtype="float32", shape=list(weight.shape)
+        )
+        tensors = {"weight.absmax": peaks, "weight.quant_map": NF4}
+        if nested:
+            offset, table = float(peaks.mean()), torch.linspace(-1, 1, 256)
+            spread = (peaks - offset).split(256)
+            outer = torch.stack([part.abs().max() for part in spread])
+            wide = outer.repeat_interleave(256)[: len(peaks)]
+            small = ((peaks - offset) / wide)[:, None].sub(table).abs().argmin(1)
+            peaks = table[small] * wide + offset
+            tensors |= {
+                "weight.absmax": small.to(torch.uint8),
+                "weight.nested_absmax": outer,
+                "weight.nested_quant_map": table,
+            }
+            state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=offset)
+        codes = (blocks / peaks[:, None])[..., None].sub(NF4).abs().argmin(-1)
+        pairs = codes.reshape(-1, 2)
+        tensors["weight"] = (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None]
+        text = json.dumps(state).encode()
+        tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(text), dtype=torch.uint8
+        )
+        return tensors, (NF4[codes] * peaks[:, None]).view(weight.shape)
+
+    return write
+
+
+def bnb_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """bitsandbytes' LLM.int8()."""
+    peaks = weight.float().abs().amax(1)
+    codes = (weight.float() * (127 / peaks[:, None])).round().to(torch.int8)
+    tensors = {"weight": codes, "SCB": peaks, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes.float() * peaks[:, None] / 127
+
+
+def save(
+    folder: Path, module: Any, write: Writer, quantization: dict[str, Any], names: str = "."
+) -> None:
+    """Write a quantized checkpoint of a module, and give the module the numbers that it holds.
+
+    Args:
+        names: a pattern of the matrices to quantize.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.state_dict().items():
+        if parameter.ndim == 1 or _NOT_QUANTIZED.search(name) or not re.search(names, name):
+            tensors[name] = parameter
+            continue
+        if parameter.ndim == 2:
+            stored, values = write(parameter.float())
+            prefix = name.removesuffix("weight")
+            tensors |= {prefix + end: tensor for end, tensor in stored.items()}
+        elif write is mxfp4:
+            stored, values = write(parameter.float().transpose(1, 2))
+            values = values.transpose(1, 2)
+            tensors |= {f"{name}_{end}": tensor for end, tensor in stored.items()}
+        else:
+            values = _save_experts(tensors, name, parameter.float(), write)
+        parameter.copy_(values)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = module.config.to_dict() | {"quantization_config": quantization}
+    config["architectures"] = [type(module).__name__]
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+
+
+def _save_experts(tensors: dict[str, Tensor], name: str, stack: Tensor, write: Writer) -> Tensor:
+    """Write experts one by one, as checkpoints have them."""
+    path, _, own = name.rpartition(".")
+    values = []
+    for number, matrix in enumerate(stack):
+        parts = matrix.chunk(2) if own == "gate_up_proj" else [matrix]
+        names = ["gate_proj", "up_proj"] if own == "gate_up_proj" else [own]
+        made = []
+        for part, short in zip(parts, names, strict=True):
+            stored, held = write(part)
+            made.append(held)
+            tensors |= {f"{path}.{number}.{short}.{end}": t for end, t in stored.items()}
+        values.append(torch.cat(made))
+    return torch.stack(values)
