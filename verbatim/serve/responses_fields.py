@@ -17,8 +17,6 @@ from verbatim.serve.fields import (
     Switch,
 )
 
-MAX_METADATA = 16  # as OpenAI's
-
 
 class InputText(Strict):
     """A text part of a message."""
@@ -126,9 +124,9 @@ class Responses(Sampling):
     parallel_tool_calls: Switch = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], AtMost(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = Field(
-        None, description="Returned with the answer."
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Has no effect: it counts the calls of built-in tools."
     )
-    store: Literal[False] | None = Field(None, description="Answers are not stored.")
     truncation: Literal["disabled"] | None = None
     n: Literal[1] | None = None
