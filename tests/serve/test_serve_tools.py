@@ -200,7 +200,7 @@ def function(**schema: Any) -> dict[str, Any]:
     ids=["twice", "unknown", "bad-name", "kind", "schema", "no-object", "regex", "format", "surrogate"],
 )  # fmt: skip
 def test_what_can_not_be_called_is_refused(served, change, said):
-    content = json.dumps(ASK | {"max_tokens": 2} | change)
+    content = json.dumps(ASK | {"model": served.service.name, "max_tokens": 2} | change)
     answer = served.client.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )

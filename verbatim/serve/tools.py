@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.sampling.json_schema import COMPACT, check_schema
+from verbatim.sampling.json_schema import check_schema
 from verbatim.serve.fields import NamedTool, Tool
 from verbatim.text.tokenizer import Tokenizer
 
@@ -138,11 +138,10 @@ class ToolUse:
         """Return the rules of the calls, with a separate schema per tool, for its references."""
         rules, names = [], []
         for number, tool in enumerate(self.tools):
-            schema = _schema(tool) | {"x-guidance": COMPACT}
             names.append(f"call_{number}")
             head = json.dumps(self._head(tool))
             rules.append(f'call_{number}: {head} arguments_{number} "}}"\n')
-            rules.append(f"arguments_{number}: %json {json.dumps(schema)}\n")
+            rules.append(f"arguments_{number}: %json {json.dumps(_schema(tool))}\n")
         return f"call: {' | '.join(names)}\n" + "".join(rules)
 
     def _head(self, tool: Tool) -> str:
