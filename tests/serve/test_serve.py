@@ -93,9 +93,10 @@ OWN_FIELDS = {  # likewise; where each is tested is below
     Completions: "prompt max_tokens logprobs echo stream_options json_schema num_beams length_penalty "
     "early_stopping",
     ChatCompletions: "messages max_tokens max_completion_tokens logprobs top_logprobs stream_options "
-    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs",
+    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs "
+    "reasoning_effort",
     Responses: "input instructions max_output_tokens text tools tool_choice parallel_tool_calls include "
-    "top_logprobs background max_tool_calls truncation n",
+    "top_logprobs background reasoning max_tool_calls truncation n",
 }
 
 

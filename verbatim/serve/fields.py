@@ -231,6 +231,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] | None = None
     refusal: None = None
+    reasoning_content: str | None = None
     name: str | None = None
     function_call: None = None
     audio: None = None
@@ -302,6 +303,9 @@ class SchemaFormat(Strict):
 Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatCompletions(Sampling):
     """A chat completion request."""
 
@@ -319,6 +323,7 @@ class ChatCompletions(Sampling):
     tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Switch = None
+    reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     chat_template_kwargs: Variables | None = Field(
         None, description="Variables of the model's own chat template, such as enable_thinking."
     )

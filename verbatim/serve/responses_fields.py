@@ -11,6 +11,7 @@ from verbatim.serve.fields import (
     MAX_TOOLS,
     MAX_TOP,
     AtMost,
+    Effort,
     PlainFormat,
     Sampling,
     Strict,
@@ -41,6 +42,29 @@ class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
+
+
+class ReasoningText(Strict):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], AtMost(MAX_MESSAGES)] | None = Field(None, max_length=0)
+    content: Annotated[list[ReasoningText], AtMost(MAX_MESSAGES)] | None = None
+    encrypted_content: None = None
+
+
+class ReasoningOptions(Strict):
+    """The effort of the reasoning."""
+
+    effort: Effort | None = Field(None, description="Passed to the chat template.")
+    summary: None = None
 
 
 class CallItem(_Item):
@@ -100,12 +124,13 @@ def _kind(item: Any) -> str:
 
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="the type must be message, function_call or function_call_output",
+        custom_error_message="the type must be message, reasoning, function_call or function_call_output",
     ),
 ]
 
@@ -124,6 +149,7 @@ class Responses(Sampling):
     parallel_tool_calls: Switch = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], AtMost(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    reasoning: ReasoningOptions | None = None
     background: Literal[False] | None = None
     max_tool_calls: int | None = Field(
         None, ge=1, description="Has no effect: it counts the calls of built-in tools."
