@@ -21,7 +21,8 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _KINDS = frozenset(["str", "int", "float", "bool"])
 # Tags of the unions in lists; in the path of an error they follow the index.
 _TAGS = frozenset(
-    "system developer user assistant tool message reasoning function_call function_call_output".split()
+    "system developer user assistant tool message reasoning function_call function_call_output "
+    "text thinking tool_use tool_result".split()
 )
 
 

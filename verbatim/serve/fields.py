@@ -105,9 +105,9 @@ class Sampling(Strict):
     # Without a meaning here: nothing is stored, and all requests have the same service.
     metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = None
     store: Switch = Field(None, description="Has no effect: answers are not stored.")
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description="Has no effect."
-    )
+    service_tier: (
+        Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None
+    ) = Field(None, description="Has no effect.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
     prompt_cache_key: str | None = Field(
         None, description="Has no effect: any cached prefix is found. See cache_salt."
