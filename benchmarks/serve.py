@@ -43,6 +43,7 @@ PROMPTS = [
     "In the middle of the forest",
     "One day",
 ]
+MODEL = b'{"model": "storyteller", '
 BROKEN = [
     b"{", b"[]", b"\xff", b"", b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
     b'{"prompt": 5}', b'{"prompt": []}', b'{"prompt": "x", "nope": 1}', b'{"prompt": "x", "n": 100000}',
@@ -51,6 +52,7 @@ BROKEN = [
     b'{"prompt": "x", "json_schema": {"type": "no"}}', b'{"prompt": [1, 99999999]}',
     b'{"prompt": "\\ud800", "stop": ["\\udfff"], "logit_bias": {"x": 1}}',
 ]  # fmt: skip
+BROKEN = [body.replace(b"{", MODEL, body.startswith(b'{"')) for body in BROKEN]
 
 
 class Findings:
@@ -166,7 +168,8 @@ async def load(url: str, streams: int, seconds: float, seed: int = 0) -> Finding
                 await ask(dice.choice(BROKEN))
             asked = (dice.choice(PROMPTS), dice.randrange(40), dice.randrange(8, 65))
             body = dict(zip(("prompt", "seed", "max_tokens"), asked, strict=True)) | {
-                "stream": True
+                "model": "storyteller",
+                "stream": True,
             }
             goes_after = dice.randrange(8) if dice.random() < 0.1 else None
             asking = await ask(json.dumps(body).encode(), goes_after)
@@ -268,7 +271,10 @@ async def bombard(url: str, at_once: int) -> tuple[list[float], list[float], dic
     from support.bombs import bombs
 
     waiting, statuses = bombs(), Findings()
-    body = {"prompt": PROMPTS[0], "seed": 3, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "storyteller", "prompt": PROMPTS[0], "seed": 3, "max_tokens": 200, "ignore_eos": True,
+        "stream": True,
+    }  # fmt: skip
 
     async def gaps(seconds: float) -> list[float]:
         found, end = list[float](), time.monotonic() + seconds
@@ -280,7 +286,9 @@ async def bombard(url: str, at_once: int) -> tuple[list[float], list[float], dic
     async def throw() -> None:
         while waiting:
             _, fields = waiting.pop()
-            asked = ['"prompt": "Once", "seed": 1, "max_tokens": 40, "timeout_s": 60']
+            asked = [
+                '"model": "storyteller", "prompt": "Once", "seed": 1, "max_tokens": 40, "timeout_s": 60'
+            ]
             for name, value in fields.items():  # a schema is JSON already
                 asked.append(f'"{name}": {value if name == "json_schema" else json.dumps(value)}')
             asking = await asked_of(

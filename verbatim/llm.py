@@ -33,6 +33,7 @@ from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
 from verbatim.session import Session
 from verbatim.source import open_model
+from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
 from verbatim.weights.load import open_weights
 from verbatim.weights.skeleton import open_skeleton
@@ -102,6 +103,7 @@ class LLM:
         OutOfBlocks: `kv_memory` is too small for one block.
     """
 
+    @suggests_names
     def __init__(
         self,
         model: str | os.PathLike[str] | nn.Module | None = None,
@@ -242,6 +244,7 @@ class LLM:
         self.tokenizer = engine.admission.tokenizer
         self.max_length = engine.admission.max_length
 
+    @suggests_names
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.spelling import suggests_names
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
@@ -43,6 +44,7 @@ _SWITCHES = (
 )
 
 
+@suggests_names
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingParams:
     """Sampling parameters, stop conditions and requested outputs of one request.

@@ -179,7 +179,7 @@ BAD = [
     ("[" * 100_000 + "\n", None, "invalid_line", "line 10: not JSON"),
 ]
 REFUSED = [
-    ({"prompt": "a", "foo": 1}, 400, "foo: unsupported field"),
+    ({"prompt": "a", "foo": 1}, 400, "unsupported field 'foo'"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
     ({"prompt": ""}, 400, "the prompt is empty"),
     ({"prompt": "a", "stream": True}, 400, "stream: not supported in a batch"),

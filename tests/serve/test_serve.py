@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.serving import Served, serving
+from support.serving import Client, Served, serving
 from verbatim import LLM, SamplingParams
 from verbatim.serve.fields import ChatCompletions, Completions, Sampling
 from verbatim.serve.native import PARAMS
@@ -76,19 +76,27 @@ SENT: dict[str, tuple[Any, Any]] = {
 SILENT = "n min_tokens ignore_eos skip_special_tokens priority timeout_s cache_salt draft".split()
 SILENT += ["include_stop_str_in_output", "any_whitespace"]
 NOT_SAMPLING = {"model", "user", "stream"}  # which have tests of their own
+HARMLESS: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "safety_identifier": "me",
+    "prompt_cache_key": "k",
+}
 
 
 def test_no_field_of_sampling_is_without_a_test():
-    assert SENT.keys() | NOT_SAMPLING == Sampling.model_fields.keys()
+    assert SENT.keys() | NOT_SAMPLING | HARMLESS.keys() == Sampling.model_fields.keys()
 
 
 OWN_FIELDS = {  # likewise; where each is tested is below
     Completions: "prompt max_tokens logprobs echo stream_options json_schema num_beams length_penalty "
     "early_stopping",
     ChatCompletions: "messages max_tokens max_completion_tokens logprobs top_logprobs stream_options "
-    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs",
+    "response_format tools tool_choice parallel_tool_calls chat_template_kwargs "
+    "reasoning_effort",
     Responses: "input instructions max_output_tokens text tools tool_choice parallel_tool_calls include "
-    "top_logprobs metadata store truncation n",
+    "top_logprobs background reasoning max_tool_calls truncation n",
 }
 
 
@@ -390,9 +398,43 @@ def test_an_unknown_field_and_another_model_are_refused(served, path):
         error = served.refused(path, body | {name: 1})
         assert error["param"] == name
         assert name in error["message"]
+    own = ChatCompletions if "chat" in path else Responses if "responses" in path else Completions
+    for name, meant in (
+        ("temprature", "temperature"),
+        ("guided_regex", "regex"),
+        ("guided_json", next(n for n in STRUCTURED if n in own.model_fields)),
+        ("zzz", None),
+    ):
+        hint = "" if meant is None else f"; did you mean {meant!r}?"
+        message = served.refused(path, body | {name: 1})["message"]
+        assert message == f"unsupported field {name!r}{hint}"
+    answer = httpx.post(f"{served.url}{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
     error = served.refused(path, body | {"model": "gpt-4"}, 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert served.post(path, **body, model="storyteller", temperature=0.0, stop=["a"])
+
+
+STRUCTURED = ("json_schema", "response_format", "text")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_fields_without_a_meaning_here_change_nothing(served, path):
+    body = {"completions": {"prompt": "x"}, "responses": {"input": "x"}}.get(
+        path.rpartition("/")[2] if "chat" not in path else "", {"messages": SAYS}
+    ) | {"seed": 1}
+    plain, answer = served.post(path, **body), served.post(path, **body, **HARMLESS)
+    changing = {"id", "created", "created_at", "completed_at"}
+    if path == "/v1/responses":
+        assert {name: answer[name] for name in HARMLESS} == HARMLESS | {
+            "store": False,
+            "service_tier": "default",
+        }
+        changing |= HARMLESS.keys() | {"output"}
+        assert answer["output"][0]["content"] == plain["output"][0]["content"]
+    assert {k: v for k, v in answer.items() if k not in changing} == {
+        k: v for k, v in plain.items() if k not in changing
+    }
 
 
 WRONG: dict[str, list[Any]] = {
@@ -413,7 +455,7 @@ WRONG: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_value_of_another_type_or_range_is_refused_by_name(served, name):
     for value in WRONG[name]:
-        body = json.dumps({"prompt": "x", name: value})
+        body = json.dumps({"model": "storyteller", "prompt": "x", name: value})
         answer = served.client.post(
             "/v1/completions", content=body, headers={"content-type": "application/json"}
         )
@@ -623,9 +665,14 @@ def test_a_response_is_the_chat_of_its_items(served):
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert (answer["metadata"], answer["instructions"]) == ({"a": "b"}, "Be short.")
-    for wrong in ("previous_response_id", "reasoning", "background"):
+    always = {
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tool_calls": None, "background": False,
+        "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
+        "safety_identifier": None, "prompt_cache_key": None,
+    }  # fmt: skip
+    assert answer.items() >= always.items()
+    for wrong in ("previous_response_id", "background"):
         assert served.refused("/v1/responses", {"input": "x", wrong: "y"})["param"] == wrong
-    assert served.refused("/v1/responses", {"input": "x", "store": True})["param"] == "store"
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}
     assert served.refused("/v1/responses", {"input": [call]})["param"] == "input.0.arguments"
 
@@ -663,7 +710,7 @@ def test_two_kinds_of_clients_at_once_get_the_words_of_one_alone(served):
     """Coroutines here, a thread's own call there: one engine."""
     alone = served.post("/v1/completions", prompt=PROMPT, **SEEDED)["choices"]
     with (
-        httpx.Client(base_url=served.url) as other,
+        Client(base_url=served.url) as other,
         other.stream(
             "POST", "/v1/completions", json={"prompt": "x", "max_tokens": 300, "stream": True}
         ) as stream,

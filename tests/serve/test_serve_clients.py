@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TASKS = Path(__file__).with_name("lm_eval_tasks")
 POSTS = [
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/generate", "/v1/logprobs",
-    "/tokenize", "/detokenize",
+    "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
 ]  # fmt: skip
 
 

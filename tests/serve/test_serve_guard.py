@@ -18,7 +18,7 @@ import pytest
 import torch
 from starlette.responses import Response
 
-from support.serving import Served, serving
+from support.serving import Client, Served, serving
 from verbatim import LLM
 from verbatim.cli.serve import _settings
 from verbatim.errors import InvalidRequest
@@ -31,7 +31,7 @@ from verbatim.serve.settings import LOCAL_HOSTS, ServeSettings, is_local
 
 KEYS = ("first-key-1", "second-key-2")
 JSON = {"content-type": "application/json"}
-LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "seed": 1}
+LONG = {"model": "storyteller", "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,9 @@ def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeyp
     connection.auto_open = 0  # it would connect again by itself
     headers = {"Content-Type": "application/json"}
     for _ in range(3):
-        connection.request("POST", "/v1/completions", b'{"prompt": "x"}', headers)
+        connection.request(
+            "POST", "/v1/completions", b'{"model": "storyteller", "prompt": "x"}', headers
+        )
         answer = connection.getresponse()
         assert answer.status == 500
         answer.read()
@@ -299,7 +301,7 @@ def test_an_error_that_nobody_foresaw_leaves_the_connection_open(served, monkeyp
 @contextmanager
 def busy(served: Served, count: int, **more: Any) -> Iterator[list[Any]]:
     """So many long streams that have begun."""
-    with httpx.Client(base_url=served.url, timeout=30) as client:
+    with Client(base_url=served.url, timeout=30) as client:
         streams = []
         for number in range(count):
             body = LONG | {"stream": True, "seed": number} | more
@@ -541,7 +543,7 @@ def test_structures_that_take_long_to_compile_hold_up_nobody_else(roomy, monkeyp
 
     def ask(number: int) -> None:
         body = {"prompt": "x", "regex": f"[ab]{{{number + 4}}}", "max_tokens": 2}
-        with httpx.Client(base_url=roomy.url, timeout=60) as client:
+        with Client(base_url=roomy.url, timeout=60) as client:
             answers.append(client.post("/v1/completions", json=body).status_code)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(20)]

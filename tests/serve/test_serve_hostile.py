@@ -16,7 +16,7 @@ from verbatim import LLM
 
 pytestmark = pytest.mark.slow
 
-SMALL = {"prompt": "x", "max_tokens": 2, "seed": 1}
+SMALL = {"model": "storyteller", "prompt": "x", "max_tokens": 2, "seed": 1}
 NUMBERS = ["1e308", "1e-320", "1e400", "NaN", "-Infinity", "-0.0", "true", "9" * 30, "-" + "9" * 30]
 TEXTS = [
     "\ud800",
@@ -121,7 +121,7 @@ def test_json_of_great_depth(served, depth):
         answered(
             served,
             "/v1/completions",
-            f'{{"prompt": "x", "max_tokens": 2, "json_schema": {schema}}}',
+            f'{{"model": "storyteller", "prompt": "x", "max_tokens": 2, "json_schema": {schema}}}',
         )
     for value in (lists, objects):
         for name in ("stop", "logit_bias", "cache_salt", "replay_routing", "json_schema"):

@@ -16,7 +16,13 @@ from support.programs import VERBATIM
 from support.serving import command, running
 
 pytestmark = pytest.mark.slow
-LONG = {"prompt": "x", "max_tokens": 1800, "ignore_eos": True, "stream": True}
+LONG = {
+    "model": "storyteller",
+    "prompt": "x",
+    "max_tokens": 1800,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 class Reader:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.serving import Served, running, serving
+from support.serving import Client, Served, running, serving
 from verbatim import LLM
 from verbatim.errors import InvalidRequest
 from verbatim.serve.bodies import MAX_CONTAINERS
@@ -190,7 +190,7 @@ def test_a_client_that_fills_the_batch_gives_way_to_others():
             link.sendall(whole(body))
             assert link.recv(100).startswith(b"HTTP/1.1 200")
             other = httpx.HTTPTransport(local_address="127.0.0.2")
-            with httpx.Client(transport=other, base_url=server.url, timeout=60) as client:
+            with Client(transport=other, base_url=server.url, timeout=60) as client:
                 answer = client.post("/v1/completions", json=SHORT | {"seed": 1})
             assert answer.json()["choices"] == alone
             assert server.service.under_way == 1  # the four are not at their end
@@ -297,7 +297,9 @@ def test_where_all_connections_are_busy_health_is_answered_and_nothing_else(llm)
             links.append(link)
         for _ in range(3):
             assert httpx.get(f"{server.url}/health").status_code == 200
-            refused = httpx.post(f"{server.url}/v1/completions", json=SHORT)
+            refused = httpx.post(
+                f"{server.url}/v1/completions", json=SHORT | {"model": "storyteller"}
+            )
             assert refused.status_code == 503
             assert refused.headers["connection"] == "close"
             assert "too many connections" in refused.text
@@ -355,7 +357,7 @@ class Others:
         while not self._ended.is_set():
             begin = time.perf_counter()
             try:
-                with httpx.Client(base_url=self._url, timeout=30) as client:
+                with Client(base_url=self._url, timeout=30) as client:
                     answer = ask(client)
                 if answer.status_code != 200:
                     self.errors.append(f"{name}: {answer.status_code} {answer.text}")
@@ -470,7 +472,7 @@ def test_mutated_bodies_hold_up_nobody(capsys):
     rng = random.Random(seed)
     with (
         running("--kv-memory", "16MB") as (process, url),
-        httpx.Client(base_url=url, timeout=60) as client,
+        Client(base_url=url, timeout=60) as client,
     ):
         for path, body in VALID:
             assert client.post(path, json=body).status_code == 200, (path, body)

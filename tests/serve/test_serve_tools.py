@@ -11,15 +11,28 @@ import pytest
 
 from support import toys
 from support.serving import Served, serving
-from support.tool_templates import BARE, HERMES, tokenizer
+from support.tool_templates import (
+    BARE,
+    DEEPSEEK,
+    HERMES,
+    MISTRAL,
+    MISTRAL_ARGS,
+    PYTHONIC,
+    tokenizer,
+)
 from verbatim import LLM
 from verbatim.serve.fields import Function, Tool
-from verbatim.serve.tools import ParsedCall, ToolUse, split_parts
+from verbatim.serve.tools import ParsedCall, Reader, Reasoning, ToolUse, split_parts
 
 KINDS = {
     "text": lambda: tokenizer(HERMES, added=False),
     "tokens": lambda: tokenizer(HERMES, added=True),
     "bare": lambda: tokenizer(BARE, added=False),
+    "special": lambda: tokenizer(HERMES, added=True, special=True),
+    "mistral": lambda: tokenizer(MISTRAL, added=True, special=True),
+    "args": lambda: tokenizer(MISTRAL_ARGS, added=True, special=True),
+    "deepseek": lambda: tokenizer(DEEPSEEK, added=True),
+    "pythonic": lambda: tokenizer(PYTHONIC, added=False),
 }
 
 
@@ -66,6 +79,9 @@ ASK = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "tempera
 TALKATIVE = {"max_tokens": 220, "top_p": 1.0}
 
 
+MARKED = ("<tool_call>", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>")
+
+
 def check(calls: list[dict[str, Any]]) -> None:
     for call in calls:
         assert call["type"] == "function"
@@ -101,8 +117,8 @@ def test_a_named_tool_is_the_one_that_is_called(served):
         {"tool_choice": "required", "parallel_tool_calls": False},
         {"tool_choice": "auto"},
         {"tool_choice": "none"},
-        {"tool_choice": "required", "max_tokens": 30},
-        {"tool_choice": "required", "stop": ["name"]},
+        {"tool_choice": "required", "max_tokens": 20},
+        {"tool_choice": "required", "stop": ["node", "city"]},
         {"tool_choice": "required", "logprobs": True},
     ],
     ids=json.dumps,
@@ -110,7 +126,9 @@ def test_a_named_tool_is_the_one_that_is_called(served):
 def test_a_stream_calls_what_the_whole_calls(served, choice):
     body = ASK | TALKATIVE | {"n": 2, "seed": 3} | choice
     if choice["tool_choice"] == "auto":  # so that it begins a call at all
-        mark = 262 if served.kind == "tokens" else ord("{") - 31 if served.kind == "bare" else None
+        added = served.llm.tokenizer.hf.get_added_vocab()
+        mark = {"bare": ord("{") - 31, "pythonic": ord("[") - 31}.get(served.kind)
+        mark = next((i for m, i in added.items() if m in MARKED), mark)
         body |= {"logit_bias": {str(mark): 8.0}} if mark else {}
     whole = served.post("/v1/chat/completions", **body)["choices"]
     pieces = [p["choices"][0] for p in served.stream("/v1/chat/completions", **body)[:-1]]
@@ -129,7 +147,7 @@ def test_a_stream_calls_what_the_whole_calls(served, choice):
         if "logprobs" in choice:
             told = [e for p in mine if p["logprobs"] for e in p["logprobs"]["content"]]
             assert told == one["logprobs"]["content"]
-        if "stop" in choice or body["max_tokens"] == 30:  # a call cut short is the text it is
+        if "stop" in choice or body["max_tokens"] == 20:  # a call cut short is the text it is
             assert not calls
             assert one["message"]["content"]
 
@@ -200,20 +218,12 @@ def function(**schema: Any) -> dict[str, Any]:
     ids=["twice", "unknown", "bad-name", "kind", "schema", "no-object", "regex", "format", "surrogate"],
 )  # fmt: skip
 def test_what_can_not_be_called_is_refused(served, change, said):
-    content = json.dumps(ASK | {"max_tokens": 2} | change)
+    content = json.dumps(ASK | {"model": served.service.name, "max_tokens": 2} | change)
     answer = served.client.post(
         "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )
     assert answer.status_code == 400, answer.text
     assert said in answer.text
-
-
-def test_marks_that_are_left_out_of_the_text_are_refused():
-    hf = tokenizer(HERMES, added=True, special=True)
-    module = toys.make_toy("llama", vocab_size=264)
-    with LLM(module, tokenizer=hf) as llm, serving(llm) as server:
-        error = server.refused("/v1/chat/completions", ASK)
-    assert "<tool_call> as a special token" in error["message"]
 
 
 def tool(name: str, **schema: Any) -> Tool:
@@ -244,17 +254,17 @@ def test_a_reader_reads_any_pieces_alike(name):
     text = TEXTS[name]
 
     def plain(parts: list[Any]) -> tuple[str, list[str]]:
-        said, calls = split_parts(parts)
+        said, _, calls = split_parts(parts)
         return said, [call.arguments for call in calls]
 
-    whole = plain(use().reader().push(text, last=True))
+    whole = plain(Reader(use()).push(text, last=True))
     assert len(whole[1]) == {"one": 1, "behind": 1, "several": 3, "cut": 1}.get(name, 0)
     if name == "several":
         assert whole[0] == "ab"
     if not whole[1]:
         assert whole[0] == text
     for size in (1, 2, 3, 7, 11):
-        reader, parts = use().reader(), []
+        reader, parts = Reader(use()), []
         for start in range(0, len(text), size):
             parts += reader.push(text[start : start + size])
         parts += reader.push("", last=True)
@@ -265,7 +275,68 @@ def test_a_reader_reads_any_pieces_alike(name):
 def test_arguments_come_as_they_were_written():
     """Not by way of Python's numbers, which know no 1e999."""
     text = '{"name": "g", "parameters": {"big": 1e999, "many": 123456789012345678901.50}}'
-    (call,) = use(template=BARE).reader().push(text, last=True)
+    (call,) = Reader(use(template=BARE)).push(text, last=True)
     assert isinstance(call, ParsedCall)
     assert call.arguments == text[len('{"name": "g", "parameters": ') : -1]
-    assert use(template=BARE).reader().push(" " + text, last=True) == [" " + text]
+    assert Reader(use(template=BARE)).push(" " + text, last=True) == [" " + text]
+
+
+OUTPUTS = {
+    MISTRAL: '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "]"}}]',
+    MISTRAL_ARGS: '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": "]"}',
+    DEEPSEEK: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n'
+    '{"b": "]"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    DEEPSEEK.replace("```json", ""): "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+    '{"a": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{"b": "]"}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    PYTHONIC: '[f(a=1), g(b="]")]',
+}
+
+
+@pytest.mark.parametrize("number", range(len(OUTPUTS)))
+@pytest.mark.parametrize("before", ["", "Let me see.\n"])
+def test_calls_of_each_family_are_read(number, before):
+    template, text = [*OUTPUTS.items()][number]
+    used = use(template=template)
+    if used.format.bare:
+        before = ""
+    for size in (1, 3, 1000):
+        reader, parts = Reader(used), []
+        for start in range(0, len(before + text), size):
+            parts += reader.push((before + text)[start : start + size])
+        said, _, calls = split_parts([*parts, *reader.push("", last=True)])
+        assert said == before.strip()
+        assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}'), ("g", '{"b": "]"}')]
+    cut = Reader(used).push(text[:-1], last=True)  # is the text it is
+    assert split_parts(cut) == (text[:-1] if text[-1] != "}" else cut[0], "", [])
+
+
+def test_pythonic_arguments_become_json():
+    (call,) = Reader(use(template=PYTHONIC)).push(
+        '[f(a=True, b=None, c=[1, "x"], d={})]', last=True
+    )
+    assert isinstance(call, ParsedCall)
+    assert json.loads(call.arguments) == {"a": True, "b": None, "c": [1, "x"], "d": {}}
+
+
+THOUGHTS = {
+    "<think>\nA\nB\n</think>\n\nText": ("A\nB", "Text"),
+    "\n<think>\n</think>\nText": ("", "Text"),
+    "Text <think>x</think>": ("", "Text <think>x</think>"),
+    "<think>\nA </thin": ("A </thin", ""),
+    "<thin": ("", "<thin"),
+}
+
+
+@pytest.mark.parametrize("text", THOUGHTS)
+def test_reasoning_is_split_from_the_text_in_any_pieces(text):
+    marks = ("<think>", "</think>")
+    for size in (1, 2, 3, 1000):
+        reader, parts = Reader(None, marks), []
+        for start in range(0, len(text), size):
+            parts += reader.push(text[start : start + size])
+        said, thought, _ = split_parts([*parts, *reader.push("", last=True)])
+        assert (thought, said) == THOUGHTS[text]
+    inside = Reader(None, marks, opened=True)
+    assert inside.push("A\n</think>\n\nB", last=True) == [Reasoning("A"), "B"]

@@ -24,6 +24,21 @@ from verbatim.serve.service import Service
 from verbatim.serve.settings import ServeSettings
 
 
+class Client(httpx.Client):
+    """A client that names the model in requests that must."""
+
+    model = "storyteller"
+
+    def build_request(self, method: str, url: Any, **rest: Any) -> httpx.Request:
+        body, path = rest.get("json"), str(url)
+        if isinstance(body, dict) and path.startswith("/v1/") and path not in NAMELESS:
+            rest["json"] = {"model": self.model} | body
+        return super().build_request(method, url, **rest)
+
+
+NAMELESS = ("/v1/generate", "/v1/logprobs")
+
+
 class Served:
     """What a test knows of a server that runs."""
 
@@ -38,7 +53,8 @@ class Served:
         self.llm, self.service, self.port, self.loop = llm, service, port, loop
         self._server = server
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = Client(base_url=self.url, timeout=60)
+        self.client.model = service.name
 
     def post(self, path: str, **body: Any) -> Any:
         """The answer to a body that is served."""

@@ -18,7 +18,27 @@ BARE = (
     '{% if tools %}Answer {"name": "...", "parameters": {}} of {{ tools | tojson }}\n{% endif %}'
     + MESSAGES
 )
-MARKS = ("<tool_call>", "</tool_call>")
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }} [TOOL_CALLS] [...]\n{% endif %}"
+    + MESSAGES
+)
+MISTRAL_ARGS = (
+    "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }} [TOOL_CALLS]f[ARGS]{}\n{% endif %}"
+    + MESSAGES
+)
+DEEPSEEK = (
+    "{% if tools %}<｜tool▁calls▁begin｜> ```json {{ tools | tojson }}\n{% endif %}" + MESSAGES
+)
+PYTHONIC = "{% if tools %}[name(key=value)] {{ tools | tojson }}\n{% endif %}" + MESSAGES
+_DEEPSEEK_MARKS = "tool▁calls▁begin tool▁call▁begin tool▁sep tool▁call▁end tool▁calls▁end".split()
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+MARKS += tuple(f"<｜{mark}｜>" for mark in _DEEPSEEK_MARKS)
+THINKING = MESSAGES.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+).replace(
+    "assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
 
 
 def tokenizer(template: str, *, added: bool, special: bool = False) -> PreTrainedTokenizerFast:
@@ -30,7 +50,7 @@ def tokenizer(template: str, *, added: bool, special: bool = False) -> PreTraine
     backend.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     if added:
         add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(mark) for mark in MARKS])
+        add([AddedToken(mark) for mark in MARKS if mark in template])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     hf.chat_template = template
     return hf

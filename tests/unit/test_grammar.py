@@ -164,6 +164,20 @@ def test_a_document_may_be_indented_where_any_whitespace_is_allowed():
         assert not takes(text, **structure)
 
 
+def test_a_schema_within_a_grammar_is_as_compact_as_one_alone():
+    text = json.dumps(ITS_SCHEMA)
+    loose = json.dumps(ITS_SCHEMA | {"x-guidance": {"whitespace_flexible": True}})
+    shut = json.dumps(DOCUMENT, separators=(",", ":"))
+    for before, begin in (("", ""), ('"%json {" ', "%json {"), ('/%json \\{x/ "/" ', "%json {x/")):
+        grammar = f"// %json {{}}\nstart: {before}%json {text} | b\nb: %json {text}"
+        assert takes(begin + shut, grammar=grammar)
+        assert not takes(begin + json.dumps(DOCUMENT, indent=1), grammar=grammar)
+    assert takes(json.dumps(DOCUMENT, indent=1), grammar=f"start: %json {loose}")
+    assert takes(
+        json.dumps(DOCUMENT, indent=1), grammar=f"start: %json {text}", any_whitespace=True
+    )
+
+
 def test_no_key_can_be_another_one_in_disguise():
     schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     assert takes('{"b":"x"}', json_schema=schema)

@@ -33,9 +33,10 @@ from verbatim.params import MAX_STRUCTURE_CHARS, STRUCTURES, SamplingParams
 from verbatim.sampling.json_schema import (
     ANY_WHITESPACE,
     COMPACT,
+    LARK_LITERAL,
     check_cost,
-    check_embedded,
     check_schema,
+    format_embedded,
 )
 from verbatim.sampling.processors import bitmask
 from verbatim.sampling.vocabulary import Vocabulary
@@ -67,7 +68,7 @@ _QUICK_PER_SLOW = (
 
 # Intersections of terminals in one grammar. The time to compile them doubles with each, uncounted by LIMITS.
 MAX_AND = 8
-_LITERAL = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/')
+_LITERAL = re.compile(LARK_LITERAL)
 
 NO_TOKEN = "no text fits it from here on, or none that the tokenizer's tokens can write"
 
@@ -449,6 +450,7 @@ def _one_line(message: str) -> str:
 
 def _source(kind: str, text: Any, any_whitespace: bool) -> str:
     """Return the source that llguidance compiles."""
+    options = ANY_WHITESPACE if any_whitespace else COMPACT
     if kind == "json_schema":
         schema = json.loads(text)
         if schema is False:
@@ -456,9 +458,7 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
         schema = {} if schema is True else schema
         check_schema(schema)
         check_cost(schema)
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides=ANY_WHITESPACE if any_whitespace else COMPACT
-        )
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "choice":
         texts = [
             "".join(c if c.isalnum() and c.isascii() else rf"\x{{{ord(c):x}}}" for c in t)
@@ -473,5 +473,4 @@ def _source(kind: str, text: Any, any_whitespace: bool) -> str:
         raise InvalidRequest("grammar: temperature= of a rule is not supported; set the request's")
     if (count := _LITERAL.sub("", text).count("&")) > MAX_AND:
         raise InvalidRequest(f"grammar: {count} intersections (&); at most {MAX_AND}")
-    check_embedded(text)
-    return LLMatcher.grammar_from_lark(text)
+    return LLMatcher.grammar_from_lark(format_embedded(text, options))

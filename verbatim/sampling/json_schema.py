@@ -40,6 +40,9 @@ _KEYWORDS |= frozenset(
     "pattern format".split()
 )
 _OLD_DRAFT = re.compile("draft-0[0-7]|2019-09")
+# Comments and literals of a Lark grammar, and the beginning of a schema in it.
+LARK_LITERAL = r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/'
+_EMBEDDED = re.compile(rf"{LARK_LITERAL}|(?P<schema>%json\s*)")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # only \uXXXX could write them
 
 
@@ -170,16 +173,27 @@ def _parts(root: Any, path: str, schema: Any) -> list[tuple[str, str, Any]]:
     return parts
 
 
-def check_embedded(grammar: str) -> None:
-    """Apply `check_cost` to the schemas in a Lark grammar."""
-    decoder = json.JSONDecoder()
-    for match in re.finditer(r"%json\s*", grammar):
+def format_embedded(grammar: str, options: JsonCompileOptions) -> str:
+    """Return a Lark grammar with `options` for its schemas without options; apply `check_cost` to them.
+
+    llguidance's own options allow any whitespace, which a model can generate forever.
+    """
+    decoder, parts, at = json.JSONDecoder(), list[str](), 0
+    for match in _EMBEDDED.finditer(grammar):
+        if match["schema"] is None or match.start() < at:  # a literal, or within a schema
+            continue
         try:
-            check_cost(decoder.raw_decode(grammar, match.end())[0])
+            schema, end = decoder.raw_decode(grammar, match.end())
+            check_cost(schema)
         except json.JSONDecodeError:
             continue  # not a schema; llguidance reports the error
         except InvalidRequest as error:
             raise InvalidRequest(f"grammar: %json: {error}") from None
+        if isinstance(schema, dict):
+            text = json.dumps({"x-guidance": options} | schema)
+            parts += [grammar[at : match.end()], text]
+            at = end
+    return "".join(parts) + grammar[at:]
 
 
 def _coprime(value: Any) -> int:

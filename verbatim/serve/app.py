@@ -17,12 +17,13 @@ from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
-from verbatim.serve import chat, completions, native, responses
+from verbatim.serve import chat, completions, messages, native, responses
 from verbatim.serve.bodies import BodyRoute, refusal_of_body
 from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
+from verbatim.serve.messages_fields import CountTokens, Messages
 from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
 from verbatim.serve.places import places_of
@@ -74,7 +75,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["Authorization", "X-Api-Key", "Content-Type"],
         )
     app.add_middleware(Counted, metrics=service.metrics)
     _refusals(app)
@@ -91,7 +92,7 @@ def _client(http: Request) -> Client:
 
 async def _told(
     http: Request,
-    asked: completions.Asked | chat.Asked | responses.Asked,
+    asked: completions.Asked | chat.Asked | responses.Asked | messages.Asked,
     stream: bool | None,
     *,
     done: bool = True,
@@ -113,6 +114,14 @@ def _openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=_ERRORS, tags=["OpenAI"])
     async def create_response(http: Request, body: Responses) -> Response:
         return await _told(http, responses.Asked(service, body), body.stream, done=False)
+
+    @app.post("/v1/messages", responses=_ERRORS, tags=["Anthropic"])
+    async def create_message(http: Request, body: Messages) -> Response:
+        return await _told(http, messages.Asked(service, body), body.stream, done=False)
+
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS, tags=["Anthropic"])
+    async def count_tokens(http: Request, body: CountTokens) -> Response:
+        return await answered(http, messages.Asked(service, body).count())
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> Response:

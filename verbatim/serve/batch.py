@@ -246,9 +246,10 @@ class BatchRun:
         model, handler = _ENDPOINTS[line.url]
         try:
             try:
-                body: Any = model.model_validate(line.body)
+                fields = {"model": self.service.name} | line.body
+                body: Any = model.model_validate(fields)
             except ValidationError as error:
-                raise refusal_of_body(error.errors()) from None
+                raise refusal_of_body(error.errors(), model) from None
             if body.stream:
                 raise Refusal(400, "stream: not supported in a batch", param="stream")
             return 200, await handler(self.service, body).answer(Client())

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verbatim.serve.errors import Refusal
+from verbatim.spelling import did_you_mean
 
 MAX_CONTAINERS = 1 << 16  # JSON objects and arrays of one body
 MAX_FIELDS = 1 << 16  # names in the objects of one body
@@ -20,7 +21,8 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _KINDS = frozenset(["str", "int", "float", "bool"])
 # Tags of the unions in lists; in the path of an error they follow the index.
 _TAGS = frozenset(
-    "system developer user assistant tool message function_call function_call_output".split()
+    "system developer user assistant tool message reasoning function_call function_call_output "
+    "text thinking tool_use tool_result".split()
 )
 
 
@@ -70,27 +72,35 @@ def parse_body(model: type[BaseModel], raw: bytes) -> BaseModel:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        raise refusal_of_body(error.errors(include_url=False)) from None
+        raise refusal_of_body(error.errors(include_url=False), model) from None
 
 
 def _count(raw: bytes, marks: bytes) -> int:
     return sum(raw.count(mark) for mark in marks)
 
 
-def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
+def refusal_of_body(
+    errors: Sequence[Any], model: type[BaseModel] | None = None, *, skip: int = 0
+) -> Refusal:
     """Return the response for a list that is too long, or the first of the most deeply nested errors.
+
+    A missing field is reported if there is no other error.
 
     Args:
         errors: pydantic's.
+        model: its fields are suggested for an unknown one.
         skip: parts of a field's path that come before its name.
     """
-    first = max(errors, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
+    first = max(errors, key=_rank)
     if isinstance(first.get("input"), bytes) and first["type"] != "json_invalid":
         return Refusal(415, "the body must be JSON, sent as Content-Type: application/json")
     unknown = first["type"] == "extra_forbidden"
     param = _param(first["loc"][skip:], known=not unknown)
     if unknown:
-        return Refusal(400, f"{param}: unsupported field", param=param)
+        known = model.model_fields if model is not None and len(first["loc"]) == 1 else ()
+        return Refusal(
+            400, f"unsupported field {param!r}{did_you_mean(str(param), known)}", param=param
+        )
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")
     given = first.get("input")
@@ -98,6 +108,10 @@ def refusal_of_body(errors: Sequence[Any], *, skip: int = 0) -> Refusal:
         "" if isinstance(given, dict | list) or first["type"] == "missing" else f"{given!r:.80}: "
     )
     return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)
+
+
+def _rank(error: Any) -> tuple[bool, bool, int]:
+    return error["type"] == "too_long", error["type"] != "missing", len(error["loc"])
 
 
 def _param(loc: Sequence[Any], known: bool) -> str | None:

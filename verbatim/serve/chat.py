@@ -32,7 +32,7 @@ from verbatim.serve.fields import (
     ToolMessage,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ANY_OBJECT, CallReader, ParsedCall, ToolUse, split_parts
+from verbatim.serve.tools import ANY_OBJECT, Answers, Reader, ToolUse, split_parts
 from verbatim.text.chat import render_chat
 
 
@@ -45,6 +45,7 @@ class Conversation:
         use: the callable tools.
         tools: in the template's format.
         template_kwargs: other variables of the template.
+        effort: of the reasoning; "none" turns it off.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -58,16 +59,20 @@ class Conversation:
         use: ToolUse | None,
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any] | None = None,
+        effort: str | None = None,
     ) -> None:
         self.service = service
         self._messages = messages
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
-        _check_used(messages, template_of(service, tools is not None))
+        template = template_of(service, tools is not None)
+        _fit_messages(messages, template)
+        if effort is not None:
+            self._variables |= _effort(effort, template)
         if tools is not None:
             self._variables["tools"] = tools
-        self.use = use
+        self.answers = Answers(use, template, service.llm.tokenizer)
         structures = [name for name in STRUCTURES if fields.get(name) is not None]
         if use is not None:
             if structures:
@@ -75,6 +80,10 @@ class Conversation:
                     f"{structures[0]} with tools: only one kind of structured output per request"
                 )
             fields["grammar"] = use.grammar()
+            structures = ["tools"]
+        if self.answers.shows_special:
+            fields.setdefault("skip_special_tokens", False)
+        self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields)
 
     async def prompt(self) -> list[int]:
@@ -82,15 +91,21 @@ class Conversation:
         tokenizer = self.service.llm.tokenizer
         if tokenizer is None:
             raise NotSupported("chat needs a tokenizer, and this engine has none")
-        return await self.service.in_thread(
+        ids = await self.service.in_thread(
             lambda: render_chat(tokenizer, self._messages, **self._variables),
             num_chars=sum(len(message["content"]) for message in self._messages),
         )
+        self.answers.note_prompt(tokenizer.decode(ids[-_TAIL_IDS:], False))
+        if self._structure is not None and self.answers.may_reason:
+            value = getattr(self.params, self._structure, None)
+            grammar = self.answers.grammar(self._structure, value)
+            if grammar is not None:
+                structure: dict[str, Any] = dict.fromkeys(STRUCTURES) | {"grammar": grammar}
+                self.params = self.params.replace(**structure)
+        return ids
 
-    def reader(self) -> CallReader | None:
-        """Return a parser for one completion's calls; None without tools."""
-        return None if self.use is None else self.use.reader()
 
+_TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
 
 # Template variables that clients can't set, and the reason.
 _NOT_FOR_CLIENTS = {
@@ -111,14 +126,27 @@ def template_of(service: Service, tools: bool) -> str:
     return template if isinstance(template, str) else ""
 
 
-def _check_used(messages: list[dict[str, Any]], template: str) -> None:
-    """Refuse fields of messages that the template does not use."""
+def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
+    """Refuse fields of messages that the template does not use, and leave out earlier reasoning if so."""
+    names = ("reasoning_content", "reasoning", "thinking")
+    used = next((name for name in names if re.search(rf"\b{name}\b", template)), None)
     for index, message in enumerate(messages):
+        reasoning = message.pop("reasoning_content", None)
+        if used is not None and reasoning is not None:
+            message[used] = reasoning
         for key in ("name", "tool_calls"):
             if key in message and not re.search(rf"\b{key}\b", template):
                 raise NotSupported(
                     f"messages[{index}].{key} would have no effect: the chat template doesn't use it"
                 )
+
+
+def _effort(effort: str, template: str) -> dict[str, Any]:
+    """Return the template's variable for an effort of reasoning."""
+    for name in ("enable_thinking", "thinking"):
+        if re.search(rf"\b{name}\b", template) and "reasoning_effort" not in template:
+            return {name: effort != "none"}
+    return {"reasoning_effort": effort}
 
 
 class Asked:
@@ -150,6 +178,7 @@ class Asked:
             use,
             [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
             body.chat_template_kwargs,
+            body.reasoning_effort,
         )
 
     async def answer(self, client: Client) -> dict[str, Any]:
@@ -164,7 +193,7 @@ class Asked:
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
         result: Result | None = None
-        readers: dict[int, CallReader | None] = {}
+        readers: dict[int, Reader] = {}
         with_usage = wants_usage(self.body.stream_options)
 
         def event(index: int, delta: dict[str, Any], **rest: Any) -> Event:
@@ -184,7 +213,7 @@ class Asked:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result
                     if index not in readers:
-                        readers[index] = self.conversation.reader()
+                        readers[index] = self.conversation.answers.reader()
                         yield event(index, {"role": "assistant", "content": ""})
                     for piece in self._pieces(delta, readers[index]):
                         yield event(index, **piece)
@@ -199,13 +228,14 @@ class Asked:
         if with_usage and result is not None:
             yield self._envelope("chat.completion.chunk", []) | {"usage": usage([result])}
 
-    def _pieces(self, delta: Delta, reader: CallReader | None) -> list[dict[str, Any]]:
-        """Return the pieces of a delta: its text with log-probs, then its calls."""
-        text, calls, done = delta.text, list[ParsedCall](), 0
-        if reader is not None:
-            done = reader.num_calls
-            text, calls = split_parts(reader.push(text, last=delta.finish_reason is not None))
+    def _pieces(self, delta: Delta, reader: Reader) -> list[dict[str, Any]]:
+        """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
+        done = reader.num_calls
+        parts = reader.push(delta.text, last=delta.finish_reason is not None)
+        text, reasoning, calls = split_parts(parts)
         pieces: list[dict[str, Any]] = []
+        if reasoning:
+            pieces.append({"delta": {"reasoning_content": reasoning}})
         logprobs = self._logprobs(delta)
         if text or (logprobs is not None and delta.token_ids):
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
@@ -214,11 +244,11 @@ class Asked:
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
-        reader = self.conversation.reader()
-        text, calls = output.text, list[ParsedCall]()
-        if reader is not None:
-            text, calls = split_parts(reader.push(text, last=True))
+        reader = self.conversation.answers.reader()
+        text, reasoning, calls = split_parts(reader.push(output.text, last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [call.wire() for call in calls]
             message["content"] = text or None
@@ -231,8 +261,8 @@ class Asked:
             "seed": output.seed,
         }
 
-    def _finish(self, reason: FinishReason, reader: CallReader | None) -> str | None:
-        if reader is not None and reader.num_calls and reason is FinishReason.STOP:
+    def _finish(self, reason: FinishReason, reader: Reader) -> str | None:
+        if reader.num_calls and reason is FinishReason.STOP:
             return "tool_calls"
         return finish_reason(reason)
 
@@ -298,6 +328,8 @@ def message_of(message: Message) -> dict[str, Any]:
         plain["tool_call_id"] = message.tool_call_id
     elif message.name is not None:
         plain["name"] = message.name
+    if isinstance(message, AssistantMessage) and message.reasoning_content:
+        plain["reasoning_content"] = message.reasoning_content
     if isinstance(message, AssistantMessage) and message.tool_calls:
         plain["tool_calls"] = [
             {

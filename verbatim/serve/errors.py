@@ -63,12 +63,13 @@ class Refusal(HTTPException):
 
     def body(self) -> dict[str, Any]:
         return {
+            "type": "error",  # for Anthropic's clients
             "error": {
                 "message": self.message,
                 "type": _TYPES.get(self.status_code, "invalid_request_error"),
                 "param": self.param,
                 "code": self.code,
-            }
+            },
         }
 
     def response(self) -> Response:

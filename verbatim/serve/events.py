@@ -125,7 +125,8 @@ async def _lines(
                 for line in _line(event):
                     yield line
         except Exception as error:
-            yield next(_line(refusal_of(error).body()))
+            body = refusal_of(error).body()
+            yield next(_line(body if done else ("error", body)))
         else:
             if done:
                 yield DONE

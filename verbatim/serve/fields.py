@@ -31,6 +31,7 @@ MAX_ALLOWED_IDS = 1 << 19
 MAX_CHOICES = 4096
 MAX_BIASES = 1024
 MAX_PHRASE_IDS = 256  # ids of one entry of `bad_words` or `stop_token_ids`
+MAX_METADATA = 16  # as OpenAI's
 MAX_VARIABLES = 64  # of a chat template, or of `SamplingParams`
 
 
@@ -83,7 +84,7 @@ Texts = str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None
 class Sampling(Strict):
     """The fields that all generation endpoints share."""
 
-    model: str | None = Field(None, description="Name of the served model; optional.")
+    model: str = Field(description="Name of the served model.")
     temperature: Number = within("Divisor of the logits; 0 is greedy.", minimum=0)
     top_p: Number = within(**_SHARE)
     n: Integer = within("Completions per prompt.", minimum=1)
@@ -101,6 +102,16 @@ class Sampling(Strict):
     )
     user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
+    # Without a meaning here: nothing is stored, and all requests have the same service.
+    metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = None
+    store: Switch = Field(None, description="Has no effect: answers are not stored.")
+    service_tier: (
+        Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None
+    ) = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect.")
+    prompt_cache_key: str | None = Field(
+        None, description="Has no effect: any cached prefix is found. See cache_salt."
+    )
     # Verbatim's own, with the names of SamplingParams.
     top_k: Integer = within(minimum=0)
     min_p: Number = within(minimum=0, maximum=1)
@@ -220,6 +231,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] | None = None
     refusal: None = None
+    reasoning_content: str | None = None
     name: str | None = None
     function_call: None = None
     audio: None = None
@@ -291,6 +303,9 @@ class SchemaFormat(Strict):
 Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatCompletions(Sampling):
     """A chat completion request."""
 
@@ -308,6 +323,7 @@ class ChatCompletions(Sampling):
     tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Switch = None
+    reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     chat_template_kwargs: Variables | None = Field(
         None, description="Variables of the model's own chat template, such as enable_thinking."
     )

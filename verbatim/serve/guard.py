@@ -59,12 +59,14 @@ class Guard:
     def _key(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
         if not self._keys:
             return ""
-        shown = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = shown.partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
+        given = dict(reversed([*headers]))  # the first of equal names
+        scheme, _, key = given.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = given.get(b"x-api-key", b"")  # of Anthropic's clients
+        if not key:
             raise Refusal(
                 401,
-                "no API key: send it as `Authorization: Bearer KEY`",
+                "no API key: send it as `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
                 code="missing_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

@@ -17,6 +17,7 @@ from verbatim.serve.errors import LazyList
 from verbatim.serve.events import Event
 from verbatim.serve.fields import Messages, PromptIds, Prompts, Strict, Switch, TextIds, Variables
 from verbatim.serve.service import Client, Service
+from verbatim.spelling import did_you_mean
 from verbatim.text.chat import render_chat
 from verbatim.text.tokenizer import Tokenizer
 
@@ -76,7 +77,8 @@ def _params(body: Generate) -> SamplingParams:
     for name in body.params:
         if name not in PARAMS:
             why = "can't be sent" if name == "logits_processors" else "is unknown"
-            raise InvalidRequest(f"params.{name} {why}; allowed are {', '.join(PARAMS)}")
+            meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
+            raise InvalidRequest(f"params.{name} {why}{meant}")
     fields = dict(body.params)
     bias = fields.get("logit_bias")
     if isinstance(bias, dict):  # JSON's keys are strings

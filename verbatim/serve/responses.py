@@ -30,10 +30,11 @@ from verbatim.serve.responses_fields import (
     InputMessage,
     NamedFunctionTool,
     OutputItem,
+    ReasoningItem,
     Responses,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, Part, ToolUse
+from verbatim.serve.tools import ParsedCall, Reasoning, ToolUse
 
 
 class Asked:
@@ -60,18 +61,20 @@ class Asked:
             service.llm.tokenizer,
         )
         self.logprobs = bool(body.include)
-        if self.logprobs and use is not None:
-            raise NotSupported(
-                "include=['message.output_text.logprobs'] with tools: a call's tokens belong to no text; "
-                "/v1/chat/completions has logprobs with tools"
-            )
         self.conversation = Conversation(
             service,
             _messages(body),
             _fields(body),
             use,
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            effort=None if body.reasoning is None else body.reasoning.effort,
         )
+        what = "tools" if use is not None else "reasoning"
+        if self.logprobs and (use is not None or self.conversation.answers.reasoning is not None):
+            raise NotSupported(
+                f"include=['message.output_text.logprobs'] with {what}: some tokens belong to no text; "
+                f"/v1/chat/completions has logprobs with {what}"
+            )
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
@@ -80,13 +83,14 @@ class Asked:
             requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
-        reader = self.conversation.reader()
-        parts = [output.text] if reader is None else reader.push(output.text, last=True)
+        parts = self.conversation.answers.reader().push(output.text, last=True)
         logprobs = self._logprobs(output)
         items = []
         for part in parts or [""]:  # an empty answer has one item
             if isinstance(part, ParsedCall):
                 items.append(_call_item(part))
+            elif isinstance(part, Reasoning):
+                items.append(_reasoning_item(f"rs_{uuid4().hex}", part.text))
             else:
                 items.append(_message_item(f"msg_{uuid4().hex}", part, logprobs))
                 logprobs = []
@@ -101,22 +105,20 @@ class Asked:
             number += 1
             return kind, {"type": kind, **rest, "sequence_number": number}
 
-        message = _Message(event)
+        message = _TextItem(event)
         items: list[dict[str, Any]] = []
         result: Result | None = None
         with self.service.seat() as seat:
             prompt = await self.conversation.prompt()
             requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
-            reader = self.conversation.reader()
+            reader = self.conversation.answers.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     if number < 0:
                         yield event("response.created", response=self._response([], None))
                         yield event("response.in_progress", response=self._response([], None))
                     result = delta.result or result
-                    parts: list[Part] = [delta.text]
-                    if reader is not None:
-                        parts = reader.push(delta.text, last=delta.finish_reason is not None)
+                    parts = reader.push(delta.text, last=delta.finish_reason is not None)
                     message.logprobs += self._logprobs(delta)
                     for part in parts:
                         if isinstance(part, ParsedCall):
@@ -124,11 +126,11 @@ class Asked:
                             pieces += _call_events(event, part, len(items))
                             items.append(_call_item(part))
                         else:
-                            pieces = message.push(part, len(items))
+                            pieces = message.push(part, items)
                         for piece in pieces:
                             yield piece
-            if not items and not message.open:  # an empty answer has one item
-                for piece in message.push("", 0, empty=True):
+            if not items and message.open is None:  # an empty answer has one item
+                for piece in message.push("", items):
                     yield piece
             for piece in message.end(items):
                 yield piece
@@ -156,15 +158,23 @@ class Asked:
             "created_at": self.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "instructions": body.instructions,
+            "frequency_penalty": params.frequency_penalty,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
             "model": self.service.name,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
             "text": {"format": _format(body)},
@@ -183,8 +193,8 @@ class Asked:
         }
 
 
-class _Message:
-    """The message item of a stream, open while it gets text.
+class _TextItem:
+    """The message or reasoning item of a stream, open while it gets text.
 
     Attributes:
         logprobs: of tokens without text so far; sent with the next text.
@@ -192,55 +202,58 @@ class _Message:
 
     def __init__(self, event: Any) -> None:
         self._event = event
-        self.open = False
+        self.open: type[str] | type[Reasoning] | None = None
         self.logprobs: list[dict[str, Any]] = []
 
-    def push(self, text: str, index: int, *, empty: bool = False) -> list[Event]:
+    def push(self, part: str | Reasoning, items: list[dict[str, Any]]) -> list[Event]:
         events: list[Event] = []
-        if not text and not empty:
-            return events
-        if not self.open:
-            self.open, self._text, self._all = True, "", list[dict[str, Any]]()
-            self._at: dict[str, Any] = {"item_id": f"msg_{uuid4().hex}", "output_index": index}
-            item = {
-                "id": self._at["item_id"],
-                "type": "message",
-                "role": "assistant",
-                "status": "in_progress",
-                "content": [],
-            }
-            events.append(self._event("response.output_item.added", output_index=index, item=item))
-            part = _part("", [])
-            events.append(
-                self._event("response.content_part.added", **self._at, content_index=0, part=part)
-            )
-        logprobs, self.logprobs = self.logprobs, []
+        if self.open is not type(part):
+            events += self.end(items)
+            events += self._begin(part, len(items))
+        text = part if isinstance(part, str) else part.text
         self._text += text
-        self._all += logprobs
+        told = {}
+        if isinstance(part, str):
+            told["logprobs"], self.logprobs = self.logprobs, []
+            self._all += told["logprobs"]
         if text:
-            events.append(
-                self._event(
-                    "response.output_text.delta",
-                    **self._at,
-                    content_index=0,
-                    delta=text,
-                    logprobs=logprobs,
-                )
-            )
+            kind = f"response.{self._kind}.delta"
+            events.append(self._event(kind, **self._at, content_index=0, delta=text, **told))
         return events
+
+    def _begin(self, part: str | Reasoning, index: int) -> list[Event]:
+        self.open, self._text, self._all = type(part), "", list[dict[str, Any]]()
+        self._kind = "output_text" if isinstance(part, str) else "reasoning_text"
+        item = self._item("msg" if isinstance(part, str) else "rs")
+        self._at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        (content,) = item["content"]
+        item |= {"content": [], "status": "in_progress"}
+        return [
+            self._event("response.output_item.added", output_index=index, item=item),
+            self._event("response.content_part.added", **self._at, content_index=0, part=content),
+        ]
+
+    def _item(self, prefix: str = "", item_id: str = "") -> dict[str, Any]:
+        item_id = item_id or f"{prefix}_{uuid4().hex}"
+        if self.open is str:
+            return _message_item(item_id, self._text, self._all)
+        return _reasoning_item(item_id, self._text)
 
     def end(self, items: list[dict[str, Any]]) -> list[Event]:
         """Close the item if it is open, and append it to `items`."""
-        if not self.open:
+        if self.open is None:
             return []
-        self.open = False
-        self._all += self.logprobs
-        self.logprobs = []
         at = self._at | {"content_index": 0}
-        item = _message_item(self._at["item_id"], self._text, self._all)
+        told = {}
+        if self.open is str:
+            self._all += self.logprobs
+            self.logprobs = []
+            told["logprobs"] = self._all
+        item = self._item(item_id=self._at["item_id"])
         items.append(item)
+        self.open = None
         return [
-            self._event("response.output_text.done", **at, text=self._text, logprobs=self._all),
+            self._event(f"response.{self._kind}.done", **at, text=self._text, **told),
             self._event("response.content_part.done", **at, part=item["content"][0]),
             self._event(
                 "response.output_item.done", output_index=self._at["output_index"], item=item
@@ -276,6 +289,17 @@ def _message_item(item_id: str, text: str, logprobs: Iterable[dict[str, Any]]) -
         "role": "assistant",
         "status": "completed",
         "content": [_part(text, logprobs)],
+    }
+
+
+def _reasoning_item(item_id: str, text: str) -> dict[str, Any]:
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "encrypted_content": None,
+        "status": "completed",
     }
 
 
@@ -352,14 +376,32 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
         elif isinstance(item, CallItem):
             function = FunctionCall(name=item.name, arguments=item.arguments)
             call = ToolCall(id=item.call_id, type="function", function=function)
-            last = messages[-1] if messages else None
-            if not isinstance(last, AssistantMessage):
-                last = AssistantMessage(role="assistant", content="")
-                messages.append(last)
+            last = _assistant(messages)
             last.tool_calls = [*(last.tool_calls or []), call]
+        elif isinstance(item, ReasoningItem):
+            last = AssistantMessage(role="assistant", content="")
+            last.reasoning_content = "".join(part.text for part in item.content or ())
+            messages.append(last)
+        elif item.role == "assistant" and _only_reasons(messages):
+            messages[-1].content = _turn(item).content
         else:
             messages.append(_turn(item))
     return [message_of(message) for message in messages]
+
+
+def _assistant(messages: list[Any]) -> AssistantMessage:
+    """Return the last message if it is the assistant's, or else a new one."""
+    if not messages or not isinstance(messages[-1], AssistantMessage):
+        messages.append(AssistantMessage(role="assistant", content=""))
+    last: AssistantMessage = messages[-1]
+    return last
+
+
+def _only_reasons(messages: list[Any]) -> bool:
+    """Return whether the last message is reasoning without its answer so far."""
+    last = messages[-1] if messages else None
+    reasons = isinstance(last, AssistantMessage) and last.reasoning_content is not None
+    return reasons and not last.content and not last.tool_calls
 
 
 def _turn(item: InputMessage) -> PlainMessage | AssistantMessage:

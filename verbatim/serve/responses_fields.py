@@ -11,13 +11,12 @@ from verbatim.serve.fields import (
     MAX_TOOLS,
     MAX_TOP,
     AtMost,
+    Effort,
     PlainFormat,
     Sampling,
     Strict,
     Switch,
 )
-
-MAX_METADATA = 16  # as OpenAI's
 
 
 class InputText(Strict):
@@ -43,6 +42,29 @@ class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
+
+
+class ReasoningText(Strict):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], AtMost(MAX_MESSAGES)] | None = Field(None, max_length=0)
+    content: Annotated[list[ReasoningText], AtMost(MAX_MESSAGES)] | None = None
+    encrypted_content: None = None
+
+
+class ReasoningOptions(Strict):
+    """The effort of the reasoning."""
+
+    effort: Effort | None = Field(None, description="Passed to the chat template.")
+    summary: None = None
 
 
 class CallItem(_Item):
@@ -102,12 +124,13 @@ def _kind(item: Any) -> str:
 
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message="the type must be message, function_call or function_call_output",
+        custom_error_message="the type must be message, reasoning, function_call or function_call_output",
     ),
 ]
 
@@ -126,9 +149,10 @@ class Responses(Sampling):
     parallel_tool_calls: Switch = None
     include: Annotated[list[Literal["message.output_text.logprobs"]], AtMost(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
-    metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = Field(
-        None, description="Returned with the answer."
+    reasoning: ReasoningOptions | None = None
+    background: Literal[False] | None = None
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Has no effect: it counts the calls of built-in tools."
     )
-    store: Literal[False] | None = Field(None, description="Answers are not stored.")
     truncation: Literal["disabled"] | None = None
     n: Literal[1] | None = None

@@ -1,23 +1,23 @@
-"""Tool calls: their format, the grammar that enforces it, and the parser.
+"""Tool calls and reasoning: the grammar that enforces calls, and the reader of the output.
 
-The chat template determines the format. Two are supported: Hermes' (Qwen and many others), `<tool_call>`
-around a JSON object, and a bare JSON object. Arguments always fit the tool's schema.
+The chat template determines the format (`formats.py`). Arguments always fit the tool's schema.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.sampling.json_schema import COMPACT, check_schema
+from verbatim.sampling.json_schema import check_schema
 from verbatim.serve.fields import NamedTool, Tool
+from verbatim.serve.formats import CallFormat, call_format, reasoning_marks
 from verbatim.text.tokenizer import Tokenizer
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -37,7 +37,52 @@ class ParsedCall:
         }
 
 
-Part = str | ParsedCall  # a part of the model's output
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning, without its marks."""
+
+    text: str
+
+
+Part = str | Reasoning | ParsedCall  # a part of the model's output
+
+
+class Marks:
+    """The marks of a tokenizer, as text and in grammars.
+
+    Attributes:
+        special: those that are special tokens, which are left out of the text by default.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
+        self._ids: dict[str, int] = {}
+        self.special: frozenset[str] = frozenset()
+        if tokenizer is None or not hasattr(backend, "get_added_tokens_decoder"):
+            return
+        added = backend.get_added_tokens_decoder().items()
+        special = tokenizer.special_ids
+        self.special = frozenset(token.content for i, token in added if i in special)
+        # Only these are not text to a grammar.
+        self._ids = {
+            token.content: i
+            for i, token in added
+            if i in special or re.fullmatch("<.+>", token.content)
+        }
+
+    def is_token(self, mark: str) -> bool:
+        return mark in self._ids
+
+    def lark(self, text: str) -> str:
+        """Return an expression in Lark for a text with marks."""
+        names = sorted(filter(text.__contains__, self._ids), key=len, reverse=True)
+        split = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        parts = [
+            f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part, ensure_ascii=False)
+            for part in split
+            if part
+        ]
+        return " ".join(parts) or '""'
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +93,14 @@ class ToolUse:
         tools: tools that may be called.
         required: only calls, at least one.
         several: more than one call is allowed.
-        tagged: calls are enclosed in `<tool_call>` and `</tool_call>`.
-        key: the template's key of the arguments: "arguments" or "parameters".
-        tokens: the marks that are single tokens, which a grammar must refer to by name.
+        format: how calls are written.
     """
 
     tools: tuple[Tool, ...]
     required: bool
     several: bool
-    tagged: bool
-    key: str
-    tokens: frozenset[str] = frozenset()
+    format: CallFormat
+    marks: Marks = field(default_factory=lambda: Marks(None))
 
     @classmethod
     def settle(
@@ -74,7 +116,6 @@ class ToolUse:
         Raises:
             InvalidRequest: a choice without tools, or of a missing one; duplicate names; an unsupported
                 schema.
-            NotSupported: the tokenizer omits the marks from the text.
         """
         if tools is None:
             if choice not in (None, "none"):
@@ -96,14 +137,12 @@ class ToolUse:
                 raise InvalidRequest(
                     f"tool_choice: no tool is named {name!r}; the tools are {', '.join(names)}"
                 )
-        tagged = BEGIN in template
         return cls(
             tuple(tools),
             required=choice == "required" or isinstance(choice, NamedTool),
-            several=several is not False and not isinstance(choice, NamedTool) and tagged,
-            tagged=tagged,
-            key="parameters" if not tagged and '"parameters":' in template else "arguments",
-            tokens=_tokens(tokenizer) if tagged else frozenset(),
+            several=several is not False and not isinstance(choice, NamedTool),
+            format=call_format(template),
+            marks=Marks(tokenizer),
         )
 
     def grammar(self) -> str:
@@ -111,60 +150,84 @@ class ToolUse:
         return self._frame() + self._calls()
 
     def _frame(self) -> str:
-        if not self.tagged:
-            # Without a mark, text that begins like an object would be taken for a call.
-            text = "" if self.required else " | TEXT"
-            return f"start: call{text}\nTEXT: /[^{{](.|\\n)*/\n"
-        begin, end = self._mark(BEGIN), self._mark(END)
+        form, lark = self.format, self.marks.lark
+        mark, rest = form.mark, form.begin.removeprefix(form.mark)
+        several = self.several and form.between is not None
+        more = f" ({lark(form.between or '')} call)*" if several else ""
+        calls = f"{lark(rest)} call{more} {lark(form.end)}"
+        section = f"section: {lark(form.begin)} call{more} {lark(form.end)}\n"
         if self.required:
-            more = ' ("\\n" wrapped)*' if self.several else ""
-            return f'start: wrapped{more}\nwrapped: {begin} "\\n" call "\\n" {end}\n'
+            more = ' ("\\n" section)*' if self.several and form.repeats else ""
+            return f"start: section{more}\n{section}"
+        if form.bare:
+            # Without a mark, text that begins like a call would be taken for one.
+            return f"start: section | TEXT\n{section}TEXT: /[^\\{mark}](.|\\n)*/\n"
         # Text must not contain the mark, as what follows would not fit a schema.
-        if BEGIN in self.tokens:
-            head, rule = f"TEXT {begin}", ""
+        if self.marks.is_token(mark):
+            head, rule = f"TEXT {lark(mark)}", ""
         else:
-            head, rule = "head", f"head[lazy]: /(.|\\n)*/ {begin}\n"
+            head, rule = "head", f"head[lazy]: /(.|\\n)*/ {lark(mark)}\n"
+        if form.repeats:
+            start = f"part{'*' if self.several else '?'} TEXT"
+        else:
+            start = "part | TEXT"
+        escaped = re.escape(mark).replace("/", r"\/")
         return (
-            f"start: part{'*' if self.several else '?'} TEXT\n"
-            f'part: {head} "\\n" call "\\n" {end}\n'
-            f"{rule}"
-            f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{BEGIN}(.|\\n)*/\n"
+            f"start: {start}\npart: {head} {calls}\n{rule}"
+            f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{escaped}(.|\\n)*/\n"
         )
-
-    def _mark(self, mark: str) -> str:
-        return mark if mark in self.tokens else f'"{mark}"'
 
     def _calls(self) -> str:
         """Return the rules of the calls, with a separate schema per tool, for its references."""
         rules, names = [], []
         for number, tool in enumerate(self.tools):
-            schema = _schema(tool) | {"x-guidance": COMPACT}
             names.append(f"call_{number}")
-            head = json.dumps(self._head(tool))
-            rules.append(f'call_{number}: {head} arguments_{number} "}}"\n')
-            rules.append(f"arguments_{number}: %json {json.dumps(schema)}\n")
+            head = self.marks.lark(self.format.head_of(tool.function.name))
+            tail = self.marks.lark(self.format.tail)
+            rules.append(f"call_{number}: {head} arguments_{number} {tail}\n")
+            rule = f"arguments_{number}"
+            if self.format.pythonic:
+                rules.append(_keywords(rule, tool))
+            else:
+                rules.append(f"{rule}: %json {json.dumps(_schema(tool))}\n")
         return f"call: {' | '.join(names)}\n" + "".join(rules)
 
-    def _head(self, tool: Tool) -> str:
-        """Return the text of a call before its arguments."""
-        return f'{{"name": "{tool.function.name}", "{self.key}": '
+    def calls(self, text: str) -> list[ParsedCall] | None:
+        """Parse calls; return None if they are incomplete or not calls."""
+        calls = self.format.parse(text, [tool.function.name for tool in self.tools])
+        if calls is None:
+            return None
+        return [ParsedCall(f"call_{uuid4().hex[:24]}", name, given) for name, given in calls]
 
-    def reader(self) -> CallReader:
-        """Return a parser for one completion."""
-        return CallReader(self)
 
-    def call(self, text: str) -> ParsedCall | None:
-        """Parse a call; return None if it is incomplete or not a call."""
-        for tool in self.tools:
-            head = self._head(tool)
-            if text.startswith(head) and text.endswith("}"):
-                arguments = text[len(head) : -1]
-                try:
-                    json.loads(arguments)
-                except (ValueError, RecursionError):
-                    return None
-                return ParsedCall(f"call_{uuid4().hex[:24]}", tool.function.name, arguments)
-        return None
+def _keywords(rule: str, tool: Tool) -> str:
+    """Return the rules of Python's keyword arguments, the required ones first."""
+    schema = _schema(tool)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    if not all(name.isidentifier() for name in properties) or "$ref" in schema:
+        raise NotSupported(
+            f"tools: {tool.function.name}: the model's format of calls needs parameters that are Python names"
+        )
+    rules, pairs = [], {}
+    for number, (name, value) in enumerate(properties.items()):
+        kind = value.get("type") if isinstance(value, dict) and "enum" not in value else None
+        literal = {"boolean": '"True" | "False"', "null": '"None"'}.get(str(kind))
+        whole = json.dumps(value | shared if isinstance(value, dict) else value)
+        rules.append(f"{rule}_{number}: {literal or f'%json {whole}'}\n")
+        pairs[name] = f'"{name}=" {rule}_{number}'
+    first = ' ", " '.join(pairs[name] for name in required if name in pairs)
+    rest = [pair for name, pair in pairs.items() if name not in required]
+    for number, pair in enumerate(rest):  # the optional arguments from this one on
+        later = number + 1 < len(rest)
+        more = f' (", " {rule}_from_{number + 1})? | {rule}_from_{number + 1}' if later else ""
+        rules.append(f"{rule}_from_{number}: {pair}{more}\n")
+    optional = f"{rule}_from_0" if rest else ""
+    if first and optional:
+        optional = f'", " {optional}'
+    if optional:
+        optional = f" ({optional})?"
+    return f"{rule}: {first}{optional}\n" + "".join(rules)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -186,75 +249,127 @@ def _check(tool: Tool) -> None:
         raise InvalidRequest(f"tools: {name}: {error}") from None
 
 
-def _tokens(tokenizer: Tokenizer | None) -> frozenset[str]:
-    """Return the marks that are added tokens."""
-    backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
-    if tokenizer is None or backend is None or not hasattr(backend, "get_added_tokens_decoder"):
-        return frozenset()
-    added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
-    for mark in (BEGIN, END):
-        if added.get(mark) in tokenizer.special_ids:
-            raise NotSupported(
-                f"tools: the tokenizer has {mark} as a special token, which is left out of the text"
-            )
-    return frozenset({BEGIN, END} & added.keys())
+class Reader:
+    """Incrementally splits output into reasoning, text and calls.
 
+    Args:
+        marks: around reasoning, which comes first; None without reasoning.
+        opened: the output begins within reasoning.
+        dropped: special tokens that are no marks.
+    """
 
-class CallReader:
-    """Incrementally splits output into text and calls."""
-
-    def __init__(self, use: ToolUse) -> None:
+    def __init__(
+        self,
+        use: ToolUse | None,
+        marks: tuple[str, str] | None = None,
+        *,
+        opened: bool = False,
+        dropped: re.Pattern[str] | None = None,
+    ) -> None:
         self._use = use
+        self._dropped = dropped
+        self._marks = marks  # until the reasoning has ended
+        self._reasons = opened
         self._held = ""
-        self._begun = False  # the output began with text
-        self._after_call = False  # the next line ends belong to the format
+        self._begun = False  # there was text, or reasoning within it
+        self._skips_lines = opened  # the next line ends belong to the format
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool = False) -> list[Part]:
-        """Add text; return the final parts in order: non-empty texts, and whole calls.
+        """Add text; return the final parts in order: non-empty texts and reasoning, and whole calls.
 
         Args:
             last: the output ends here. An incomplete call is returned as text.
         """
-        self._held += text
-        parts = self._tagged(last) if self._use.tagged else self._bare(last)
-        self.num_calls += sum(isinstance(part, ParsedCall) for part in parts)
-        return [part for part in parts if part != ""]
-
-    def _bare(self, last: bool) -> list[Part]:
-        if not self._begun and self._held[:1] in ("", "{") and not last:
-            return []
-        held, self._held = self._held, ""
-        call = None if self._begun else self._use.call(held)
-        self._begun = True
-        return [held if call is None else call]
-
-    def _tagged(self, last: bool) -> list[Part]:
+        self._held += text if self._dropped is None else self._dropped.sub("", text)
         parts: list[Part] = []
+        if self._marks is not None:
+            parts += self._reasoning(*self._marks, last)
+        if self._marks is None:
+            if self._use is None:
+                self._skip_lines()
+                parts.append(self._take(len(self._held)))
+            elif self._use.format.repeats:
+                parts += self._repeated(self._use, last)
+            else:
+                parts += self._final(self._use, last)
+        self.num_calls += sum(isinstance(part, ParsedCall) for part in parts)
+        return [part for part in parts if part not in ("", Reasoning(""))]
+
+    def _reasoning(self, begin: str, end: str, last: bool) -> list[Part]:
+        if not self._reasons:
+            text = self._held.lstrip()
+            if begin.startswith(text) and text != begin and not last:
+                return []
+            if not text.startswith(begin):
+                self._marks = None
+                return []
+            self._held, self._reasons, self._skips_lines = text[len(begin) :], True, True
+        self._skip_lines()
+        at = self._held.find(end)
+        if at >= 0:
+            part = Reasoning(self._held[:at].rstrip("\n"))
+            self._take(at + len(end))
+            self._marks, self._skips_lines = None, True
+            return [part]
+        keep = 0 if last else _overlap(self._held, end)
+        cut = self._held[: len(self._held) - keep]
+        return [Reasoning(self._take(len(cut if last else cut.rstrip("\n"))))]
+
+    def _final(self, use: ToolUse, last: bool) -> list[Part]:
+        """Return the text before calls that end the output, and at its end the calls."""
+        self._skip_lines()
+        mark = use.format.mark
+        if use.format.bare:
+            start = 0 if not self._begun and self._held.startswith(mark) else -1
+            keep = 0
+        else:
+            start = self._held.find(mark)
+            keep = _overlap(self._held, mark)
+        if start < 0:
+            self._begun = self._begun or self._held != ""
+            cut = len(self._held) - (0 if last else keep)
+            return [self._take(cut if last else len(self._held[:cut].rstrip("\n")))]
+        before = self._held[:start].rstrip("\n")
+        if not last:
+            return [self._take(len(before))]
+        calls = use.calls(self._held[start:])
+        if calls is None:
+            return [self._take(len(self._held))]
+        self._take(len(self._held))
+        return [before, *calls]
+
+    def _repeated(self, use: ToolUse, last: bool) -> list[Part]:
+        """Return text and calls, which may follow each other."""
+        parts: list[Part] = []
+        mark, end_mark = use.format.mark, use.format.end
         while True:
-            if self._after_call and self._held:
-                self._held = self._held.lstrip("\n")
-                self._after_call = not self._held
-            start = self._held.find(BEGIN)
+            self._skip_lines()
+            start = self._held.find(mark)
             if start < 0:
                 # Line ends before a call also belong to the format.
-                keep = 0 if last else _overlap(self._held, BEGIN)
+                keep = 0 if last else _overlap(self._held, mark)
                 cut = len(self._held) - keep
                 parts.append(self._take(cut if last else len(self._held[:cut].rstrip("\n"))))
                 return parts
             # JSON strings have no line ends, so this is the end of the call.
-            end = self._held.find("\n" + END, start)
+            end = self._held.find(end_mark, start)
             if end < 0:
-                said = self._held[:start].rstrip("\n")
-                parts.append(self._take(len(self._held) if last else len(said)))
+                before = self._held[:start].rstrip("\n")
+                parts.append(self._take(len(self._held) if last else len(before)))
                 return parts
-            call = self._use.call(self._held[start + len(BEGIN) + 1 : end])
-            if call is None:
-                parts.append(self._take(start + len(BEGIN)))
+            calls = use.calls(self._held[start : end + len(end_mark)])
+            if calls is None:
+                parts.append(self._take(start + len(mark)))
                 continue
-            parts += [self._held[:start].rstrip("\n"), call]
-            self._take(end + 1 + len(END))
-            self._after_call = True
+            parts += [self._held[:start].rstrip("\n"), *calls]
+            self._take(end + len(end_mark))
+            self._skips_lines = True
+
+    def _skip_lines(self) -> None:
+        if self._skips_lines and self._held:
+            self._held = self._held.lstrip("\n")
+            self._skips_lines = not self._held
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
@@ -269,7 +384,83 @@ def _overlap(text: str, mark: str) -> int:
     return 0
 
 
-def split_parts(parts: Sequence[Part]) -> tuple[str, list[ParsedCall]]:
-    """Return the joined text, and the calls."""
+def split_parts(parts: Sequence[Part]) -> tuple[str, str, list[ParsedCall]]:
+    """Return the joined text, the joined reasoning, and the calls."""
     calls = [part for part in parts if isinstance(part, ParsedCall)]
-    return "".join(part for part in parts if isinstance(part, str)), calls
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return "".join(part for part in parts if isinstance(part, str)), reasoning, calls
+
+
+class Answers:
+    """How the answers of a conversation are read, and which structure they have.
+
+    Args:
+        use: the callable tools.
+        template: the chat template.
+    """
+
+    def __init__(self, use: ToolUse | None, template: str, tokenizer: Tokenizer | None) -> None:
+        self.use = use
+        self.reasoning = reasoning_marks(template)
+        self._marks = Marks(tokenizer)
+        self._opened = self._closed = False
+        told = "".join(self.reasoning or ())
+        if use is not None:
+            form = use.format
+            told += form.begin + form.head + form.tail + form.end
+        # The text must have marks that are special tokens, and then has the other ones, too.
+        self.shows_special = any(mark in told for mark in self._marks.special)
+        others = [re.escape(mark) for mark in self._marks.special if mark not in told]
+        self._dropped = re.compile("|".join(others)) if self.shows_special and others else None
+
+    def note_prompt(self, tail: str) -> None:
+        """Read from the prompt's last characters whether the answer begins within reasoning."""
+        if self.reasoning is not None:
+            begin, end = self.reasoning
+            self._opened = tail.rstrip().endswith(begin)
+            self._closed = tail.rstrip().endswith(end)
+
+    @property
+    def may_reason(self) -> bool:
+        """True if the answer may begin with reasoning."""
+        return self.reasoning is not None and not self._closed
+
+    def reader(self) -> Reader:
+        """Return a reader of one completion."""
+        return Reader(self.use, self.reasoning, opened=self._opened, dropped=self._dropped)
+
+    def grammar(self, structure: str, value: Any) -> str | None:
+        """Return a grammar of reasoning and then a structure; None for the structure alone.
+
+        Args:
+            structure: the name in `STRUCTURES`, or "tools".
+            value: of the structure.
+        """
+        assert self.reasoning is not None
+        begin, end = self.reasoning
+        if structure == "tools":
+            assert self.use is not None
+            answer = self.use.grammar().replace("start: ", "answer: ", 1)
+        elif structure == "json_schema":
+            schema = json.loads(value)
+            if isinstance(schema, dict):
+                check_schema(schema)
+            answer = f"answer: %json {json.dumps(schema)}\n"
+        elif structure == "choice":
+            answer = f"answer: {' | '.join(map(json.dumps, value))}\n"
+        elif structure == "regex":
+            escaped = re.sub(r"(?<!\\)/", r"\/", value)
+            answer = f"answer: /{escaped}/\n"
+        elif self._opened:
+            raise NotSupported(
+                "grammar: the chat template begins the answer with reasoning, which the grammar leaves out; "
+                "turn reasoning off with chat_template_kwargs"
+            )
+        else:
+            return None
+        if self._marks.is_token(end):
+            rule = f"thoughts: /(.|\\n)*/ {self._marks.lark(end)} /\\n{{0,2}}/\n"
+        else:
+            rule = f"thoughts: thought /\\n{{0,2}}/\nthought[lazy]: /(.|\\n)*/ {self._marks.lark(end)}\n"
+        first = "thoughts" if self._opened else f"({self._marks.lark(begin)} thoughts)?"
+        return f"start: {first} answer\n{rule}{answer}"

@@ -1,0 +1,135 @@
+"""Reasoning has a field of its own, in answers and in histories, and structures begin after it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from support import toys
+from support.serving import Served, serving
+from support.tool_templates import HERMES, THINKING, tokenizer
+from verbatim import LLM
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}], "temperature": 1.0, "top_p": 1.0, "seed": 2,
+    "max_tokens": 120,
+}  # fmt: skip
+LOW = {"reasoning_effort": "low"}
+
+
+@pytest.fixture(scope="module", params=["text", "tokens", "special"])
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """A model that says anything at all, and often ends its reasoning."""
+    module = toys.make_toy(
+        "llama", vocab_size=272, eos_token_id=1, bos_token_id=0, max_position_embeddings=4096
+    )
+    hf = tokenizer(
+        THINKING + HERMES[: HERMES.index("{%- for")],
+        added=request.param != "text",
+        special=request.param == "special",
+    )
+    with LLM(module, tokenizer=hf, max_length=4096) as llm, serving(llm) as server:
+        server.bias = {str(hf.get_added_vocab().get("</think>", 261)): 3.0, "1": -100.0}
+        yield server
+
+
+def answers(served: Served, **body: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """The message of a whole answer, and the texts of its stream."""
+    body = ASK | {"logit_bias": served.bias} | body
+    whole = served.post("/v1/chat/completions", **body)["choices"][0]
+    texts = {"content": "", "reasoning_content": ""}
+    for piece in served.stream("/v1/chat/completions", **body)[:-1]:
+        for name in texts:
+            texts[name] += piece["choices"][0]["delta"].get(name) or ""
+    assert texts["content"] == (whole["message"]["content"] or "")
+    assert texts["reasoning_content"] == whole["message"].get("reasoning_content", "")
+    return whole, texts
+
+
+def test_an_answer_that_begins_within_reasoning_is_split(served):
+    _, texts = answers(served, **LOW)
+    assert texts["reasoning_content"]
+    assert "think>" not in texts["content"] or served.bias.get("261")
+    _, plain = answers(served, reasoning_effort="none")
+    assert not plain["reasoning_content"]
+    error = served.refused("/v1/chat/completions", ASK | {"reasoning_effort": 5})
+    assert error["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("effort", ["low", "none"])
+def test_a_structure_begins_after_the_reasoning(served, seed, effort):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for structure in (
+        {"response_format": schema}, {"regex": "a/[bc]+d"}, {"choice": ["yes", 'n"o']},
+    ):  # fmt: skip
+        whole, texts = answers(
+            served, **structure, seed=seed, max_tokens=800, reasoning_effort=effort
+        )
+        if whole["finish_reason"] == "length":
+            continue
+        content = texts["content"]
+        if "regex" in structure:
+            assert content[:2] == "a/"
+        elif "choice" in structure:
+            assert content in structure["choice"]
+        else:
+            jsonschema.validate(json.loads(content), SCHEMA)
+    assert "reasoning" in served.refused(
+        "/v1/chat/completions", ASK | LOW | {"grammar": 'start: "a"'}
+    )["message"]  # fmt: skip
+
+
+def test_tools_are_called_after_the_reasoning(served):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    body = ASK | LOW | {"tools": tools, "tool_choice": "required", "logit_bias": served.bias}
+    body |= {"max_tokens": 800, "parallel_tool_calls": False}
+    (choice,) = served.post("/v1/chat/completions", **body)["choices"]
+    if choice["finish_reason"] != "length":
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+
+def test_responses_have_reasoning_items_and_take_them(served):
+    body = {
+        "input": "Hi", "reasoning": {"effort": "low"}, "logit_bias": served.bias, "seed": 2,
+        "max_output_tokens": 120, "temperature": 1.0, "top_p": 1.0,
+    }  # fmt: skip
+    whole = served.post("/v1/responses", **body)
+    events = served.stream("/v1/responses", **body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+    def plain(items: list[dict[str, Any]]) -> list[Any]:
+        return [(item["type"], item["content"]) for item in items]
+
+    assert plain(events[-1]["response"]["output"]) == plain(whole["output"])
+    assert whole["output"][0]["type"] == "reasoning"
+    (reasoning,) = whole["output"][0]["content"]
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == reasoning["text"]
+    assert whole["reasoning"]["effort"] == "low"
+    told = body | {"include": ["message.output_text.logprobs"]}
+    assert "reasoning" in served.refused("/v1/responses", told)["message"]
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "B"}]
+    messages[1]["reasoning_content"] = "A"
+    user = {"role": "user", "content": "Go"}
+    chat = served.post("/v1/chat/completions", messages=[*messages, user], max_tokens=2)
+    item = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "A"}]}  # fmt: skip
+    items = [messages[0], item, {"role": "assistant", "content": "B"}, user]
+    again = served.post("/v1/responses", input=items, max_output_tokens=2)
+    assert again["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    del messages[1]["reasoning_content"]
+    without = served.post("/v1/chat/completions", messages=[*messages, user], max_tokens=2)
+    assert without["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]

@@ -1,0 +1,35 @@
+"""Unknown names are met with the name that is meant."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from verbatim import LLM, SamplingParams
+from verbatim.spelling import did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_model_len", "max_length"), ("tensor_parallel_size", "placement"), ("dtyp", "dtype")],
+)
+def test_an_unknown_option_of_a_model_suggests_a_known_one(name, meant):
+    with pytest.raises(
+        TypeError, match=rf"LLM\(\) has no argument '{name}'; did you mean '{meant}'\?"
+    ):
+        LLM(**{name: 1})
+
+
+def test_an_unknown_parameter_suggests_a_known_one():
+    for name, meant in (("guided_json", "json_schema"), ("temprature", "temperature")):
+        with pytest.raises(TypeError, match=f"SamplingParams.*{name}.*{meant}"):
+            SamplingParams(**{name: {}})
+    with pytest.raises(TypeError, match=r"prompt_token_ids.*'prompts'"), LLM() as llm:
+        llm.generate(prompt_token_ids=[1])
+    assert "temperature" in inspect.signature(SamplingParams).parameters
+
+
+def test_nothing_is_suggested_for_a_name_unlike_any():
+    assert did_you_mean("zzz", ["temperature"]) == ""
+    assert did_you_mean("t" * 100_000, ["temperature"]) == ""

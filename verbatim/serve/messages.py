@@ -1,0 +1,269 @@
+"""`/v1/messages`: Anthropic's endpoint for conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from verbatim.core import Completion, FinishReason, Result
+from verbatim.errors import InvalidRequest
+from verbatim.serve.chat import Conversation, message_of, template_of
+from verbatim.serve.events import Event
+from verbatim.serve.fields import (
+    AssistantMessage,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    PlainMessage,
+    Tool,
+    ToolCall,
+    ToolMessage,
+)
+from verbatim.serve.messages_fields import (
+    AnswerBlock,
+    CountTokens,
+    Messages,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    UserTurn,
+)
+from verbatim.serve.service import Client, Service
+from verbatim.serve.tools import ParsedCall, Part, Reasoning, ToolUse
+
+
+class Asked:
+    """A validated request for a message, or for the number of its tokens.
+
+    Raises:
+        Refusal, InvalidRequest, NotSupported: an invalid or unsupported request.
+    """
+
+    def __init__(self, service: Service, body: CountTokens) -> None:
+        service.check_model(body.model)
+        self.service = service
+        self.id = f"msg_{uuid4().hex}"
+        service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
+        tools = [_tool(tool) for tool in body.tools] if body.tools else None
+        choice, several = _choice(body.tool_choice, tools is not None)
+        template = template_of(service, tools is not None)
+        use = ToolUse.settle(tools, choice, several, template, service.llm.tokenizer)
+        switches = {}
+        if body.thinking is not None:
+            names = [name for name in ("enable_thinking", "thinking") if name in template]
+            switches = dict.fromkeys(names[:1], body.thinking.type != "disabled")
+        self.conversation = Conversation(
+            service,
+            [message_of(message) for message in _messages(body)],
+            _fields(body),
+            use,
+            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            switches,
+            None if body.output_config is None else body.output_config.effort,
+        )
+
+    async def count(self) -> dict[str, Any]:
+        """Return the number of the prompt's tokens."""
+        with self.service.seat():
+            return {"input_tokens": len(await self.conversation.prompt())}
+
+    async def answer(self, client: Client) -> dict[str, Any]:
+        """Return the whole message."""
+        with self.service.seat() as seat:
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            (result,) = await self.service.results(requests)
+        output = result.outputs[0]
+        parts = self.conversation.answers.reader().push(output.text, last=True)
+        return self._message([_block(part) for part in parts], result)
+
+    async def events(self, client: Client) -> AsyncGenerator[Event, None]:
+        """Stream the message as named events."""
+        result: Result | None = None
+        index, kind, called = -1, None, False
+        with self.service.seat() as seat:
+            prompt = await self.conversation.prompt()
+            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            reader = self.conversation.answers.reader()
+            begun = False
+            async with aclosing(self.service.deltas(requests)) as deltas:
+                async for _, delta in deltas:
+                    if not begun:
+                        begun = True
+                        usage = {"input_tokens": len(prompt), "output_tokens": 0}
+                        message = self._message([], None) | {"usage": usage}
+                        yield _event("message_start", message=message)
+                    result = delta.result or result
+                    for part in reader.push(delta.text, last=delta.finish_reason is not None):
+                        if kind is not type(part) or isinstance(part, ParsedCall):
+                            if index >= 0:
+                                yield _event("content_block_stop", index=index)
+                            index, kind = index + 1, type(part)
+                            block = _block(part) | _EMPTY[kind]
+                            yield _event("content_block_start", index=index, content_block=block)
+                        called = called or isinstance(part, ParsedCall)
+                        yield _event("content_block_delta", index=index, delta=_delta(part))
+            if index >= 0:
+                yield _event("content_block_stop", index=index)
+        assert result is not None
+        whole = self._message([], result, called)
+        ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=ended, usage=whole["usage"])
+        yield _event("message_stop")
+
+    def _message(
+        self, content: list[dict[str, Any]], result: Result | None, called: bool = False
+    ) -> dict[str, Any]:
+        output = None if result is None else result.outputs[0]
+        called = called or any(block["type"] == "tool_use" for block in content)
+        reason, sequence = (None, None) if output is None else _stop(output, called)
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.name,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": None if result is None else _usage(result),
+            "system_fingerprint": self.service.fingerprint,
+            "seed": None if output is None else output.seed,
+        }
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, {"type": kind, **fields}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if isinstance(part, ParsedCall):
+        call_id = f"toolu_{part.id.removeprefix('call_')}"
+        given = json.loads(part.arguments)
+        return {"type": "tool_use", "id": call_id, "name": part.name, "input": given}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part, "citations": None}
+
+
+# What a block of a stream begins with.
+_EMPTY: dict[type, dict[str, Any]] = {
+    ParsedCall: {"input": {}},
+    Reasoning: {"thinking": ""},
+    str: {"text": ""},
+}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if isinstance(part, ParsedCall):
+        return {"type": "input_json_delta", "partial_json": part.arguments}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking_delta", "thinking": part.text}
+    return {"type": "text_delta", "text": part}
+
+
+def _stop(output: Completion, called: bool) -> tuple[str, str | None]:
+    """Return why the answer ended, and at which stop sequence."""
+    if output.finish_reason is not FinishReason.STOP:
+        return "max_tokens", None
+    if isinstance(output.stop_reason, str):
+        return "stop_sequence", output.stop_reason
+    return "tool_use" if called else "end_turn", None
+
+
+def _usage(result: Result) -> dict[str, Any]:
+    cached = result.num_cached_tokens
+    return {
+        "input_tokens": len(result.prompt_token_ids) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": len(result.outputs[0].token_ids),
+    }
+
+
+def _fields(body: CountTokens) -> dict[str, Any]:
+    fields = body.sampling()
+    if isinstance(body, Messages):
+        fields["max_tokens"] = body.max_tokens
+        if body.stop_sequences is not None:
+            if body.stop is not None:
+                raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
+            fields["stop"] = body.stop_sequences
+    if body.output_config is not None and body.output_config.format is not None:
+        fields["json_schema"] = body.output_config.format.schema_
+    return fields
+
+
+def _tool(tool: Any) -> Tool:
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(
+    choice: ToolChoice | None, has_tools: bool
+) -> tuple[str | NamedTool | None, bool | None]:
+    """Return OpenAI's `tool_choice` and `parallel_tool_calls`."""
+    if choice is None:
+        return None, None
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest('tool_choice.name: required with type "tool", and only with it')
+    several = False if choice.disable_parallel_tool_use and has_tools else None
+    if choice.name is not None:
+        return NamedTool(type="function", function=NamedFunction(name=choice.name)), several
+    return {"any": "required"}.get(choice.type, choice.type), several
+
+
+def _text(content: Texts | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(block.text for block in content)
+
+
+def _messages(body: CountTokens) -> Iterable[Any]:
+    """Yield the conversation's messages in OpenAI's form."""
+    if body.system is not None:
+        yield PlainMessage(role="system", content=_text(body.system))
+    for turn in body.messages:
+        blocks = turn.content
+        if isinstance(blocks, str):
+            blocks = [TextBlock(type="text", text=blocks)]
+        if isinstance(turn, UserTurn):
+            texts = []
+            for block in blocks:
+                if isinstance(block, ToolResultBlock):
+                    yield ToolMessage(
+                        role="tool", content=_text(block.content), tool_call_id=block.tool_use_id
+                    )
+                elif isinstance(block, TextBlock):
+                    texts.append(block)
+            if texts or not blocks:
+                yield PlainMessage(role="user", content=_text(texts))
+        else:
+            yield _answer([*blocks])
+
+
+def _answer(blocks: Iterable[AnswerBlock | Any]) -> AssistantMessage:
+    message = AssistantMessage(role="assistant", content="")
+    text, reasoning, calls = "", "", []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            text += block.text
+        elif isinstance(block, ThinkingBlock):
+            reasoning += block.thinking
+        elif isinstance(block, ToolUseBlock):
+            function = FunctionCall(name=block.name, arguments=json.dumps(block.input))
+            calls.append(ToolCall(id=block.id, type="function", function=function))
+    message.content, message.reasoning_content = text, reasoning or None
+    message.tool_calls = calls or None
+    return message
