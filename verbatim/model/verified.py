@@ -120,6 +120,7 @@ VERIFIED = frozenset(
     MoshiForCausalLM
     MossTranscribeDiarizeForConditionalGeneration
     MptForCausalLM
+    MvpForCausalLM
     NanoChatForCausalLM
     NemotronForCausalLM
     NemotronHForCausalLM
@@ -149,12 +150,14 @@ VERIFIED = frozenset(
     RobertaForCausalLM
     RobertaPreLayerNormForCausalLM
     RoCBertForCausalLM
+    RoFormerForCausalLM
     RwkvForCausalLM
     SeedOssForCausalLM
     SmolLM3ForCausalLM
     SolarOpenForCausalLM
     StableLmForCausalLM
     Starcoder2ForCausalLM
+    TrOCRForCausalLM
     VaultGemmaForCausalLM
     WhisperForCausalLM
     XGLMForCausalLM
