@@ -726,7 +726,8 @@ def test_an_actors_arguments_reach_its_forward_at_every_call(model):
         greedy(actor, scale=torch.ones(4, 1))
 
 
-def test_a_model_that_keeps_a_state_runs_row_by_row():
+def test_a_model_that_keeps_an_unknown_state_runs_row_by_row(monkeypatch):
+    monkeypatch.setattr("verbatim.model.refusals.has_supported_states", lambda module: False)
     config = RwkvConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64, pad_token_id=0
     )

@@ -32,13 +32,13 @@ _REFUSALS: list[tuple[str, str, str]] = [
     (
         "attention interface",
         "a custom attention",
-        "big_bird cpmant git mvp reformer roformer trocr xlm",
+        "big_bird cpmant git reformer xlm",
     ),
     ("torch.einsum", "a custom attention, by einsum", "prophetnet xlnet"),
     (
         "later tokens",
         "attention to later tokens",
-        "bert:encoder bigbird_pegasus gemma3_text:bidirectional megatron-bert:encoder",
+        "bert:encoder bigbird_pegasus gemma3_text:bidirectional megatron-bert:encoder roformer:encoder",
     ),
     ("codebook", "generates several codebooks at once", "musicgen musicgen_melody"),
     ("patches", "attention to patches of bytes", "blt"),

@@ -265,5 +265,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phimoe:window": dict(sliding_window=7),
     "qwen2:full": dict(use_sliding_window=False),
     "qwen3_moe:window": dict(use_sliding_window=True),
+    "roformer:encoder": dict(is_decoder=False),
+    "roformer:values": dict(rotary_value=True),
     "stablelm:norms": dict(qk_layernorm=True, use_parallel_residual=True, use_qkv_bias=True),
 }  # fmt: skip

@@ -187,6 +187,7 @@ def _gpt_neo(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _xglm(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Return the forward of attention of BART's kind."""
     options = AttentionOptions(scale=float(module.scaling))
     heads = _separate(module, module.num_heads)
 
@@ -236,6 +237,26 @@ def _bert(module: Any) -> Callable[..., tuple[Tensor, None]]:
             module.value(hidden_states),
         )
         return _attend(module, _split(q, heads), _split(k, heads), _split(v, heads), options), None
+
+    return forward
+
+
+def _roformer(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Return RoFormer's forward: rotary over all dimensions, of values if its config says so."""
+    options = AttentionOptions(scale=module.attention_head_size**-0.5)
+    heads = module.num_attention_heads
+
+    def forward(
+        hidden_states: Tensor, attention_mask: Any, sinusoidal_pos: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        if not module.is_decoder:
+            raise UnsupportedModel(f"{type(module).__name__} attends to later tokens")
+        linears = (module.query, module.key, module.value)
+        q, k, v = (_split(linear(hidden_states), heads) for linear in linears)
+        angles = sinusoidal_pos.reshape(*q.shape[:2], 1, -1)
+        values = [v] if module.rotary_value else []
+        q, k, *turned = module.apply_rotary_position_embeddings(angles, q, k, *values)
+        return _attend(module, q, k, turned[0] if turned else v, options), None
 
     return forward
 
@@ -438,8 +459,11 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "MegatronBertSelfAttention": _bert,
     "MptAttention": _mpt,
     "MptModel": _mpt_model,
+    "MvpAttention": _xglm,
     "RemBertSelfAttention": _bert,
+    "RoFormerSelfAttention": _roformer,
     "RwkvModel": _rwkv_model,
+    "TrOCRAttention": _xglm,
     "XGLMAttention": _xglm,
     "xLSTMModel": _xlstm_model,
 }

@@ -33,7 +33,6 @@ _CLASSES = {
     "Gemma4AssistantForCausalLM": _ASSISTANT,
     "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
     "MusicgenForCausalLM": _CODEBOOKS,
-    "RoFormerForCausalLM": "its attention does not go through transformers' attention interface",
     "MusicgenMelodyForCausalLM": _CODEBOOKS,
 }
 

@@ -121,6 +121,7 @@ VERIFIED = frozenset(
     MoshiForCausalLM
     MossTranscribeDiarizeForConditionalGeneration
     MptForCausalLM
+    MvpForCausalLM
     NanoChatForCausalLM
     NemotronForCausalLM
     NemotronHForCausalLM
@@ -150,12 +151,14 @@ VERIFIED = frozenset(
     RobertaForCausalLM
     RobertaPreLayerNormForCausalLM
     RoCBertForCausalLM
+    RoFormerForCausalLM
     RwkvForCausalLM
     SeedOssForCausalLM
     SmolLM3ForCausalLM
     SolarOpenForCausalLM
     StableLmForCausalLM
     Starcoder2ForCausalLM
+    TrOCRForCausalLM
     VaultGemmaForCausalLM
     WhisperForCausalLM
     XGLMForCausalLM
