@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from support import checkpoints
 from support.checkpoints import save
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy, random_ids
-from verbatim import LLM, Cluster, Offload
+from verbatim import LLM, Cluster, ModelError, NotSupported, Offload
 
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
 EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermediate_size=64)
@@ -124,3 +127,54 @@ def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
     for placement in (Offload(cpu="64MB"), Offload(weights=(0, 0, 100)), Cluster(stages=2)):
         with LLM(tmp_path / "quantized", placement=placement) as llm:
             assert all_facts(llm.generate(*requests)) == outputs
+
+
+def save_adapter(folder: Path, base: Path, module: Any, **config: Any) -> None:
+    """Write a LoRA adapter of rank 4 for the attention, and add it to the module."""
+    fields = dict(peft_type="LORA", base_model_name_or_path=str(base), r=4, lora_alpha=8, **config)
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name, parameter in module.named_parameters():
+        if re.search(r"self_attn\.[qkvo]_proj\.weight", name):
+            a = torch.randn(4, parameter.shape[1], generator=generator) / 8
+            b = torch.randn(parameter.shape[0], 4, generator=generator) / 8
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            parameter.data += 2 * (b @ a)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_folder_opens_through_its_base(tmp_path: Path) -> None:
+    module = make_toy("llama", **SHAPE)
+    module.save_pretrained(tmp_path / "base")
+    save_adapter(adapter := tmp_path / "adapter", tmp_path / "base", module)
+    requests = mixed_requests(4)
+    with LLM(adapter) as llm:
+        outputs = all_facts(llm.generate(*requests))
+        for ids, found in zip(PROMPTS, llm.score(PROMPTS), strict=True):
+            expected = expected_scores(module, ids)
+            torch.testing.assert_close(torch.tensor(found[1:]), expected, atol=2e-4, rtol=0)
+        llm.sleep(weights=True)
+        llm.wake()
+        assert all_facts(llm.generate(*requests)) == outputs
+    for placement in (Offload(cpu="64MB"), Cluster(stages=2)):
+        with LLM(adapter, placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == outputs
+    with LLM(adapter, quantization="int8") as llm:
+        llm.score(PROMPTS)
+
+
+def test_adapters_that_can_not_be_added_are_refused_by_name(tmp_path: Path) -> None:
+    module = make_toy("llama", **SHAPE)
+    module.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "dora", tmp_path / "base", module, use_dora=True)
+    with pytest.raises(NotSupported, match="use_dora"):
+        LLM(tmp_path / "dora")
+    make_toy("llama").save_pretrained(tmp_path / "other")
+    save_adapter(tmp_path / "adapter", tmp_path / "other", module)
+    with pytest.raises(ModelError, match="does not fit the base model"):
+        LLM(tmp_path / "adapter")
+    save_adapter(tmp_path / "lost", tmp_path / "nowhere/at/all", module)
+    with pytest.raises(ModelError, match="neither a folder nor a hub id"):
+        LLM(tmp_path / "lost")

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,10 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_ADAPTER = "adapter_config.json"
 _BIG = 500_000_000  # bytes of weights above which a progress bar is shown
 # Returns a module, its lazy weights, and the names of tensors that it does not use.
-Skeleton = Callable[
-    [Path, Any, torch.dtype, bool], tuple[nn.Module, Mapping[nn.Parameter, Any], list[str]]
-]
+Skeleton = Callable[..., tuple[nn.Module, Mapping[nn.Parameter, Any], list[str]]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # transformers patches its own and torch's functions while it builds a model. Two threads at once would
@@ -72,6 +72,7 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # None for a live one
     lazy_weights: Mapping[nn.Parameter, Any] | None = None  # if not loaded
     folder: Path | None = None  # their folder
+    adapter: Path | None = None  # the folder of an adapter that is added to them
     packed: PackingReport | None = None  # the quantized weights; None: none
     quantization: Quantization | None = None  # for lazy weights, when they are read
     # The transformers config of the folder, which may be that of a model of images, too.
@@ -237,18 +238,38 @@ def load(
         trust_remote_code: run the checkpoint's Python code.
         skeleton: builds the module without its weights, from a folder, a config, a dtype and
             `trust_remote_code`; it also returns lazy weights. None loads the weights.
-        decode: the skeleton of a quantized checkpoint, if `skeleton` is None.
+        decode: the skeleton of a quantized checkpoint or an adapter, if `skeleton` is None.
         unused_weights: as of `LLM`.
 
     Raises:
         ModelError: no model, a damaged file, missing or unused weights.
         UnsupportedModel: not a causal LM of transformers.
-        NotSupported: a quantized checkpoint, without `skeleton` and `decode`.
+        NotSupported: a quantized checkpoint or an adapter, without `skeleton` and `decode`.
     """
     source = os.fspath(source)
     where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if os.path.isdir(os.path.expanduser(source)):
         source = os.path.expanduser(source)
+        adapter = Path(source).resolve()
+        if (adapter / _ADAPTER).is_file() and not (adapter / "config.json").is_file():
+            base, base_revision = _base_of(adapter)
+            open_ = decode if skeleton is None else skeleton
+            if open_ is None:
+                raise NotSupported(f"{source}: an adapter; only LLM(model=...) opens it")
+            loaded = load(
+                base,
+                dtype=dtype,
+                revision=base_revision,
+                trust_remote_code=trust_remote_code,
+                with_tokenizer=with_tokenizer,
+                skeleton=partial(open_, adapter=adapter),
+                unused_weights=unused_weights,
+            )
+            where["local_files_only"] = True
+            own = _tokenizer(source, where) if with_tokenizer else None
+            loaded.tokenizer = loaded.tokenizer if own is None else own
+            loaded.name, loaded.adapter = source, adapter
+            return loaded
         _check_folder(Path(source))
         where["local_files_only"] = True
     elif not HUB_ID.match(source) or os.path.exists(source):
@@ -292,6 +313,32 @@ def load(
     )
 
 
+def _base_of(adapter: Path) -> tuple[str, str | None]:
+    """Return the base model of a PEFT adapter, and its revision.
+
+    Raises:
+        ModelError: adapter_config.json names none that is there, or the adapter has no safetensors.
+    """
+    for path in adapter.iterdir():
+        refuse_lfs_pointer(path)
+    config = read_json(adapter / _ADAPTER)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(base, str) or not isinstance(revision, str | None):
+        raise ModelError(f"{adapter / _ADAPTER}: it names no base_model_name_or_path")
+    folder = os.path.expanduser(base)
+    if not os.path.isdir(folder) and not HUB_ID.match(base):
+        raise ModelError(
+            f"{adapter}: its base model {base[:200]!r} is neither a folder nor a hub id"
+        )
+    if (Path(folder) / _ADAPTER).is_file():
+        raise NotSupported(
+            f"{adapter}: its base model {base[:200]!r} is an adapter, too; merge it first"
+        )
+    if not (adapter / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{adapter} holds no adapter_model.safetensors")
+    return base, revision
+
+
 def settle_dtype(dtype: str | torch.dtype, config: Any = None) -> torch.dtype:
     """Return the torch dtype of `dtype` for a model on a CPU.
 
@@ -320,7 +367,7 @@ def _check_folder(folder: Path) -> None:
     for path in folder.iterdir():
         refuse_lfs_pointer(path)
     read_json(config)
-    if (folder / "adapter_config.json").is_file():
+    if (folder / _ADAPTER).is_file():
         raise NotSupported(f"{folder} holds an adapter; merge it into the model")
     shards = sorted(folder.glob("*.safetensors"))
     indices = [index for name in _INDICES if (index := folder / name).is_file()]

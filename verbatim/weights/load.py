@@ -60,6 +60,12 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
     checkpoint = loaded.checkpoint
     marks: Callable[[Path], dict[str, tuple[int, int]]]
     marks = fingerprints if loaded.config is None else dcp_fingerprints
+    if (adapter := loaded.adapter) is not None:
+
+        def marks(folder: Path) -> dict[str, tuple[int, int]]:
+            own = {str(adapter / name): mark for name, mark in fingerprints(adapter).items()}
+            return fingerprints(folder) | own
+
     if checkpoint is not None:
         folder, marks = checkpoint.folder, checkpoint.fingerprints
     assert folder is not None

@@ -19,6 +19,7 @@ from verbatim.model.packed import placeholder
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced
+from verbatim.weights.lora import add_adapter
 
 _DTYPES = {
     "F64": torch.float64,
@@ -43,9 +44,16 @@ _MAX_HEADER = 100_000_000  # bytes, as safetensors' own limit
 
 
 def open_skeleton(
-    folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    adapter: Path | None = None,
 ) -> tuple[nn.Module, dict[nn.Parameter, LazyWeight], list[str]]:
     """Build the module that transformers would load from `folder`, without reading a weight.
+
+    Args:
+        adapter: the folder of a PEFT adapter, which is added to the weights.
 
     Returns:
         The module, whose parameters have shapes and no memory, and how each of them is made of what lies
@@ -62,6 +70,8 @@ def open_skeleton(
         config = copy.deepcopy(config)
         forget_quantization(config)
         table = decode(folder, stored, quantization, dtype)
+    if adapter is not None:
+        table = add_adapter(adapter, stored_in(adapter / "adapter_model.safetensors"), table, dtype)
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     with building, quiet(progress=False):
         module, report = _load_traced(folder, config, dtype, trust_remote_code, table, nbytes)
