@@ -58,7 +58,7 @@ class Marks:
         backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
         self._ids: dict[str, int] = {}
         self.special: frozenset[str] = frozenset()
-        if tokenizer is None or not hasattr(backend, "get_added_tokens_decoder"):
+        if tokenizer is None or backend is None or not hasattr(backend, "get_added_tokens_decoder"):
             return
         added = backend.get_added_tokens_decoder().items()
         special = tokenizer.special_ids
