@@ -54,7 +54,7 @@ class Asked:
         tools = [_tool(tool) for tool in body.tools] if body.tools else None
         choice, several = _choice(body.tool_choice, tools is not None)
         template = template_of(service, tools is not None)
-        use = ToolUse.settle(tools, choice, several, template, service.llm.tokenizer)
+        use = ToolUse.settle(tools, choice, several, template, service.marks)
         switches = {}
         if body.thinking is not None:
             names = [name for name in ("enable_thinking", "thinking") if name in template]

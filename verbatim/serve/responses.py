@@ -58,7 +58,7 @@ class Asked:
             _choice(body.tool_choice),
             parallel_calls,
             template_of(service, tools is not None),
-            service.llm.tokenizer,
+            service.marks,
         )
         self.logprobs = bool(body.include)
         self.conversation = Conversation(
