@@ -287,7 +287,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
     with pytest.raises(typer.Exit) as caught:
-        generate("Hello", **_nothing_given())
+        generate(["Hello"], **_nothing_given())
     assert caught.value.exit_code == 141
     assert stderr.getvalue() == ""
     assert ScriptedLLM.last.closed
@@ -387,3 +387,21 @@ def test_missing_kernels_are_mentioned(monkeypatch):
     assert "without compiled kernels" not in run("generate", "Hello").stderr
     monkeypatch.setenv("VERBATIM_KERNELS", "none")
     assert "without compiled kernels" not in run("generate", "Hello").stderr
+
+
+@pytest.mark.parametrize(
+    "line", [("generate", "folder", "Hello"), ("generate", "Hello", "--model", "folder"),
+             ("info", "folder", "--json"), ("info", "--model", "folder", "--json")],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_model_is_an_argument_or_an_option(line):
+    assert run(*line).exit_code == 0
+    assert ScriptedLLM.last.model == "folder"
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "verify", "plan", "info", "chat"])
+def test_a_model_that_is_given_twice_is_refused(command):
+    done = run(command, "one", "--model", "other")
+    assert done.exit_code == 2
+    assert "give the model once, not 'one' and --model 'other'" in done.stderr
+    assert "one argument too many" in run("generate", "a", "b", "c").stderr

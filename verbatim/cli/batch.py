@@ -14,7 +14,7 @@ import typer
 
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD, report_stats
-from verbatim.cli.options import MODEL, open_llm, takes
+from verbatim.cli.options import MODEL, open_llm, take_model, takes
 from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import EXIT_ERROR, WrongUsage, command, note
 from verbatim.errors import VerbatimError
@@ -29,15 +29,13 @@ _PROGRESS_S = 30.0  # between progress lines, if stderr is not a terminal
 @command
 @takes(*MODEL, *OFFLOAD, *CLUSTER)
 def batch(
-    source: Annotated[
-        str,
+    arguments: Annotated[
+        list[str],
         typer.Argument(
-            metavar="IN.jsonl", help="Request file: custom_id, method, url and body per line."
+            metavar="[MODEL] IN.jsonl OUT.jsonl",
+            help="The model; the request file, with custom_id, method, url and body per line; the answer "
+            "file, which is resumed if it exists.",
         ),
-    ],
-    target: Annotated[
-        str,
-        typer.Argument(metavar="OUT.jsonl", help="Answer file. An existing one is resumed."),
     ],
     name: Annotated[str | None, typer.Option(help="Model name in the requests.")] = None,
     in_flight: Annotated[
@@ -54,6 +52,9 @@ def batch(
     Answers are written in order of completion, one per line. An interrupted run is resumed by the same
     command. The exit status is 1 if an answer in OUT is an error.
     """
+    if len(arguments) < 2:
+        raise WrongUsage("missing argument OUT.jsonl")
+    source, target = take_model(arguments, 2, values)
     try:
         import prometheus_client  # noqa: F401
         import pydantic  # noqa: F401

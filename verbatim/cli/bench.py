@@ -22,12 +22,8 @@ _WORK, _PEERS = "Workload", "Other systems"
 
 
 @command
-@takes(*(option for option in MODEL if option.name != "model"), *OFFLOAD, *CLUSTER)
+@takes(*MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
-    ] = None,
     rows: Annotated[
         str,
         typer.Option(help="Sequences decoded at once.", metavar="N,N,...", rich_help_panel=_WORK),
@@ -95,7 +91,7 @@ def bench(
     )
     _check(plan, plot, gguf, openvino)
     placement = placement_of({**values, "stats": None})
-    settings = {**values, "model": model}
+    settings = values
     if settings.get("max_sequences") is None:
         settings["max_sequences"] = max(plan.rows, default=1)
     with open_llm(settings, placement) as llm:

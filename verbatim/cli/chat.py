@@ -44,7 +44,7 @@ Ctrl-C ends an answer and keeps the part already generated; at the prompt it qui
 
 
 @command
-@takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False)
+@takes(*SAMPLING, *MODEL, *OFFLOAD, *CLUSTER, show_defaults=False, positional_model=True)
 def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message.")

@@ -19,6 +19,7 @@ from verbatim.cli.options import (
     given,
     open_llm,
     seeded,
+    take_model,
     takes,
 )
 from verbatim.cli.placing import CLUSTER, placement_of, report_placement
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
 @command
 @takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to complete.")] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT]", help="The text to complete, and the model."),
+    ] = None,
     file: Annotated[
         str | None,
         typer.Option("--file", metavar="PATH", help="Read the prompt from a file; - is stdin."),
@@ -62,7 +66,8 @@ def generate(
 
     Text is written to stdout as it is generated. The last line, with counts and speed, goes to stderr.
     """
-    source = _prompt(prompt, file, ids)
+    prompts = take_model(arguments or [], 1, values)
+    source = _prompt(prompts[0] if prompts else None, file, ids)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
     for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices"):
         if name in fields and not as_json:

@@ -13,7 +13,7 @@ from verbatim.cli.terminal import command
 
 
 @command
-@takes(*MODEL)
+@takes(*MODEL, positional_model=True)
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,

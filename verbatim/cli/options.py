@@ -12,6 +12,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -199,9 +200,10 @@ GENERATE_ONLY = (
 )
 
 _MODEL, _ENGINE = "Model", "Engine"
+_MODEL_HELP = "Folder or hub id. Default: the storyteller inside the package."
 
 MODEL = (
-    Option("model", str, _MODEL, "Folder or hub id. Default: the storyteller inside the package."),
+    Option("model", str, _MODEL, _MODEL_HELP),
     Option(
         "config",
         str,
@@ -241,11 +243,17 @@ MODEL = (
 
 
 def takes(
-    *options: Option, show_defaults: bool = True
+    *options: Option, show_defaults: bool = True, positional_model: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add these options to a command whose signature ends in `**values`."""
+    """Add these options to a command whose signature ends in `**values`.
+
+    Args:
+        positional_model: the model may also be the command's argument.
+    """
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
+        if positional_model:
+            command = _with_positional_model(command)
         signature = inspect.signature(command)
         hints = get_type_hints(command, include_extras=True)
         declared = [
@@ -261,6 +269,47 @@ def takes(
         return command
 
     return add
+
+
+def _with_positional_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes MODEL as its argument, and finds it in `values["model"]`."""
+    signature = inspect.signature(command)
+
+    @wraps(command)
+    def taking(model_argument: str | None = None, **values: Any) -> None:
+        take_model([] if model_argument is None else [model_argument], 0, values)
+        command(**values)
+
+    argument = inspect.Parameter(
+        "model_argument",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)],
+    )
+    typed: Any = taking
+    typed.__signature__ = signature.replace(parameters=[argument, *signature.parameters.values()])
+    hints = get_type_hints(command, include_extras=True)
+    typed.__annotations__ = hints | {"model_argument": argument.annotation}
+    return taking
+
+
+def take_model(arguments: list[str], num_others: int, values: dict[str, Any]) -> list[str]:
+    """Return a command's arguments without the model, which comes before `num_others` others.
+
+    Sets `values["model"]`.
+
+    Raises:
+        WrongUsage: too many arguments, or the model twice.
+    """
+    if len(arguments) <= num_others:
+        return arguments
+    model, *others = arguments
+    if len(others) > num_others:
+        raise WrongUsage(f"{others[-1]!r}: one argument too many")
+    if values.get("model") is not None:
+        raise WrongUsage(f"give the model once, not {model!r} and --model {values['model']!r}")
+    values["model"] = model
+    return others
 
 
 def given(values: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:

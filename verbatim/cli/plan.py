@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The options of `LLM` that affect a plan; the others are about drafts and the device.
 _SHAPING = (
-    "config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
+    "model config revision trust_remote_code dtype num_threads max_length kv_memory kv_dtype quantization "
     "block_size max_batch_tokens max_sequences"
 ).split()
 _SOURCE = ("config", "revision", "trust_remote_code", "dtype")
@@ -26,12 +26,8 @@ _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 
 
 @command
-@takes(*PLACING, *_OPTIONS)
+@takes(*PLACING, *_OPTIONS, positional_model=True)
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,
 ) -> None:
@@ -40,7 +36,7 @@ def plan(
     Measures the machine for a second or two, which includes reading the model's files.
     """
     offload, settings = offload_of(values), given(values, _OPTIONS)
-    forecast = _forecast(model, offload, settings)
+    forecast = _forecast(settings.pop("model", None), offload, settings)
     if as_json:
         typer.echo(json.dumps(forecast.as_dict()))
         return

@@ -22,12 +22,8 @@ _SERVER, _LIMITS = "Server", "Limits"
 
 
 @command
-@takes(*(option for option in MODEL if option.name != "model"), *OFFLOAD, *CLUSTER)
+@takes(*MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
-    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
     ] = "127.0.0.1",
@@ -189,7 +185,7 @@ def serve(
 
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
-    with open_llm({**values, "model": model}, placement) as llm:
+    with open_llm(values, placement) as llm:
         report_placement(llm, placement)
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
 

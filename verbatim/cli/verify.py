@@ -18,19 +18,15 @@ if TYPE_CHECKING:
 
 # The schedules set the other options themselves.
 _SHAPING = (
-    "config revision trust_remote_code dtype device num_threads max_length kv_dtype quantization fused"
+    "model config revision trust_remote_code dtype device num_threads max_length kv_dtype quantization fused"
 ).split()
 _OPTIONS = tuple(option for option in MODEL if option.name in _SHAPING)
 _WIDTH = 150  # of the table, if stdout is not a terminal
 
 
 @command
-@takes(*_OPTIONS)
+@takes(*_OPTIONS, positional_model=True)
 def verify(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Folder or hub id. Default: the storyteller inside the package."),
-    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(help="Length of the longest completions. Default: 16.", min=1),
@@ -61,7 +57,9 @@ def verify(
     with _shown(
         package.NAMES if not only else [name for name in package.NAMES if name in only]
     ) as show:
-        report = package.verify(model, seed=seed, only=only or None, on_row=show, **settings)
+        report = package.verify(
+            settings.pop("model", None), seed=seed, only=only or None, on_row=show, **settings
+        )
     if as_json:
         sys.stdout.write(to_json(report.as_dict()) + "\n")
     else:

@@ -84,7 +84,7 @@ def refusal_of_body(
 ) -> Refusal:
     """Return the response for a list that is too long, or the first of the most deeply nested errors.
 
-    A missing field is reported if there is no other error.
+    A missing field of the body is reported if there is no other error.
 
     Args:
         errors: pydantic's.
@@ -111,7 +111,8 @@ def refusal_of_body(
 
 
 def _rank(error: Any) -> tuple[bool, bool, int]:
-    return error["type"] == "too_long", error["type"] != "missing", len(error["loc"])
+    depth = len(error["loc"])
+    return error["type"] == "too_long", depth > 1 or error["type"] != "missing", depth
 
 
 def _param(loc: Sequence[Any], known: bool) -> str | None:

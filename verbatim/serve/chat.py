@@ -72,7 +72,7 @@ class Conversation:
             self._variables |= _effort(effort, template)
         if tools is not None:
             self._variables["tools"] = tools
-        self.answers = Answers(use, template, service.llm.tokenizer)
+        self.answers = Answers(use, template, service.marks)
         structures = [name for name in STRUCTURES if fields.get(name) is not None]
         if use is not None:
             if structures:
@@ -169,7 +169,7 @@ class Asked:
             body.tool_choice,
             body.parallel_tool_calls,
             template_of(service, bool(body.tools)),
-            service.llm.tokenizer,
+            service.marks,
         )
         self.conversation = Conversation(
             service,

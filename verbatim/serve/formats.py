@@ -37,6 +37,11 @@ class CallFormat:
         """True if text may follow a call."""
         return self.between is None and not self.bare
 
+    @property
+    def text(self) -> str:
+        """All of it, with every mark."""
+        return "".join((self.mark, self.begin, self.head, self.tail, self.end, self.between or ""))
+
     def head_of(self, name: str) -> str:
         return self.head.replace("NAME", name)
 

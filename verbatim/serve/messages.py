@@ -54,7 +54,7 @@ class Asked:
         tools = [_tool(tool) for tool in body.tools] if body.tools else None
         choice, several = _choice(body.tool_choice, tools is not None)
         template = template_of(service, tools is not None)
-        use = ToolUse.settle(tools, choice, several, template, service.llm.tokenizer)
+        use = ToolUse.settle(tools, choice, several, template, service.marks)
         switches = {}
         if body.thinking is not None:
             names = [name for name in ("enable_thinking", "thinking") if name in template]
@@ -235,9 +235,11 @@ def _messages(body: CountTokens) -> Iterable[Any]:
     if body.system is not None:
         yield PlainMessage(role="system", content=_text(body.system))
     for turn in body.messages:
-        blocks = turn.content
-        if isinstance(blocks, str):
-            blocks = [TextBlock(type="text", text=blocks)]
+        blocks: list[Any] = (
+            [TextBlock(type="text", text=turn.content)]
+            if isinstance(turn.content, str)
+            else [*turn.content]
+        )
         if isinstance(turn, UserTurn):
             texts = []
             for block in blocks:
@@ -250,10 +252,10 @@ def _messages(body: CountTokens) -> Iterable[Any]:
             if texts or not blocks:
                 yield PlainMessage(role="user", content=_text(texts))
         else:
-            yield _answer([*blocks])
+            yield _answer(blocks)
 
 
-def _answer(blocks: Iterable[AnswerBlock | Any]) -> AssistantMessage:
+def _answer(blocks: Iterable[AnswerBlock]) -> AssistantMessage:
     message = AssistantMessage(role="assistant", content="")
     text, reasoning, calls = "", "", []
     for block in blocks:

@@ -18,7 +18,7 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    citations: list[Any] | None = Field(None, max_length=0)
+    citations: list[Any] | None = Field(default=None, max_length=0)
 
 
 class ThinkingBlock(Strict):

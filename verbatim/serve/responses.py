@@ -58,7 +58,7 @@ class Asked:
             _choice(body.tool_choice),
             parallel_calls,
             template_of(service, tools is not None),
-            service.llm.tokenizer,
+            service.marks,
         )
         self.logprobs = bool(body.include)
         self.conversation = Conversation(
@@ -400,8 +400,9 @@ def _assistant(messages: list[Any]) -> AssistantMessage:
 def _only_reasons(messages: list[Any]) -> bool:
     """Return whether the last message is reasoning without its answer so far."""
     last = messages[-1] if messages else None
-    reasons = isinstance(last, AssistantMessage) and last.reasoning_content is not None
-    return reasons and not last.content and not last.tool_calls
+    if not isinstance(last, AssistantMessage) or last.reasoning_content is None:
+        return False
+    return not last.content and not last.tool_calls
 
 
 def _turn(item: InputMessage) -> PlainMessage | AssistantMessage:

@@ -25,6 +25,7 @@ from verbatim.serve.errors import Refusal, too_many
 from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
+from verbatim.serve.tools import Marks
 
 T = TypeVar("T")
 log = logging.getLogger("verbatim.serve")
@@ -65,6 +66,7 @@ class Service:
         fingerprint: the numerics key; equal keys and seeds give equal tokens.
         chat_defaults: sampling parameters of chats that set none.
         texts: the texts of single tokens.
+        marks: the tokens that have names in grammars.
         draining: whether new generations are rejected.
 
     Raises:
@@ -79,6 +81,7 @@ class Service:
         self.fingerprint: str = llm.info()["numerics_key"]
         self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
         self.texts = TokenTexts(llm.tokenizer)
+        self.marks = Marks(llm.tokenizer)
         self.metrics = Metrics()
         self.draining = self._trims = False
         self._under_way = self._bytes_under_way = 0

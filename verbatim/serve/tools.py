@@ -58,7 +58,7 @@ class Marks:
         backend = getattr(getattr(tokenizer, "hf", None), "backend_tokenizer", None)
         self._ids: dict[str, int] = {}
         self.special: frozenset[str] = frozenset()
-        if tokenizer is None or not hasattr(backend, "get_added_tokens_decoder"):
+        if tokenizer is None or backend is None or not hasattr(backend, "get_added_tokens_decoder"):
             return
         added = backend.get_added_tokens_decoder().items()
         special = tokenizer.special_ids
@@ -69,6 +69,12 @@ class Marks:
             for i, token in added
             if i in special or re.fullmatch("<.+>", token.content)
         }
+
+    def within(self, text: str) -> Marks:
+        """Return those in a text; a tokenizer may have thousands."""
+        few = Marks(None)
+        few._ids = {mark: i for mark, i in self._ids.items() if mark in text}
+        return few
 
     def is_token(self, mark: str) -> bool:
         return mark in self._ids
@@ -109,7 +115,7 @@ class ToolUse:
         choice: str | NamedTool | None,
         several: bool | None,
         template: str,
-        tokenizer: Tokenizer | None = None,
+        marks: Marks | None = None,
     ) -> ToolUse | None:
         """Return the use of tools; None if no tool may be called.
 
@@ -137,12 +143,13 @@ class ToolUse:
                 raise InvalidRequest(
                     f"tool_choice: no tool is named {name!r}; the tools are {', '.join(names)}"
                 )
+        form = call_format(template)
         return cls(
             tuple(tools),
             required=choice == "required" or isinstance(choice, NamedTool),
             several=several is not False and not isinstance(choice, NamedTool),
-            format=call_format(template),
-            marks=Marks(tokenizer),
+            format=form,
+            marks=(marks or Marks(None)).within(form.text),
         )
 
     def grammar(self) -> str:
@@ -399,18 +406,15 @@ class Answers:
         template: the chat template.
     """
 
-    def __init__(self, use: ToolUse | None, template: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, use: ToolUse | None, template: str, marks: Marks) -> None:
         self.use = use
         self.reasoning = reasoning_marks(template)
-        self._marks = Marks(tokenizer)
         self._opened = self._closed = False
-        told = "".join(self.reasoning or ())
-        if use is not None:
-            form = use.format
-            told += form.begin + form.head + form.tail + form.end
+        told = "".join(self.reasoning or ()) + ("" if use is None else use.format.text)
+        self._marks = marks.within(told)
         # The text must have marks that are special tokens, and then has the other ones, too.
-        self.shows_special = any(mark in told for mark in self._marks.special)
-        others = [re.escape(mark) for mark in self._marks.special if mark not in told]
+        self.shows_special = any(mark in told for mark in marks.special)
+        others = [re.escape(mark) for mark in marks.special if mark not in told]
         self._dropped = re.compile("|".join(others)) if self.shows_special and others else None
 
     def note_prompt(self, tail: str) -> None:
