@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from support.toys import make_toy, random_ids
-from verbatim import LLM, NotSupported, Offload, SamplingParams
+from verbatim import LLM, NotSupported, Offload, SamplingParams, kernels
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.kv.indexing import choose_keys
+from verbatim.kv.indexing import choose_keys, index_scores
 from verbatim.kv.quantized import PACKINGS
 from verbatim.kv.store import LayerShape, make_store
 
@@ -53,6 +53,25 @@ def test_the_largest_scores_are_chosen_and_of_equal_ones_the_lowest_positions() 
     ]
     # Below 0, all scores are those of the weights' sign, and equal.
     assert choose(q, weights, -1 - scores.abs()[:, None], 5, 3).tolist() == [[0, 1, 2]] * 4
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize(("heads", "depth"), [(1, 1), (3, 16), (5, 37), (64, 128)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_every_instruction_set_scores_as_the_reference(
+    name: str, heads: int, depth: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_KERNELS", name)
+    numbers = torch.Generator().manual_seed(depth)
+    for rows, length in ((1, 1), (3, 16), (2, 143)):
+        q = torch.randn(rows, heads, depth, generator=numbers)
+        keys = torch.randn(length, depth, generator=numbers)
+        keys[0] = torch.nan
+        weights = torch.randn(rows, heads, generator=numbers) if weighted else None
+        expected = index_scores(q, weights, keys, reference=True)
+        found = index_scores(q, weights, keys)
+        assert found[..., 0].isnan().all() and expected[..., 0].isnan().all()
+        assert torch.equal(found[..., 1:], expected[..., 1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

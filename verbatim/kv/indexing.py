@@ -9,12 +9,15 @@ blocks of keys, each by its best one, and do so for each group of heads.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.attention import tree_sum
 
@@ -58,7 +61,7 @@ def choose_keys(
             last = min(first + rows_at_once, end)
             at = positions[first - begin : last - begin]
             weights = None if options.weights is None else options.weights[first:last]
-            scores = _scores(q[first:last].float(), weights, keys)
+            scores = index_scores(q[first:last].float(), weights, keys)
             later = torch.arange(length, device=q.device) > at
             blocks = _best_blocks(scores.masked_fill(later, -torch.inf), at, options)
             inside = torch.arange(options.block, device=q.device)
@@ -82,8 +85,23 @@ def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
     return best.sort(dim=-1).values
 
 
-def _scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
-    """Score `keys` `[L, D]` for rows `q` `[R, H, D]`, with `weights` `[R, H]` if any: `[R, G, L]`."""
+def index_scores(
+    q: Tensor, weights: Tensor | None, keys: Tensor, *, reference: bool = False
+) -> Tensor:
+    """Score `keys` `[L, D]` for rows `q` `[R, H, D]`, with `weights` `[R, H]` if any: `[R, G, L]` float32.
+
+    Args:
+        reference: compute it in torch, and not by a kernel; the bits are the same.
+    """
+    library = None if reference or q.device.type != "cpu" else _bound(kernels.library())
+    if library is not None:
+        q, keys = q.contiguous(), keys.contiguous()
+        weights = None if weights is None else weights.contiguous()
+        groups = q.shape[1] if weights is None else 1
+        out = q.new_empty(len(q), groups, len(keys))
+        operands = [None if x is None else x.data_ptr() for x in (out, q, keys, weights)]
+        library.vb_index_scores(*operands, *q.shape, len(keys), torch.get_num_threads())
+        return out
     tiles = []
     for tile in keys.split(_TILE):
         scores = tree_sum(q[:, :, None] * tile, -1)[..., 0]
@@ -91,6 +109,16 @@ def _scores(q: Tensor, weights: Tensor | None, keys: Tensor) -> Tensor:
             scores = tree_sum(scores.relu() * weights[..., None], 1)
         tiles.append(scores)
     return torch.cat(tiles, -1)
+
+
+@functools.cache
+def _bound(library: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    """Declare the arguments of the kernel."""
+    if library is not None:
+        library.vb_index_scores.argtypes = (
+            [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_int]
+        )
+    return library
 
 
 def attend_to_chosen(
