@@ -14,7 +14,7 @@ from support.pairwise import parametrize_pairs
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.stages import ThreadHosts, serving
 from support.states import check_nothing_is_left
-from support.toys import LAZY_RECURRENT_TOYS, RECURRENT_TOYS, make_toy, random_ids
+from support.toys import RECURRENT_TOYS, make_toy, random_ids
 from verbatim import (
     LLM,
     Cluster,
@@ -38,7 +38,7 @@ SHORT = GREEDY.replace(max_tokens=5)
 # One of each form in the fast suite, all of them in the slow one.
 ALL_TOYS, ALL_LAZY_TOYS = (
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ONE_OF_EACH)) for name in toys]
-    for toys in (RECURRENT_TOYS, LAZY_RECURRENT_TOYS)
+    for toys in (RECURRENT_TOYS, RECURRENT_TOYS)
 )
 
 
@@ -255,7 +255,7 @@ def test_offloaded_layers_keep_their_states(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAZY_RECURRENT_TOYS)
+@pytest.mark.parametrize("name", RECURRENT_TOYS)
 def test_ranks_compute_the_same(name: str, tmp_path: Any) -> None:
     prompts, params = mixed_requests(12)
     make_toy(name).save_pretrained(tmp_path)

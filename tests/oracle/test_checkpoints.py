@@ -82,6 +82,14 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], int | None, b
         *("qwen3_moe", EXPERTS, checkpoints.fp8((48, 32))),
         *(dict(quant_method="fp8", weight_block_size=[48, 32]), None, True),
     ),
+    "compressed-fp8-blocks": (  # 192 rows are no multiple of a block
+        *("qwen2", SHAPE, checkpoints.fp8((128, 128), "weight_scale")),
+        *(
+            _compressed("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
+            None,
+            True,
+        ),
+    ),
     "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), 8, True),
     "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, 8, False),
     "nf4-nested": ("llama", SHAPE, checkpoints.nf4(nested=True), _BNB, 8, False),
@@ -178,3 +186,23 @@ def test_adapters_that_can_not_be_added_are_refused_by_name(tmp_path: Path) -> N
     save_adapter(tmp_path / "lost", tmp_path / "nowhere/at/all", module)
     with pytest.raises(ModelError, match="neither a folder nor a hub id"):
         LLM(tmp_path / "lost")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("gptq", {"bits": 3}, "bits='3'"),
+        ("awq", {"version": "gemv"}, "version='gemv'"),
+        ("compressed-int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+        ("fp8", {"weight_block_size": None}, "no size for the blocks"),
+    ],
+)
+def test_a_variant_that_is_not_read_is_refused_by_name(
+    name: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotSupported, match=words):
+        LLM(tmp_path)

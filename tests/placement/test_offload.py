@@ -61,9 +61,12 @@ BUDGET = "300MB"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
 
 
+_ENGINE = ("max_batch_tokens", "draft", "unused_weights")
+
+
 def offloaded(folder: Path, dtype: str = "float32", **settings: Any) -> LLM:
     settings = {"weights": (0, 0, 100), "batch_size": 3, "micro_batches": 2} | settings
-    engine = {k: settings.pop(k) for k in ("max_batch_tokens", "draft") if k in settings}
+    engine = {k: settings.pop(k) for k in _ENGINE if k in settings}
     return LLM(
         folder, dtype=dtype, max_length=200, placement=Offload(gpu=BUDGET, **settings), **engine
     )
@@ -606,8 +609,10 @@ def test_the_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
     tensors = load_file(whole / "model.safetensors")
     tensors["unused"] = torch.zeros(4, dtype=torch.complex64)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    expected = resident_facts(tmp_path, "float32", 3)
-    with offloaded(tmp_path) as llm:
+    expected = resident_facts(whole, "float32", 3)
+    with pytest.raises(ModelError, match="such as unused"):
+        offloaded(tmp_path)
+    with offloaded(tmp_path, unused_weights="ignore") as llm:
         assert [facts(result) for result in llm.generate(*mixed_requests(3))] == expected
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(

@@ -22,7 +22,7 @@ from support.tool_templates import (
 )
 from verbatim import LLM
 from verbatim.serve.fields import Function, Tool
-from verbatim.serve.tools import ParsedCall, Reader, Reasoning, ToolUse, split_parts
+from verbatim.serve.tools import Dropped, ParsedCall, Reader, Reasoning, ToolUse, split_parts
 
 KINDS = {
     "text": lambda: tokenizer(HERMES, added=False),
@@ -340,3 +340,12 @@ def test_reasoning_is_split_from_the_text_in_any_pieces(text):
         assert (thought, said) == THOUGHTS[text]
     inside = Reader(None, marks, opened=True)
     assert inside.push("A\n</think>\n\nB", last=True) == [Reasoning("A"), "B"]
+
+
+def test_a_special_token_divided_between_two_deltas_is_dropped() -> None:
+    whole = "a<|x|>b<|c <|y|>"
+    for size in range(1, 9):
+        reader = Reader(None, dropped=Dropped(["<|x|>", "<|y|>"]))
+        pieces = [whole[i : i + size] for i in range(0, len(whole), size)]
+        parts = [part for piece in pieces for part in reader.push(piece)]
+        assert split_parts([*parts, *reader.push("", last=True)])[0] == "ab<|c "

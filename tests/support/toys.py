@@ -329,7 +329,6 @@ RECURRENT_FAMILIES = [
 ]
 # Those whose folders are opened without reading the weights. transformers initializes RWKV's by arithmetic
 # with other tensors, which can't be traced.
-LAZY_RECURRENT_TOYS = [name for name in RECURRENT_TOYS if name != "rwkv"]
 
 
 def make_toy(

@@ -381,6 +381,10 @@ def _block_indexer(module: Any) -> Callable[..., Tensor]:
             f"its indexers choose blocks for {module.num_heads} groups of heads, and it has "
             f"{module.config.num_key_value_heads} KV heads"
         )
+    if module.local_blocks > module.topk_blocks:
+        raise UnsupportedModel(
+            f"its indexers always choose {module.local_blocks} blocks, of {module.topk_blocks} in all"
+        )
     options = IndexOptions(module.topk_blocks, None, module.block_size, module.local_blocks)
 
     def forward(

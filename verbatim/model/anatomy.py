@@ -243,7 +243,7 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
         layers=look.layers,
         query_heads=look.query_heads,
         states=look.states,
-        dtype=look.dtype or logits.dtype,
+        dtype=look.dtype or _dtype_of(inner),
         vocab_size=logits.shape[-1],
         needs_safety_net=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
@@ -262,6 +262,14 @@ def takes_positions(inner: Any) -> bool:
     """Return whether the forward of a transformers model takes `position_ids`, counted from 0."""
     signature = inspect.signature(inner.forward).parameters
     return "position_ids" in signature and not counts_by_padding(inner)
+
+
+def _dtype_of(inner: nn.Module) -> torch.dtype:
+    """Return the dtype of a model without attention: that of its first parameter, mostly the embedding.
+
+    Logits don't tell: some heads return float32, and a part of a model has none.
+    """
+    return next(p.dtype for p in inner.parameters() if p.is_floating_point())
 
 
 def look_forward(

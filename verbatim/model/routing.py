@@ -12,6 +12,7 @@ forked block and a request that was evicted and computed again carry theirs with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.batch import Choices
-from verbatim.errors import NotSupported
+from verbatim.errors import NotSupported, OutOfBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +103,41 @@ def routed_layers_of(calls: list[Call], num_rows: int) -> tuple[RoutedLayers | N
 class ChoiceStore:
     """The choices for every token whose K and V are kept, `[block, token, layer, k]`.
 
-    As with K and V, memory is reserved at once and touched only where it is written.
+    Memory is reserved when something is recorded first, and touched only where it is written: keys take more
+    of it than K and V, and few requests record them.
     """
 
     def __init__(self, choices: Choices, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        shape = (num_blocks, block_size, choices.layers, choices.k)
-        with torch.inference_mode(False):  # as for K and V
-            self.ids = torch.empty(shape, dtype=choices.dtype)
+        self._shape = (num_blocks, block_size, choices.layers, choices.k)
+        self._dtype = choices.dtype
+        self._ids: Tensor | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """All choices.
+
+        Raises:
+            OutOfBlocks: there is no memory for them.
+        """
+        if self._ids is None:
+            try:
+                with torch.inference_mode(False):  # as for K and V
+                    self._ids = torch.empty(self._shape, dtype=self._dtype)
+            except RuntimeError:
+                raise OutOfBlocks(
+                    f"there is no memory for {self.nbytes} bytes of recorded choices, which have room for as "
+                    "many tokens as K and V; choose a smaller kv_memory"
+                ) from None
+        return self._ids
 
     @property
     def nbytes(self) -> int:
-        return self.ids.nbytes
+        return math.prod(self._shape) * self._dtype.itemsize
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to)."""
-        if copies:
+        if copies and self._ids is not None:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
 
     def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:

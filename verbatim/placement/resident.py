@@ -198,7 +198,7 @@ class Resident:
             self.decoder.weights_moved()
         if self.graphs is not None:
             self.graphs.forget()
-        self.store.release()  # the records are small beside it, and stay
+        self.store.release()  # the records stay: routing is small beside it
         self.draft_layers.release()
         give_back_freed()
 

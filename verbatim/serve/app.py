@@ -75,7 +75,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "X-Api-Key", "Content-Type"],
+            allow_headers=["Authorization", "X-Api-Key", "Content-Type", "Anthropic-Version"],
         )
     app.add_middleware(Counted, metrics=service.metrics)
     _refusals(app)

@@ -99,7 +99,7 @@ def refusal_of_body(
     if unknown:
         known = model.model_fields if model is not None and len(first["loc"]) == 1 else ()
         return Refusal(
-            400, f"unsupported field {param!r}{did_you_mean(str(param), known)}", param=param
+            400, f"unsupported field {param!r:.80}{did_you_mean(str(param), known)}", param=param
         )
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {first['ctx']['error']}")

@@ -271,10 +271,11 @@ class Reader:
         marks: tuple[str, str] | None = None,
         *,
         opened: bool = False,
-        dropped: re.Pattern[str] | None = None,
+        dropped: Dropped | None = None,
     ) -> None:
         self._use = use
         self._dropped = dropped
+        self._split = ""  # may begin one of them
         self._marks = marks  # until the reasoning has ended
         self._reasons = opened
         self._held = ""
@@ -288,7 +289,9 @@ class Reader:
         Args:
             last: the output ends here. An incomplete call is returned as text.
         """
-        self._held += text if self._dropped is None else self._dropped.sub("", text)
+        if self._dropped is not None:
+            text, self._split = self._dropped.drop(self._split + text, last)
+        self._held += text
         parts: list[Part] = []
         if self._marks is not None:
             parts += self._reasoning(*self._marks, last)
@@ -383,6 +386,31 @@ class Reader:
         return taken
 
 
+class Dropped:
+    """Special tokens that are left out of a text."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = marks
+        self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._starts = re.compile("[" + re.escape("".join({mark[0] for mark in marks})) + "]")
+        self._longest = max(map(len, marks))
+
+    def drop(self, text: str, last: bool) -> tuple[str, str]:
+        """Return the text without the tokens, and its end if that may begin another one.
+
+        A stop string that begins within a token divides it between two deltas of a stream.
+        """
+        text = self._pattern.sub("", text)
+        if last:
+            return text, ""
+        tail = max(0, len(text) - self._longest + 1)
+        for start in self._starts.finditer(text, tail):
+            rest = text[start.start() :]
+            if any(mark.startswith(rest) for mark in self._marks):
+                return text[: start.start()], rest
+        return text, ""
+
+
 def _overlap(text: str, mark: str) -> int:
     """Return the number of last characters that may begin `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
@@ -414,8 +442,8 @@ class Answers:
         self._marks = marks.within(told)
         # The text must have marks that are special tokens, and then has the other ones, too.
         self.shows_special = any(mark in told for mark in marks.special)
-        others = [re.escape(mark) for mark in marks.special if mark not in told]
-        self._dropped = re.compile("|".join(others)) if self.shows_special and others else None
+        others = [mark for mark in marks.special if mark and mark not in told]
+        self._dropped = Dropped(others) if self.shows_special and others else None
 
     def note_prompt(self, tail: str) -> None:
         """Read from the prompt's last characters whether the answer begins within reasoning."""
@@ -453,7 +481,9 @@ class Answers:
         elif structure == "choice":
             answer = f"answer: {' | '.join(map(json.dumps, value))}\n"
         elif structure == "regex":
-            escaped = re.sub(r"(?<!\\)/", r"\/", value)
+            escaped = re.sub(
+                r"\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], value, flags=re.DOTALL
+            )
             answer = f"answer: /{escaped}/\n"
         elif self._opened:
             raise NotSupported(

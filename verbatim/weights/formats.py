@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.errors import ModelError, NotSupported
+from verbatim.errors import ModelError, NotSupported, VerbatimError
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
 from verbatim.model.weight_packing import WeightPacking, stretches
@@ -149,6 +149,8 @@ def decode(
     checkpoint = _Checkpoint(folder, dict(stored), quantization, dtype)
     try:
         decoded = dict(reader(checkpoint))
+    except VerbatimError:
+        raise
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelError(
             f"{folder}: its quantization_config is damaged: {reason(error)}"
@@ -223,7 +225,14 @@ class _Checkpoint:
             )
         packing = WeightPacking(shape, self.dtype, Quantization(bits, ours[0], None), columns)
         repeat = -(-depth // ours[0]) if whole else size // ours[0]
-        make = functools.partial(_pack_codes, f"{self.folder}: {name}", packing, repeat, codes)
+        one = functools.partial(_pack_codes, f"{self.folder}: {name}", packing, repeat, codes)
+
+        def make(*tensors: Tensor) -> Tensor:
+            if len(shape) == 2:
+                return one(*tensors)
+            # Expert by expert, as codes take several times the memory of a packed matrix.
+            return torch.stack([one(*expert) for expert in zip(*tensors, strict=True)])
+
         return Computed(Grouped(packing, make), parts, {}, None)
 
     def rounded(
@@ -325,6 +334,8 @@ def _gptq(checkpoint: _Checkpoint) -> Iterator[tuple[str, LazyWeight]]:
     def values(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor) -> Tensor:
         zero = _nibbles(zeros, bits)[:, : scales.shape[1]].float() + offset
         code, groups = _nibbles(words.t(), bits).t().float(), order.long()
+        if not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
+            raise ModelError(f"{checkpoint.folder}: a g_idx names groups that are not there")
         matrix: Tensor = (scales.float()[groups] * (code - zero[groups])).t()
         return matrix
 
@@ -336,8 +347,13 @@ def _gptq(checkpoint: _Checkpoint) -> Iterator[tuple[str, LazyWeight]]:
         if order in checkpoint.left or ordered:
             parts = (*parts, checkpoint.take(order))  # type: ignore[assignment]
         groups = -(-shape[1] // size) if size > 0 else 1
-        if parts[2].shape != (groups, shape[0]) or parts[1].shape[0] != groups:
+        if parts[2].shape != (groups, shape[0]) or parts[1].shape != (
+            groups,
+            -(-shape[0] // per_word),
+        ):
             raise checkpoint.wrong(f"{name}.scales")
+        if len(parts) == 4 and parts[3].shape != (shape[1],):
+            raise checkpoint.wrong(order)
         weight = f"{name}.weight"
         if ordered:
             yield weight, checkpoint.rounded(shape, values, parts, weight)
@@ -372,14 +388,25 @@ def _awq(checkpoint: _Checkpoint) -> Iterator[tuple[str, LazyWeight]]:
 # ---- FP8: one scale for a tensor, a row or a block ----
 
 
-def _scaled(checkpoint: _Checkpoint, name: str, scale: str) -> tuple[str, LazyWeight]:
-    """Return the lazy weight of FP8 or int8 values times their scales, in the model's dtype."""
+def _scaled(
+    checkpoint: _Checkpoint, name: str, scale: str, block: list[int] | None
+) -> tuple[str, LazyWeight]:
+    """Return the lazy weight of FP8 values times their scales, in the model's dtype.
+
+    Args:
+        block: rows and columns of a block; None: a scale for the tensor or for each row.
+    """
     parts = checkpoint.take(name), checkpoint.take(scale)
     shape, blocks = parts[0].shape, parts[1].shape
-    if checkpoint.quantization.get("weight_block_size") and len(blocks) == len(shape):
+    if block and len(blocks) == len(shape):
         # The last block of a dimension may be short.
-        sizes = [1] * (len(shape) - 2) + list(checkpoint.quantization["weight_block_size"])
+        sizes = [1] * (len(shape) - 2) + list(block)
     elif len(blocks) == len(shape):
+        if any(m and n % m for n, m in zip(shape, blocks, strict=True)):
+            raise NotSupported(
+                f"{checkpoint.folder}: config.json names no size for the blocks of {name}, and "
+                f"{list(shape)} is no multiple of its {list(blocks)} scales"
+            )
         sizes = [-(-n // max(1, m)) for n, m in zip(shape, blocks, strict=True)]
     else:
         sizes = []
@@ -390,6 +417,8 @@ def _scaled(checkpoint: _Checkpoint, name: str, scale: str) -> tuple[str, LazyWe
 
     def values(weight: Tensor, scales: Tensor) -> Tensor:
         scales = scales.float()
+        if not bool(scales.isfinite().all()):
+            raise ModelError(f"{checkpoint.folder}: {scale} has numbers that are NaN or infinite")
         if not sizes:
             scales = scales.view(-1, *[1] * (len(shape) - 1))
         for dim, size in enumerate(sizes):
@@ -404,11 +433,20 @@ def _fp8(checkpoint: _Checkpoint) -> Iterator[tuple[str, LazyWeight]]:
     for suffix in ("_scale_inv", "_scale"):
         for name in checkpoint.names(suffix):
             if (stored := checkpoint.left.get(name)) is not None and stored.dtype in _FP8:
-                yield _scaled(checkpoint, name, f"{name}{suffix}")
-                module = name.removesuffix("weight")
-                checkpoint.drop(f"{module}activation_scale", f"{module}input_scale")
-                checkpoint.drop(f"{module}input_scale_ub")
+                block = checkpoint.quantization.get("weight_block_size")
+                yield _scaled(checkpoint, name, f"{name}{suffix}", block)
+                # Of a layer, or of a matrix of fused experts.
+                for prefix in (name.removesuffix("weight"), f"{name}_"):
+                    kinds = ("activation_scale", "input_scale", "input_scale_ub")
+                    checkpoint.drop(*(prefix + kind for kind in kinds))
+    _drop_cache_scales(checkpoint)
     _refuse_fp8(checkpoint)
+
+
+def _drop_cache_scales(checkpoint: _Checkpoint) -> None:
+    """Drop the scales of a quantized KV cache, which are not used."""
+    for suffix in ("k_scale", "v_scale", "q_scale"):
+        checkpoint.drop(*(f"{name}.{suffix}" for name in checkpoint.names(f".{suffix}")))
 
 
 def _refuse_fp8(checkpoint: _Checkpoint) -> None:
@@ -450,18 +488,19 @@ def _compressed(checkpoint: _Checkpoint) -> Iterator[tuple[str, LazyWeight]]:
             f"{checkpoint.folder}: config.json: format={sorted(map(str, formats))} of compressed-tensors is "
             f"not supported: must be of {sorted(kinds)}"
         )
+    blocks = [o["block_structure"] for o in options if o.get("block_structure")]
+    block = blocks[0] if blocks and all(b == blocks[0] for b in blocks) else None
     for name in checkpoint.names(".weight_scale"):
         weight = f"{name}.weight"
         if f"{name}.weight_packed" in checkpoint.left:
             yield weight, _packed_integers(checkpoint, name, options)
         elif checkpoint.left[weight].dtype in _FP8:
-            yield _scaled(checkpoint, weight, f"{name}.weight_scale")
+            yield _scaled(checkpoint, weight, f"{name}.weight_scale", block)
         else:
             yield weight, _plain_integers(checkpoint, name)
         checkpoint.drop(f"{name}.input_scale", f"{name}.input_zero_point")
         checkpoint.drop(f"{name}.weight_zero_point", f"{name}.weight_shape")
-    for suffix in ("k_scale", "v_scale", "q_scale"):  # of a quantized KV cache, which is not used
-        checkpoint.drop(*(f"{name}.{suffix}" for name in checkpoint.names(f".{suffix}")))
+    _drop_cache_scales(checkpoint)
     _refuse_fp8(checkpoint)
 
 
@@ -513,7 +552,8 @@ def _plain_integers(checkpoint: _Checkpoint, name: str) -> LazyWeight:
     size = shape[1] // max(1, count // shape[0])
 
     def codes(weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Any:
-        scales = scales.float().expand(shape[0], -1) if count == 1 else scales.float()
+        scales = scales.float()
+        scales = scales.reshape(1, 1).expand(shape[0], -1) if count == 1 else scales
         zero = 128.0 if zeros is None else zeros.float().view(-1, scales.shape[1]) + 128
         return _affine(_unsigned(weight), scales.reshape(shape[0], -1), zero)
 
@@ -557,17 +597,21 @@ def _bnb_4bit(checkpoint: _Checkpoint, name: str, kind: str) -> LazyWeight:
         block = int(fields["blocksize"])
         nested = int(fields.get("nested_blocksize") or 0)
         offset = float(fields.get("nested_offset") or 0)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{checkpoint.folder}: the quant_state of {name} is damaged") from None
     keys = ["", ".absmax", ".quant_map"]
     keys += [".nested_absmax", ".nested_quant_map"] if nested else []
     parts = tuple(checkpoint.take(f"{name}{key}") for key in keys)
     numel = torch.Size(shape).numel()
-    if block <= 0 or len(shape) != 2 or parts[0].nbytes != -(-numel // 2):
+    peaks = -(-numel // block) if block > 0 else -1
+    if len(shape) != 2 or parts[0].nbytes != -(-numel // 2) or parts[2].shape != (16,):
         raise checkpoint.wrong(name)
+    if torch.Size(parts[1].shape).numel() != peaks:
+        raise checkpoint.wrong(f"{name}.absmax")
 
     def values(codes: Tensor, absmax: Tensor, table: Tensor, *nests: Tensor) -> Tensor:
-        code = torch.stack([codes.flatten() >> 4, codes.flatten() & 15], -1).flatten()[:numel]
+        data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
+        code = torch.stack([data >> 4, data & 15], -1).flatten()[:numel]
         peaks = absmax.flatten()
         if nests:
             outer = nests[0].repeat_interleave(nested)[: len(peaks)]

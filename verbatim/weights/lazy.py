@@ -116,7 +116,7 @@ class Traced(Tensor):
 
 
 def _without_numbers(x: Any) -> Any:
-    if not isinstance(x, Traced):
+    if not isinstance(x, Tensor):
         return x
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
