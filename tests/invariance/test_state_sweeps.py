@@ -103,7 +103,7 @@ def test_200_sessions_share_a_budget(name: str, monkeypatch: pytest.MonkeyPatch)
         asked = [a + b for a, b in zip(said, turns[1], strict=True)]
         expected = [r.outputs[0].token_ids for r in llm.generate(asked, GREEDY)]
         info = llm.info()
-    budget = 40 * info["state_bytes"] + (count + 8) * 32 * info["kv_bytes_per_token"]
+    budget = 40 * info["state_bytes"] + (count + 8) * 32 * max(1, info["kv_bytes_per_token"])
     monkeypatch.setattr(EngineOptions, "num_states", lambda self, state_bytes: 40)
     with LLM(model, kv_memory=budget, block_size=4) as llm:
         slots = llm.engine.scheduler.states.pool
