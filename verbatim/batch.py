@@ -85,7 +85,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What layers of a model choose for each token: `[layers, k]` numbers.
+    """The choices of layers of a model for each token: `[layers, k]` numbers.
 
     Attributes:
         layers: that choose, in the order they run.

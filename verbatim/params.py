@@ -174,12 +174,12 @@ class SamplingParams:
 
     @property
     def records(self) -> list[str]:
-        """What is recorded of the choices of layers: "routing", "indices"."""
+        """The choices of layers that are recorded: "routing", "indices"."""
         return [name for name in CHOICES if getattr(self, f"record_{name}")]
 
     @property
     def forces_choices(self) -> bool:
-        """Whether K and V follow from more than the ids, as experts or keys are replayed."""
+        """Return whether experts or keys are replayed, so that K and V depend on more than the ids."""
         return any(getattr(self, f"replay_{name}") is not None for name in CHOICES)
 
     def replace(self, **changes: Any) -> SamplingParams:

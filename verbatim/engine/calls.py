@@ -173,7 +173,7 @@ class Job:
         self._waiter.wake()
 
     def returned(self) -> bool:
-        """Whether it was interrupted in another thread, and has to be sent again."""
+        """Return whether it was interrupted in another thread, and has to be sent again."""
         returned, self._returned = self._returned, False
         return returned
 

@@ -56,7 +56,7 @@ _NESTED = (
 
 
 class Mode(Enum):
-    """What happens between two messages."""
+    """The work between two messages."""
 
     RUNNING = "running"
     DRAINING = "draining"  # steps are made, and new requests wait
@@ -149,17 +149,17 @@ class EngineHandle:
 
     @property
     def runner(self) -> Runner:
-        """Where the model lives. Its methods are called inside `call`."""
+        """The model in its placement. Its methods are called inside `call`."""
         return self._engine.runner
 
     @property
     def scheduler(self) -> Scheduler:
-        """What waits, runs and holds blocks; read inside `call`, or while nothing runs."""
+        """The scheduler; read inside `call`, or while nothing runs."""
         return self._engine.scheduler
 
     @property
     def drafting(self) -> Drafting | None:
-        """What proposes draft tokens."""
+        """The part that proposes draft tokens; None without drafts."""
         return self._engine.drafting
 
     @property
@@ -169,7 +169,7 @@ class EngineHandle:
 
     @property
     def live(self) -> bool:
-        """Whether the model's owner may change its weights at any time; can be set."""
+        """True: the model's owner may change its weights at any time. Can be set."""
         return self._engine.live
 
     @live.setter
@@ -178,7 +178,7 @@ class EngineHandle:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests run or wait."""
+        """Return whether requests run or wait."""
         return self._engine.has_work or bool(self._entering)
 
     @property
@@ -903,7 +903,7 @@ def _nothing() -> bool:
 
 
 def _probe_findings() -> list[str]:
-    """How matrix products are kept row-invariant: by the kernels, or by what the probe found for torch."""
+    """Return how matrix products are kept row-invariant: by the kernels, or as the probe of torch found."""
     return [
         f"{rows}x{columns} {dtype_name(dtype)}: tiles of {' and '.join(map(str, tiles.heights))} rows"
         + (", one thread" if tiles.one_thread else "")

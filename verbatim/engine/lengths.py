@@ -23,7 +23,7 @@ _PLAIN_EVERY = 64  # steps at most until one without drafts is measured again
 
 
 class FixedLengths:
-    """The same draft length for every sequence and step."""
+    """A constant draft length."""
 
     def __init__(self, length: int) -> None:
         self.fixed = length
@@ -55,7 +55,7 @@ class Line:
 
     @property
     def known(self) -> bool:
-        """Whether there are measurements."""
+        """Return whether there are measurements."""
         return self._sums[0] > 0
 
     def note(self, x: float, y: float) -> None:
@@ -79,7 +79,7 @@ class Line:
 
 
 class Record:
-    """What is known of a sequence's drafts: moving averages, and when the next trial is due.
+    """Statistics of a sequence's drafts: moving averages, and when the next trial is due.
 
     Attributes:
         acceptance: entry `j`: of the `j + 1`-th token of drafts, if the tokens before it were accepted.

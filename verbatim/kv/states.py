@@ -34,7 +34,7 @@ class StateShape:
 
 
 class StateRows(NamedTuple):
-    """Where the operations of one forward read and write states; `Batch` describes the fields."""
+    """The slots that the operations of one forward read and write; `Batch` describes the fields."""
 
     query_starts: Tensor
     sources: Tensor

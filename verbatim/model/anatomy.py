@@ -84,7 +84,7 @@ class Anatomy:
 
     @property
     def choices(self) -> dict[str, Choices]:
-        """What its layers choose for each token, by `CHOICES`."""
+        """The choices of its layers for each token, by `CHOICES`."""
         routed = self.routed
         routing = Choices(reason=self.routing_reason) if routed is None else routed.choices
         return {"routing": routing, "indices": self.indexed}

@@ -58,7 +58,7 @@ def _functions(library: ctypes.CDLL | None) -> tuple[Callable[..., None], ...]:
 
 
 class Trust:
-    """Whether fused layers were looked at before this forward, so that they need not look themselves."""
+    """Return whether all fused layers were inspected before this forward, so that each need not do it."""
 
     given = False
 
@@ -121,7 +121,7 @@ class FusedLayer:
 
     @property
     def turns(self) -> bool:
-        """Whether it takes rotary cos and sin."""
+        """Return whether it takes rotary cos and sin."""
         return self._shape.rotation is not Rotation.UNTURNED
 
     @property
@@ -131,7 +131,7 @@ class FusedLayer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether one kernel call runs all of it."""
+        """Return whether one kernel call runs all of it."""
         return self.parts.has_mlp
 
     @property

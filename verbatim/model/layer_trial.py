@@ -143,7 +143,7 @@ class LayerTrial:
 
     @staticmethod
     def _mixtures_of(parts: LayerParts) -> list[MixtureParts]:
-        """What its MLP may be, while no forward of ours is in its place."""
+        """Return the form of its MLP; its own forward must be in place."""
         return [] if parts.gates else [*mixtures_of(parts.mlp)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ class NormParts(NamedTuple):
 
 
 class Gate(enum.IntEnum):
-    """Where a norm multiplies with the SiLU of its gate."""
+    """The place where a norm multiplies with the SiLU of its gate."""
 
     NONE = 0
     AFTER = 1

@@ -194,7 +194,7 @@ def try_out(
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
-    """How far off the logits `[T, V]` are: the worst row's error in float32, the median row's in less,
+    """Return the error of the logits `[T, V]`: the worst row's error in float32, the median row's in less,
     where a rounding may send a token to another expert.
     """
     rows = (ours - theirs).abs().amax(-1).float()

@@ -63,7 +63,7 @@ class WorkerProcess:
 
     @property
     def ended(self) -> str:
-        """How it ended, in words."""
+        """Describe how it ended."""
         code = self.returncode or 0
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 

@@ -88,7 +88,7 @@ class Connection(_Base):  # type: ignore[misc]
 
     @property
     def _is_idle(self) -> bool:
-        """Whether the client has not sent a complete request since the last answer."""
+        """Return whether the client has yet to send a complete request since the last answer."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 

@@ -1,4 +1,4 @@
-"""How the families of models write tool calls and reasoning, by their chat templates."""
+"""The formats in which families of models write tool calls and reasoning, by their chat templates."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class InputTool(Strict):
 
 
 class ToolChoice(Strict):
-    """Which tools the model may or must use."""
+    """The tools that the model may or must use."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -93,7 +93,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model reasons, where its chat template has a switch for it."""
+    """The switch of reasoning, for chat templates that have one."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1, description="Has no effect.")

@@ -427,7 +427,7 @@ def split_parts(parts: Sequence[Part]) -> tuple[str, str, list[ParsedCall]]:
 
 
 class Answers:
-    """How the answers of a conversation are read, and which structure they have.
+    """The form of the answers of a conversation: readers and grammars.
 
     Args:
         use: the callable tools.

@@ -16,8 +16,9 @@ _GLIMPSE_BYTES = 64
 
 
 def fingerprint(loaded: LoadedModel) -> str:
-    """Which files a skeleton's weights lie in, and where, and a little of each: the same on machines with the
-    same files.
+    """Return a digest of where a skeleton's weights lie, and of a little of each.
+
+    It is the same on machines with the same files.
 
     Raises:
         ModelError: they can't be read.

@@ -42,7 +42,7 @@ class Neighbours:
 
     @property
     def serving(self) -> bool:
-        """Whether there is a head."""
+        """Return whether there is a head."""
         return self._head is not None
 
     def take_head(self, link: Link) -> None:

@@ -57,7 +57,7 @@ class Supervisor:
 
     @property
     def in_order(self) -> bool:
-        """Whether all stages are alive, as far as is known, connected, and have the KV in use."""
+        """Return whether all stages are alive, as far as is known, connected, and have the KV in use."""
         return self.launcher.connected and not any(
             member.lost is not None or member.behind for member in self.group.members
         )

@@ -154,7 +154,7 @@ def rows_begin(
     times: tuple[int, int],
     clock: str,
 ) -> bytes:
-    """What a message of hidden states begins with, up to its times as float64: when they were sent, seconds
+    """The head of a message of hidden states, up to its times as float64: when they were sent, seconds
     in each stage, seconds between stages. Then come the states themselves.
 
     Args:

@@ -287,8 +287,10 @@ def _sampling() -> float:
 
 
 def _calling() -> float:
-    """What the calls of one layer take, whatever its size: here some forty, which is a fifth of a layer of
-    transformers with its modules, its attention and its views (measured)."""
+    """Measure the seconds that the calls of one layer take, whatever its size.
+
+    Here some forty, which is a fifth of a layer of transformers with its modules and views (measured).
+    """
     x, weight = torch.ones(2, 64), torch.ones(64, 64)
 
     def layer() -> None:

@@ -65,7 +65,7 @@ class PlannerInputs:
 
     @property
     def two_budgets(self) -> bool:
-        """Whether gpu and cpu have a budget each, rather than one budget for all memory."""
+        """Return whether gpu and cpu have a budget each, rather than one budget for all memory."""
         return self.offload.gpu is not None and self.offload.cpu is not None
 
     def kv_bytes(self, sequences: int) -> int:

@@ -294,8 +294,9 @@ def _made_bytes(lazy: LazyWeight, nbytes: int) -> int:
 
 
 def _cloned_bytes(part: Any) -> int:
-    """Of tensors that are copied behind their reading: numbers that begin between two, or, for torch's
-    products, which want their weights aligned, all.
+    """Return the bytes of tensors that are copied after they are read.
+
+    Those are tensors that are not aligned to their dtype, and all of them for torch's products.
     """
     if isinstance(part, Stored):
         clones = part.offset % part.dtype.itemsize or not kernels.available()
