@@ -21,6 +21,7 @@ from support.tool_templates import (
     tokenizer,
 )
 from verbatim import LLM
+from verbatim.errors import VerbatimError
 from verbatim.serve.fields import Function, Tool
 from verbatim.serve.tools import Dropped, ParsedCall, Reader, Reasoning, ToolUse, split_parts
 
@@ -318,6 +319,22 @@ def test_pythonic_arguments_become_json():
     )
     assert isinstance(call, ParsedCall)
     assert json.loads(call.arguments) == {"a": True, "b": None, "c": [1, "x"], "d": {}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (dict(allOf=[dict(required=["a"])]), "'allOf'"),
+        (dict(minProperties=1), "'minProperties'"),
+        (dict(properties=dict(a=dict(type="boolean", const=True))), "'const'"),
+        (dict(required=["x"]), "required"),
+        (dict(properties=dict(a={}), required=["a", "a"]), "required"),
+    ],
+)
+def test_what_keyword_arguments_can_not_be_held_to_is_refused(schema, words):
+    found = ToolUse.settle([tool("f", **schema)], None, None, PYTHONIC)
+    with pytest.raises(VerbatimError, match=words):
+        found.grammar()
 
 
 THOUGHTS = {

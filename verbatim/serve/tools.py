@@ -207,6 +207,13 @@ class ToolUse:
         return [ParsedCall(f"call_{uuid4().hex[:24]}", name, given) for name, given in calls]
 
 
+_LITERALS = {"boolean": '"True" | "False"', "null": '"None"'}  # of Python
+_NOTES = frozenset({"type", "title", "description", "default", "examples", "$comment"})
+_OF_FLAGS = _NOTES | {"enum"}  # keys of a schema with such a literal
+_OF_KEYWORDS = _NOTES | {"properties", "required", "additionalProperties", "$defs", "definitions"}
+_OF_KEYWORDS |= {"$schema", "$id"}  # keys of the schema of keyword arguments
+
+
 def _keywords(rule: str, tool: Tool) -> str:
     """Return the rules of Python's keyword arguments, the required ones first."""
     schema = _schema(tool)
@@ -216,10 +223,23 @@ def _keywords(rule: str, tool: Tool) -> str:
         raise NotSupported(
             f"tools: {tool.function.name}: the model's format of calls needs parameters that are Python names"
         )
+    if len(set(required)) < len(required) or not set(required) <= set(properties):
+        raise InvalidRequest(
+            f"tools: {tool.function.name}: required must name properties, each of them once"
+        )
+    flags = [
+        v for v in properties.values() if isinstance(v, dict) and str(v.get("type")) in _LITERALS
+    ]
+    unknown = set(schema) - _OF_KEYWORDS | {key for flag in flags for key in set(flag) - _OF_FLAGS}
+    if unknown:
+        raise NotSupported(
+            f"tools: {tool.function.name}: the model's format of calls can't be held to "
+            f"{', '.join(map(repr, sorted(unknown)))} of its schema"
+        )
     rules, pairs = [], {}
     for number, (name, value) in enumerate(properties.items()):
         kind = value.get("type") if isinstance(value, dict) and "enum" not in value else None
-        literal = {"boolean": '"True" | "False"', "null": '"None"'}.get(str(kind))
+        literal = _LITERALS.get(str(kind))
         whole = json.dumps(value | shared if isinstance(value, dict) else value)
         rules.append(f"{rule}_{number}: {literal or f'%json {whole}'}\n")
         pairs[name] = f'"{name}=" {rule}_{number}'
