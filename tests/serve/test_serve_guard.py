@@ -382,7 +382,7 @@ def test_a_client_that_goes_takes_its_request_along(served, llm):
     assert served.idle()  # the streams were left in the middle
     for prompt in ([5] * 1900, "x"):
         with socket.create_connection(("127.0.0.1", served.port)) as link:
-            content = json.dumps({"prompt": prompt, "max_tokens": 100}).encode()
+            content = json.dumps(LONG | {"prompt": prompt, "max_tokens": 100}).encode()
             link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
             while not served.service.under_way:
                 time.sleep(0.001)
