@@ -50,7 +50,9 @@ _REFUSALS: list[tuple[str, str, str]] = [
 ]
 REFUSED = {name: phrase for phrase, _, listed in _REFUSALS for name in listed.split()}
 # What older versions of transformers get wrong: these build no causal masks there.
-OLDER = {"megatron-bert": "later tokens", "moshi": "later tokens", "rembert": "later tokens"}
+OLDER = dict.fromkeys(
+    ("megatron-bert", "moshi", "rembert", "roformer", "roformer:values"), "later tokens"
+)
 UNBUILDABLE = {
     "gemma3n": "needs pillow and timm for its vision tower; its text model, gemma3n_text, is supported",
 }
