@@ -446,7 +446,8 @@ def test_whatever_is_fused_has_the_bits_of_plain_layers(case: str, dtype: str) -
     model = sweep.build(case).to(DTYPES[dtype])
     fused = Decoder(model)
     assert fused.fused is not None
-    assert fused.fused["layers"] or fused.fused["plain"]
+    # The forward of these two models runs the parts of their layers itself.
+    assert bool(fused.fused["layers"] or fused.fused["plain"]) is (case not in ("rwkv", "xlstm"))
     if case in ALL_FUSED:
         assert fused.fused["plain"] == 0, fused.fused["reasons"]
     assert outputs(fused) == outputs(Decoder(model, fused=False))

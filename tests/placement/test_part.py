@@ -230,6 +230,7 @@ NO_CUTS = {  # of these toys: cases with another layout have some
     "gemma4_text": "reuses the keys and values of layer",
     "gemma4_text:moe": "reuses the keys and values of layer",
     "gemma4_unified_text": "reuses the keys and values of layer",
+    "zaya": "is given more of layer",  # the states of its routers
 }
 
 
