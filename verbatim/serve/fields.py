@@ -84,7 +84,7 @@ Texts = str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None
 class Sampling(Strict):
     """The fields that all generation endpoints share."""
 
-    model: str = Field(description="Name of the served model.")
+    model: str = Field(description="Name of the served model.", examples=["storyteller"])
     temperature: Number = within("Divisor of the logits; 0 is greedy.", minimum=0)
     top_p: Number = within(**_SHARE)
     n: Integer = within("Completions per prompt.", minimum=1)
