@@ -106,7 +106,8 @@ def choices(spans: list[Span]) -> dict[str, Any]:
 
 def _forced(spans: list[Span], name: str) -> torch.Tensor | None:
     """Return what these rows are forced to choose; -1 where they are free."""
-    replayed = [getattr(sequence.request.params, f"replay_{name}") for sequence, _, _ in spans]
+    named = f"replay_{name}"
+    replayed = [getattr(sequence.request.params, named) for sequence, _, _ in spans]
     first = next((record for record in replayed if record is not None), None)
     if first is None:
         return None

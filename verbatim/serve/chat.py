@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
 
-from verbatim.core import Completion, Delta, FinishReason, Result
+from verbatim.core import Completion, Delta, FinishReason, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES
 from verbatim.serve.completions import (
@@ -31,7 +31,7 @@ from verbatim.serve.fields import (
     SchemaFormat,
     ToolMessage,
 )
-from verbatim.serve.service import Client, Service
+from verbatim.serve.service import Client, Seat, Service
 from verbatim.serve.tools import ANY_OBJECT, Answers, Reader, ToolUse, split_parts
 from verbatim.text.chat import render_chat
 
@@ -104,6 +104,11 @@ class Conversation:
                 self.params = self.params.replace(**structure)
         return ids
 
+    async def admit(self, seat: Seat, client: Client) -> list[Request]:
+        """Render the prompt, and queue the request for its completions."""
+        prompt = await self.prompt()
+        return await self.service.admit(seat, [prompt], self.params, client)
+
 
 _TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
 
@@ -143,10 +148,16 @@ def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
 
 def _effort(effort: str, template: str) -> dict[str, Any]:
     """Return the template's variable for an effort of reasoning."""
-    for name in ("enable_thinking", "thinking"):
-        if re.search(rf"\b{name}\b", template) and "reasoning_effort" not in template:
-            return {name: effort != "none"}
-    return {"reasoning_effort": effort}
+    name = thinking_switch(template)
+    if name is None or "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    return {name: effort != "none"}
+
+
+def thinking_switch(template: str) -> str | None:
+    """Return the template's variable that turns reasoning on and off, or None."""
+    names = ("enable_thinking", "thinking")
+    return next((name for name in names if re.search(rf"\b{name}\b", template)), None)
 
 
 class Asked:
@@ -184,8 +195,7 @@ class Asked:
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             results = await self.service.results(requests)
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
         return self._envelope("chat.completion", choices) | {"usage": usage(results)}
@@ -207,8 +217,7 @@ class Asked:
             return piece | {"usage": None} if with_usage else piece
 
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result

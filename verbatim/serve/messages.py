@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
-from verbatim.serve.chat import Conversation, message_of, template_of
+from verbatim.serve.chat import Conversation, message_of, template_of, thinking_switch
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
@@ -56,9 +56,8 @@ class Asked:
         template = template_of(service, tools is not None)
         use = ToolUse.settle(tools, choice, several, template, service.marks)
         switches = {}
-        if body.thinking is not None:
-            names = [name for name in ("enable_thinking", "thinking") if name in template]
-            switches = dict.fromkeys(names[:1], body.thinking.type != "disabled")
+        if body.thinking is not None and (name := thinking_switch(template)) is not None:
+            switches[name] = body.thinking.type != "disabled"
         self.conversation = Conversation(
             service,
             [message_of(message) for message in _messages(body)],
@@ -77,8 +76,7 @@ class Asked:
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
@@ -89,15 +87,14 @@ class Asked:
         result: Result | None = None
         index, kind, called = -1, None, False
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             reader = self.conversation.answers.reader()
             begun = False
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     if not begun:
                         begun = True
-                        usage = {"input_tokens": len(prompt), "output_tokens": 0}
+                        usage = {"input_tokens": requests[0].num_input_tokens, "output_tokens": 0}
                         message = self._message([], None) | {"usage": usage}
                         yield _event("message_start", message=message)
                     result = delta.result or result

@@ -79,8 +79,7 @@ class Asked:
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
@@ -109,8 +108,7 @@ class Asked:
         items: list[dict[str, Any]] = []
         result: Result | None = None
         with self.service.seat() as seat:
-            prompt = await self.conversation.prompt()
-            requests = await self.service.admit(seat, [prompt], self.conversation.params, client)
+            requests = await self.conversation.admit(seat, client)
             reader = self.conversation.answers.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
