@@ -1,4 +1,4 @@
-"""What K and V in few bits cost in log-prob and save in bytes, on the packaged model or any other.
+"""The cost of quantized K and V in log-prob, and the bytes they save, on the packaged model or any other.
 
     python benchmarks/kv.py [--model FOLDER] [--dtype float32] [--tokens 250]
     python benchmarks/kv.py --formats    # ways to spend the same bits, of the rows of a model and random ones

@@ -1,4 +1,4 @@
-"""What weights in few bits cost in perplexity and save in bytes, and how fast they are unpacked.
+"""The cost of quantized weights in perplexity, the bytes they save, and how fast they are unpacked.
 
     python benchmarks/quantize.py              # the packaged model on stories that it was not trained on
     python benchmarks/quantize.py --activations    # the same with activations in 8 bits beside as they are

@@ -455,7 +455,7 @@ def _measure_queue(
         return requests
 
     running = submit(options.seats, options.steps + 16)
-    for _ in range(4):  # all have a seat, and their prompts are done
+    for _ in range(4):  # all have a reservation, and their prompts are done
         engine.step()
     queued = submit(waiting, 1)
     for _ in range(4):

@@ -22,11 +22,11 @@ class Device:
 
     Attributes:
         torch: the torch device; a GPU with its index.
-        same_bits: computation is batch-invariant; always on the CPU, on a GPU if requested.
+        batch_invariant: computation is batch-invariant; always on the CPU, on a GPU if requested.
     """
 
     torch: torch.device
-    same_bits: bool
+    batch_invariant: bool
 
     @property
     def is_gpu(self) -> bool:
@@ -51,7 +51,7 @@ class Device:
         return available_memory()
 
 
-CPU = Device(torch.device("cpu"), same_bits=True)
+CPU = Device(torch.device("cpu"), batch_invariant=True)
 
 
 def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
@@ -77,7 +77,7 @@ def settle_device(device: Any, deterministic: Any, model: Any = None) -> Device:
         raise NotSupported(
             f"device={device!r}: its kernels need Triton, which is not installed (torch for CUDA brings it)"
         )
-    return Device(resolved, same_bits=deterministic is True)
+    return Device(resolved, batch_invariant=deterministic is True)
 
 
 def _resolve(device: Any, model: Any) -> torch.device:

@@ -14,12 +14,12 @@ from verbatim.engine.drafting import Drafting
 from verbatim.engine.lengths import AdaptiveLengths, FixedLengths
 from verbatim.errors import ModelError, NotSupported, OutOfBlocks
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit
 from verbatim.model.limits import max_length_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
+from verbatim.model.spec import inner_model
 from verbatim.options import available_memory, memory_bytes, total_memory
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
@@ -91,14 +91,14 @@ def _open_draft_model(
     if speaks_kv_caches(small.module):
         raise NotSupported(f"draft={small.name}: a module with kv_caches can't draft for another")
     decoder = Decoder(small.module, fused=options.fused)
-    inner, anatomy = inner_model(small.module), decoder.anatomy
+    inner, spec = inner_model(small.module), decoder.spec
     check_same_ids(
-        small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, anatomy.vocab_size
+        small.name, loaded.tokenizer, small.tokenizer, runner.vocab_size, spec.vocab_size
     )
     if draft.kv_memory is None:
-        per_token = bytes_per_token(anatomy.layers, options.kv_dtype or anatomy.dtype)
+        per_token = bytes_per_token(spec.layers, options.kv_dtype or spec.dtype)
         full_bytes = runner.num_blocks * runner.block_size * per_token
-        full_bytes += 8 * options.max_sequences * sum(state.nbytes for state in anatomy.states)
+        full_bytes += 8 * options.max_sequences * sum(state.nbytes for state in spec.states)
         kv_bytes = min(full_bytes, int(available_memory() * _KV_SHARE))
     else:
         kv_bytes = memory_bytes(draft.kv_memory, total_memory())
@@ -110,7 +110,7 @@ def _open_draft_model(
     return DraftModelProposer(
         draft_runner,
         vocab_size=runner.vocab_size,
-        num_embeddings=num_embeddings(inner, anatomy.vocab_size),
+        num_embeddings=num_embeddings(inner, spec.vocab_size),
         max_length=limit,
         max_rows=options.max_batch_tokens,
         live=small.live,

@@ -20,12 +20,12 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
 from verbatim.kv.states import StateSlots
-from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.limits import eos_ids_of, max_length_of, placeholders_of
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
+from verbatim.model.spec import inner_model
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.opening import open_cluster
 from verbatim.placement.cluster.runner import Clustered
@@ -141,7 +141,7 @@ def _open_placed(
             weak=weak,
             fused=options.fused,
             unseen=not loaded.live,
-            same_bits=device.same_bits,
+            batch_invariant=device.batch_invariant,
         )
     drafting = open_draft_layers(layers, decoder, loaded)
     return Placed(open_resident(decoder, loaded, options, limit, drafting), options)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from verbatim.model.anatomy import inner_model
 from verbatim.model.limits import max_length_of
+from verbatim.model.spec import inner_model
 from verbatim.opening import resolve_length
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.forecast import Forecast, forecast

@@ -10,10 +10,10 @@ from torch import nn
 
 from verbatim import storyteller
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.model.anatomy import inner_model
 from verbatim.model.dcp.folder import find_dcp
 from verbatim.model.gguf import find_gguf, load_gguf
 from verbatim.model.loader import DTYPES, LoadedModel, Skeleton, load
+from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.wrapped import check_runnable, unwrap

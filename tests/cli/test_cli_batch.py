@@ -145,7 +145,7 @@ def test_many_lines_run_at_once_and_no_more_than_allowed(answer, llm, tmp_path):
     with Records(tmp_path / "out.jsonl") as records:
         run = BatchRun(llm, tmp_path / "in.jsonl", records, in_flight=3)
         asyncio.run(run.run(note))
-    assert most in (2, 3)  # the one that is written has given its seat back
+    assert most in (2, 3)  # the one that is written has given its reservation back
     assert len(read(tmp_path / "out.jsonl")) == 40
 
 

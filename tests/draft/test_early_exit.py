@@ -32,9 +32,9 @@ from verbatim.batch import Batch
 from verbatim.draft import EarlyExit
 from verbatim.draft.layers import EarlyExitProposer
 from verbatim.errors import ModelChanged, UnsupportedModel
-from verbatim.model.borrow import borrow
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExitLayers
+from verbatim.model.patching import patched
 
 # What importing some architectures of older versions of transformers says.
 pytestmark = [
@@ -78,7 +78,7 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
     model = make_toy(name)
     before, config = attributes(model), copy.deepcopy(model.config.to_dict())
     decoder = Decoder(model)
-    batch = one_row(12, decoder.anatomy.vocab_size)
+    batch = one_row(12, decoder.spec.vocab_size)
     whole = poisoned_store(decoder, 2, 16)
     decoder.run(batch, whole)
     for count in (1, 2):
@@ -93,7 +93,7 @@ def test_logits_are_those_of_a_model_built_with_so_many_layers(name: str) -> Non
         store, first = poisoned_store(decoder, 2, 16), EarlyExitLayers(decoder, count)
         assert first.run(0, batch, store).equal(expected)
         for layer, (k, v) in enumerate(store.layers):
-            if layer < len(alone.anatomy.layers):  # the K and V of the whole model
+            if layer < len(alone.spec.layers):  # the K and V of the whole model
                 assert k[1, :, :12].equal(whole.layers[layer][0][1, :, :12])
                 assert v[1, :, :12].equal(whole.layers[layer][1][1, :, :12])
             else:
@@ -114,11 +114,11 @@ def test_every_architecture_stores_the_same_with_fewer_layers_or_says_why_not(ca
             EarlyExitLayers(decoder, 1)
         return
     first = EarlyExitLayers(decoder, 1)
-    batch = one_row(12, decoder.anatomy.vocab_size)
+    batch = one_row(12, decoder.spec.vocab_size)
     whole, store = poisoned_store(decoder, 2, 16), poisoned_store(decoder, 2, 16)
     decoder.run(batch, whole)
     assert torch.isfinite(first.run(0, batch, store)).all()
-    short, long = first._short.anatomy, decoder.anatomy
+    short, long = first._short.spec, decoder.spec
     count = len(short.layers)
     assert 0 < count + len(short.states) < len(long.layers) + len(long.states)
     for (k, v), (whole_k, whole_v) in zip(store.layers[:count], whole.layers, strict=False):
@@ -309,7 +309,7 @@ def test_ctrl_c_while_hooks_are_silenced_loses_none() -> None:
     model, seen = make_toy("llama"), list[int]()
     model.model.embed_tokens.register_forward_hook(lambda *_: seen.append(1))
     model.lm_head._forward_hooks = breaking = Breaking({0: lambda *_: seen.append(2)})
-    with pytest.raises(KeyboardInterrupt), borrow(model, [], [], hooks=False):
+    with pytest.raises(KeyboardInterrupt), patched(model, [], [], hooks=False):
         pass
     assert model.lm_head._forward_hooks is breaking
     model(torch.tensor([[3, 4]]))

@@ -1,4 +1,4 @@
-"""Models in memory with their weights in few bits: the words of the unpacked matrices, at their bytes."""
+"""Models in memory with quantized weights: the tokens of the unpacked matrices, at the packed bytes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 LIBRARIES = kernels.available()
 WEIGHTS = ((100, 0, 0), (0, 0, 100), (30, 40, 30))
 
-# What the toys keep in few bits, and the matrices that they keep as they are.
+# What the toys keep quantized, and the matrices that they keep as they are.
 _PROJECTIONS = r"model\.layers\.\d\.(self_attn|mlp)\.[a-z]+_proj\.weight"
 TABLES = r"model\.embed_tokens\.weight|lm_head\.weight|transformer\.wte\.weight"
 PACKED = {
@@ -73,7 +73,7 @@ def there_and_back(weight: Tensor, kind: Quantization, columns: bool = False) ->
     return unpack(pack(weight, packing), packing, backend="torch")
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bit_equal(a: Tensor, b: Tensor) -> bool:
     whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
 
@@ -106,7 +106,7 @@ def test_no_element_is_more_than_half_a_step_off(width: int, kind: Quantization)
 def test_a_model_in_bf16_rounds_once_more(kind: Quantization) -> None:
     weight = random(8, 100, dtype=torch.bfloat16)
     exact = there_and_back(weight.float(), kind)
-    assert same_bits(there_and_back(weight, kind), exact.bfloat16())
+    assert bit_equal(there_and_back(weight, kind), exact.bfloat16())
 
 
 @EVERY_KIND
@@ -115,7 +115,7 @@ def test_columns_are_rows_the_other_way_round(shape: tuple[int, ...], kind: Quan
     weight = random(*shape)
     across = there_and_back(weight.transpose(-1, -2).contiguous(), kind)
     packing = packing_of(weight, kind, columns=True)
-    assert same_bits(
+    assert bit_equal(
         there_and_back(weight, kind, columns=True), across.transpose(-1, -2).contiguous()
     )
     assert len(pack(weight, packing)) == packing.nbytes
@@ -128,9 +128,9 @@ def test_zeros_stay_zero_and_ends_stay_near(kind: Quantization) -> None:
     weight[2] = 0.3
     weight[3] = torch.linspace(-1, 1, 200)
     made = there_and_back(weight, kind)
-    assert same_bits(made[:2], torch.zeros(2, 200))
+    assert bit_equal(made[:2], torch.zeros(2, 200))
     assert (made[2] - 0.3).abs().max() <= 0.3 / 128 / (2**kind.bits - 1)
-    assert same_bits(there_and_back(weight[2:3].bfloat16(), kind), weight[2:3].bfloat16())
+    assert bit_equal(there_and_back(weight[2:3].bfloat16(), kind), weight[2:3].bfloat16())
     assert made[3].diff().min() >= 0
 
 
@@ -194,7 +194,7 @@ def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -
         packing = packing_of(weight, KINDS[4], columns)
         assert torch.equal(pack(weight, packing), packed)
         made = unpack(packed, packing, backend="torch")
-        assert same_bits(made, unpack(packed, packing))
+        assert bit_equal(made, unpack(packed, packing))
 
 
 # ---- The kernel ----
@@ -220,7 +220,7 @@ def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
         for threads in (1, 3):
             torch.set_num_threads(threads)
             made = unpack(packed, packing, backend=name)
-            assert same_bits(made, expected), (name, threads)
+            assert bit_equal(made, expected), (name, threads)
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="no kernels were built")
@@ -273,7 +273,7 @@ def test_kernels_write_nothing_beside_the_result(kind: Quantization, columns: bo
     for name in LIBRARIES:
         room[32:-32] = 7.0
         made = unpack(packed, packing, out=room[32:-32].view(shape), backend=name)
-        assert same_bits(made, expected)
+        assert bit_equal(made, expected)
         assert (room[:32] == 7).all() and (room[-32:] == 7).all()
 
 
@@ -346,7 +346,7 @@ def kinds_of(name: str, module: Any, kind: Quantization) -> dict[str, Quantizati
 
 
 def save_unpacked(name: str, dtype: str, kind: Quantization, folder: Path) -> None:
-    """The toy with the matrices it would have in few bits, made numbers again by torch."""
+    """The toy with the matrices it would have quantized, made numbers again by torch."""
     module = make_toy(name, dtype=DTYPES[dtype])
     with torch.no_grad():
         for path, how in kinds_of(name, module, kind).items():
@@ -475,7 +475,7 @@ def test_layers_have_their_quantized_bytes_while_they_are_lent_and_no_others(
         weights = llm.engine.runner.weights
         for unit in weights.units.order:
             packed = [slot for slot in unit.slots if slot.packing is not None and not unit.gathers]
-            with weights.lent(unit):
+            with weights.patched(unit):
                 for slot in packed:
                     ((layer, name),) = slot.holders
                     assert layer._buffers[name].data_ptr() == slot.lazy.tensor.data_ptr()

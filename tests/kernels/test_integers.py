@@ -1,4 +1,4 @@
-"""Products of whole numbers: weights in few bits with activations in eight."""
+"""Integer products: quantized weights and activations in 8 bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def laid_out(weight: Tensor, kind: Quantization) -> tuple[Tensor, WeightPacking]
     return interleave(pack(weight, packing), packing)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bit_equal(a: Tensor, b: Tensor) -> bool:
     """But for the bits of a NaN."""
     whole = {4: torch.int32, 2: torch.int16}[a.element_size()]
     nan = a.isnan()
@@ -155,7 +155,7 @@ def test_every_backend_has_the_bits_of_the_definition(backend: str, kind: Quanti
                 expected = integer_linear(x, data, laid, bias, wide)
                 assert not expected[7:].isnan().any() and expected[3:5].isnan().all()
                 made = packed_linear(x, data, laid, bias, backend=backend, float32=wide)
-                assert same_bits(made, expected)
+                assert bit_equal(made, expected)
 
 
 @EVERY_BACKEND
@@ -170,7 +170,7 @@ def test_a_row_has_its_bits_in_any_company(backend: str, bits: int) -> None:
         for start in (0, 150 - count):
             some = x[start : start + count]
             made = packed_linear(some, data, laid, bias, backend=backend)
-            assert same_bits(made, expected[start : start + count]), count
+            assert bit_equal(made, expected[start : start + count]), count
 
 
 def test_neither_threads_nor_strides_show() -> None:
@@ -184,8 +184,8 @@ def test_neither_threads_nor_strides_show() -> None:
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
             made = packed_linear(wide[:, :700], data, laid)
-            assert same_bits(made[:7], expected)
-            assert same_bits(packed_linear(x.t().contiguous().t(), data, laid), made)
+            assert bit_equal(made[:7], expected)
+            assert bit_equal(packed_linear(x.t().contiguous().t(), data, laid), made)
     finally:
         torch.set_num_threads(before)
 
@@ -202,4 +202,4 @@ def test_side_by_side_with_matrices_of_other_kinds() -> None:
         packed_linear(x, w.data, w.packing) if isinstance(w, Packed) else linear(x, w)
         for w in weights
     ]
-    assert same_bits(linear_many(x, weights), torch.cat(alone, 1))
+    assert bit_equal(linear_many(x, weights), torch.cat(alone, 1))

@@ -25,7 +25,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bit_equal(a: Tensor, b: Tensor) -> bool:
     whole = torch.int32 if a.dtype == torch.float32 else torch.int16
     return a.dtype == b.dtype and torch.equal(a.view(whole), b.view(whole))
 
@@ -57,7 +57,7 @@ def test_a_rows_norm_depends_on_that_row_alone(dtype: str) -> None:
             for threads in (1, 2, 7):
                 torch.set_num_threads(threads)
                 together = elementwise.rms_norm(x, given, 1e-6, kind)[::37]
-                assert same_bits(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
+                assert bit_equal(together, torch.cat(alone)), f"{kind.name}, {threads} threads"
     finally:
         torch.set_num_threads(before)
 
@@ -90,9 +90,9 @@ def test_activations_are_right_and_know_no_neighbours(activation: Activation, dt
     digits = 2.0**-7 if dtype == "bfloat16" else 2e-6
     torch.testing.assert_close(ours.double(), exact, rtol=digits, atol=2e-6)
     pieces = [elementwise.activate(piece, activation) for piece in x.split(7)]
-    assert same_bits(torch.cat(pieces), ours)
+    assert bit_equal(torch.cat(pieces), ours)
     up = noise(len(x), dtype=x.dtype, seed=2)
-    assert same_bits(elementwise.activate(x, activation, up), ours * up)
+    assert bit_equal(elementwise.activate(x, activation, up), ours * up)
 
 
 @pytest.mark.parametrize("activation", Activation, ids=lambda a: a.name.lower())
@@ -215,7 +215,7 @@ def test_a_norm_with_a_gate_is_right_and_knows_no_neighbours(
     torch.testing.assert_close(
         ours, theirs, rtol=2.0**-6 if dtype == "bfloat16" else 3e-6, atol=1e-7
     )
-    assert same_bits(torch.cat(pieces), ours)
+    assert bit_equal(torch.cat(pieces), ours)
 
 
 def test_a_norm_whose_gate_comes_first_is_of_another_family() -> None:
@@ -265,7 +265,7 @@ def test_strided_rows_have_the_bits_of_others() -> None:
     x, weight = noise(1, 5, 4, 64).transpose(1, 2), noise(64, seed=1)
     ours = elementwise.rms_norm(x, weight, 1e-6, NormKind.WIDE)
     rows = elementwise.rms_norm(x.reshape(-1, 64), weight, 1e-6, NormKind.WIDE)
-    assert ours.shape == x.shape and same_bits(ours.reshape(-1, 64), rows)
+    assert ours.shape == x.shape and bit_equal(ours.reshape(-1, 64), rows)
 
 
 def test_a_forward_that_was_exchanged_on_the_class_is_tried_anew(

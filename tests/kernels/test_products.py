@@ -273,7 +273,7 @@ def test_without_kernels_auto_means_torch(monkeypatch: pytest.MonkeyPatch) -> No
         linear(x, weight, backend="kernel")
 
 
-# ---- weights in few bits ----
+# ---- quantized weights ----
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 

@@ -9,7 +9,7 @@ import torch
 
 from support import attention_cases as cases
 from support.attention_cases import Shape, Story, story
-from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, noise, same_bits, tl
+from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, bit_equal, noise, tl
 from verbatim.batch import SamplePlan, SampleRow
 from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
@@ -102,12 +102,12 @@ def test_a_rows_attention_has_the_same_bits_in_every_company(kind: str) -> None:
     one, other = (story(shape, 40, seed, BF16, BF16) for seed in (0, 1))
     opts = cases.options(kind, shape, window=25)
     (whole,) = attend(opts, shape.block_size, (one, 0, 40))
-    assert same_bits(attend(opts, shape.block_size, (one, 30, 34))[0], whole[30:34])
+    assert bit_equal(attend(opts, shape.block_size, (one, 30, 34))[0], whole[30:34])
     beside = attend(
         opts, shape.block_size, (other, 3, 20), (one, 38, 40), (other, 8, 9), (one, 31, 32), seed=7
     )
-    assert same_bits(beside[1], whole[38:])
-    assert same_bits(beside[3], whole[31:32])
+    assert bit_equal(beside[1], whole[38:])
+    assert bit_equal(beside[3], whole[31:32])
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_how_many_splits_a_program_takes_does_not_show(monkeypatch: pytest.Monke
     for programs in (0, 6, 1024):  # all splits at once, two, one
         monkeypatch.setattr(attention, "_PROGRAMS", programs)
         rows.append(attend(opts, shape.block_size, (what, 99, 100))[0])
-    assert same_bits(rows[0], rows[1]) and same_bits(rows[0], rows[2])
+    assert bit_equal(rows[0], rows[1]) and bit_equal(rows[0], rows[2])
 
 
 def test_what_was_never_written_is_not_read() -> None:
@@ -138,11 +138,11 @@ def test_linear_is_close_and_a_row_keeps_its_bits(dtype: str) -> None:
     want = x.double() @ weight.double().T + bias.double()
     assert torch.allclose(out.double(), want, rtol=2.0**-7 if x.itemsize == 2 else 1e-5, atol=1e-3)
     for first, last in ((0, 1), (69, 70), (63, 66)):
-        assert same_bits(linear.linear(x[first:last], weight, bias), out[first:last])
+        assert bit_equal(linear.linear(x[first:last], weight, bias), out[first:last])
     beside = torch.cat([noise(5, 75, dtype=DTYPES[dtype], seed=9), x[:3]])
-    assert same_bits(linear.linear(beside, weight, bias)[5:], out[:3])
+    assert bit_equal(linear.linear(beside, weight, bias)[5:], out[:3])
     lying = weight.T.contiguous().T  # [N, K], stored as [K, N]
-    assert same_bits(linear.linear(x[:2], lying, bias), out[:2])
+    assert bit_equal(linear.linear(x[:2], lying, bias), out[:2])
     assert linear.linear(x[:1], weight, float32=True).dtype == F32
     assert linear.linear(x[None, :0], weight).shape == (1, 0, 37)
 
@@ -159,9 +159,9 @@ def test_norms_are_the_formulas(dtype: str, kind: NormKind) -> None:
     # Sums in another order turn a rounding now and then, no more.
     assert dtype == "float32" or float((out != want).float().mean()) < 0.01
     both, summed = norm.rms_norm(x, weight, 1e-5, kind, residual=more)
-    assert same_bits(summed, x + more)
-    assert same_bits(both, norm.rms_norm(x + more, weight, 1e-5, kind)[0])
-    assert same_bits(norm.rms_norm(x[3:4], weight, 1e-5, kind)[0], out[3:4])
+    assert bit_equal(summed, x + more)
+    assert bit_equal(both, norm.rms_norm(x + more, weight, 1e-5, kind)[0])
+    assert bit_equal(norm.rms_norm(x[3:4], weight, 1e-5, kind)[0], out[3:4])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -180,10 +180,10 @@ def test_rope_turns_as_transformers_does_and_writes(dtype: str) -> None:
     ]
     slots = torch.tensor([5, 6, 19, 3, 0, 11, 12], device=DEVICE)
     out = rope.rope_and_write(q, k, v, cos, sin, *stores, slots)
-    assert same_bits(out, rope.turned(q, cos, sin).contiguous())
+    assert bit_equal(out, rope.turned(q, cos, sin).contiguous())
     wanted = [torch.full_like(store, torch.nan) for store in stores]
     kv.write_kv(rope.turned(k, cos, sin), v, *wanted, slots)
-    assert all(same_bits(a, b) for a, b in zip(stores, wanted, strict=True))
+    assert all(bit_equal(a, b) for a, b in zip(stores, wanted, strict=True))
 
 
 def rows_of_all_kinds(count: int) -> list[SampleRow]:

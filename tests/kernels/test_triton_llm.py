@@ -115,11 +115,11 @@ def test_greedy_tokens_are_transformers(name: str) -> None:
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == theirs.tolist()
 
 
-def logits_of(module: Any, *, fused: bool, same_bits: bool = True) -> torch.Tensor:
+def logits_of(module: Any, *, fused: bool, batch_invariant: bool = True) -> torch.Tensor:
     """Of one sequence, in chunks of 7 and 4 rows."""
-    decoder = Decoder(module, fused=fused, same_bits=same_bits)
-    store = KVStore(decoder.anatomy.layers, 4, 4, decoder.anatomy.dtype, DEVICE)
-    store.same_bits = same_bits
+    decoder = Decoder(module, fused=fused, batch_invariant=batch_invariant)
+    store = KVStore(decoder.spec.layers, 4, 4, decoder.spec.dtype, DEVICE)
+    store.batch_invariant = batch_invariant
     assert decoder.fused is None or decoder.fused["plain"] == 0, decoder.fused
     found = []
     for first, last in ((0, 7), (7, 11)):
@@ -162,7 +162,7 @@ def test_what_an_owner_changes_after_the_look_counts() -> None:
         block_tables=torch.tensor([[1]], dtype=torch.int32),
         logit_rows=torch.arange(3),
     )
-    store = KVStore(decoder.anatomy.layers, 2, 4, torch.float32, DEVICE)
+    store = KVStore(decoder.spec.layers, 2, 4, torch.float32, DEVICE)
     before = decoder.forward(batch, store)
     module.model.layers[0].self_attn.scaling *= 3
     after = decoder.forward(batch, store)
@@ -174,7 +174,7 @@ def test_what_an_owner_changes_after_the_look_counts() -> None:
 def test_without_the_same_bits_it_computes_the_same_within_rounding() -> None:
     module = toy("qwen3")
     exact = logits_of(module, fused=True)
-    fast = logits_of(module, fused=True, same_bits=False)
+    fast = logits_of(module, fused=True, batch_invariant=False)
     plain = module(torch.arange(3, 14, device=DEVICE)[None]).logits[0]
     assert torch.allclose(exact, fast, rtol=1e-4, atol=1e-4)
     assert torch.allclose(fast, plain, rtol=1e-4, atol=1e-4)

@@ -237,11 +237,11 @@ def test_a_router_that_does_something_else_has_no_form() -> None:
 def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torch.dtype) -> None:
     model = build(case).to(dtype)
     fused, plain = opened(model), opened(model)
-    anatomy = plain.decoder.anatomy
+    spec = plain.decoder.spec
     plain.decoder = Decoder(model, fused=False)
     plain.store = poisoned_store(plain.decoder, 17, plain.block_size)
     works = [batch([0, 1, 2], WHOLE)]
-    if anatomy.replay_reason is None:
+    if spec.replay_reason is None:
         works.append(batch([0, 1, 2], WHOLE, forced_experts=torch.cat(other_experts(fused))))
     few = batch([0, 1, 2], WHOLE)
     few.logit_rows = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])
@@ -254,7 +254,7 @@ def test_fused_and_plain_layers_agree_in_bits_and_routing(case: str, dtype: torc
 @needs_kernels
 @pytest.mark.parametrize("case", [*ROUTED, "dbrx", "jetmoe", "longcat_flash"])
 def test_no_supported_mixture_needs_the_override(case: str) -> None:
-    assert not opened(build(case)).decoder.anatomy.needs_safety_net
+    assert not opened(build(case)).decoder.spec.needs_override
 
 
 @needs_kernels

@@ -168,10 +168,10 @@ def test_forced_experts_are_taken_with_the_weights_the_router_gives_them(case: s
 def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]:
     """The first routed layer's choice and weights for the first sequence, in float64."""
     decoder, work = runner.decoder, batch([0], WHOLE[:1], forced_experts=forced)
-    layers = decoder.anatomy.routed
+    layers = decoder.spec.routed
     assert layers is not None
     seen: list[Tensor] = []
-    walk = FlatPass(decoder.anatomy.slots, work, runner.store, Routing(layers, LENGTHS[0], forced))
+    walk = FlatPass(decoder.spec.slots, work, runner.store, Routing(layers, LENGTHS[0], forced))
     with before_experts(decoder.module, lambda n, block, args: seen.append(args[2])):
         decoder._forward(decoder.module, [walk])
     assert walk.routing is not None
@@ -233,7 +233,7 @@ def test_rows_without_forced_experts_are_as_they_were(case: str) -> None:
 def test_a_model_that_wears_hooks_replays_under_the_safety_net() -> None:
     model = build("hunyuan_v1_moe")  # needs no net of its own
     runner = opened(model)
-    assert not runner.decoder.anatomy.needs_safety_net
+    assert not runner.decoder.spec.needs_override
     forced = torch.cat(other_experts(runner))
     work = batch([0, 1, 2], WHOLE, forced_experts=forced)
     expected = runner.forward(work).logits

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 import verbatim
 from support.toys import make_toy, random_ids
 from verbatim import LLM, InvalidRequest, SamplingParams, VerbatimError
-from verbatim.model import borrow
+from verbatim.model import patching
 from verbatim.tensors import _engines
 
 PROMPT = random_ids(12, seed=8)
@@ -349,8 +349,8 @@ def test_bad_tensors_are_refused_by_name(changes: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize("draft", [None, "early-exit"])
 def test_ctrl_c_while_it_is_given_back_leaves_nothing_undone(draft: str | None) -> None:
-    giving_back = borrow._give_back.__code__
-    _, first = inspect.getsourcelines(borrow._give_back)
+    giving_back = patching._give_back.__code__
+    _, first = inspect.getsourcelines(patching._give_back)
     lines = sorted({line for *_, line in giving_back.co_lines() if line and line > first + 5})
     assert len(lines) >= 8
     module = make_toy("llama").train()

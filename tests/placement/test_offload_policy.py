@@ -397,13 +397,13 @@ def test_amounts_are_rounded_into_their_unit():
 def test_the_config_tells_what_layers_store(name, folders):
     with LLM(folders(name), max_length=64, placement=Offload(gpu="100MB", policy=None)) as llm:
         runner = llm.engine.runner
-        layers, shape = runner.decoder.anatomy.layers, runner.forecast.shape
+        layers, shape = runner.decoder.spec.layers, runner.forecast.shape
         expected = bytes_per_token(layers, torch.float32)
         expected += runner.choices["routing"].bytes_per_token
         assert expected <= shape.kv_bytes_per_token <= 1.1 * expected
         assert shape.nbytes == sum(p.nbytes for p in make_toy(name).parameters())
         assert shape.vocab == runner.vocab_size
-        assert shape.state_bytes == sum(s.nbytes for s in runner.decoder.anatomy.states)
+        assert shape.state_bytes == sum(s.nbytes for s in runner.decoder.spec.states)
 
 
 @pytest.mark.parametrize(

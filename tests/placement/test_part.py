@@ -122,9 +122,9 @@ class Whole:
 
     def __init__(self, module: Any) -> None:
         self.decoder = Decoder(module)
-        anatomy = self.decoder.anatomy
-        self.store = store_for(anatomy, anatomy.dtype)
-        self.records = records_for(anatomy)
+        spec = self.decoder.spec
+        self.store = store_for(spec, spec.dtype)
+        self.records = records_for(spec)
 
     def run(self, batch: Batch) -> Computed:
         out = self.decoder.run(batch, self.store, self.records)

@@ -395,7 +395,7 @@ def during(llm: LLM, after: int, act) -> None:
     def start(*_) -> None:
         if next(count) == after:
             threading.Thread(target=lambda: (act(), done.set())).start()
-            threading.Event().wait(0.05)  # so that it waits for the seat before the next step
+            threading.Event().wait(0.05)  # so that it waits for the engine before the next step
 
     module.register_forward_hook(start)
 

@@ -13,7 +13,7 @@ def poisoned_store(
     decoder: Decoder, num_blocks: int, block_size: int, num_states: int = 1
 ) -> KVStore:
     """A store in which all K, V and states that were never written are NaN."""
-    a = decoder.anatomy
+    a = decoder.spec
     return poisoned(a.layers, a.states, a.dtype, num_blocks, block_size, num_states)
 
 

@@ -87,7 +87,7 @@ def assert_equal_in_every_schedule(model: Any, decoder: Decoder) -> None:
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
     for ours, theirs in zip(packed, expected, strict=True):
         # transformers' two forwards of recurrent layers, chunked and cached, differ by as much.
-        limit = 1e-4 if decoder.anatomy.states else 1e-5
+        limit = 1e-4 if decoder.spec.states else 1e-5
         assert float((ours - theirs).abs().max()) / scale < limit
 
     store = empty_store(decoder)

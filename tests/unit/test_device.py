@@ -67,7 +67,7 @@ def test_a_live_module_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_a_gpu_does_not_do_is_refused_by_name(name: str, value: Any) -> None:
     nothing = dict(placement=None, quantization=None, kv_dtype=None, draft=None)
-    gpu = Device(torch.device("cuda", 0), same_bits=False)
+    gpu = Device(torch.device("cuda", 0), batch_invariant=False)
     refuse_on_gpu(gpu, **nothing)
     refuse_on_gpu(CPU, **(nothing | {name: value}))
     with pytest.raises(NotSupported, match=f"cuda:0: {name}="):

@@ -483,7 +483,7 @@ def test_those_who_are_installed_run_a_toy_and_say_the_same(tmp_path, shape):
     ]
     for measured in run.measured:
         count = 2 * plan.steps if measured.cell.is_decode else 2
-        # transformers has bf16 alone, and activations in few bits are where weights are.
+        # transformers has bf16 alone, and quantized activations come with quantized weights.
         other = "transformers" if measured.cell.fmt == "bf16" else OURS_A8
         assert {name: len(times) for name, times in measured.seconds.items()} == {
             OURS: count,

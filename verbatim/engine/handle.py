@@ -37,7 +37,7 @@ from verbatim.errors import (
     TierFailed,
     VerbatimError,
 )
-from verbatim.model.borrow import holds_exclusive
+from verbatim.model.patching import holds_exclusive
 from verbatim.model.products import probe_report
 from verbatim.numerics import numerics_key
 from verbatim.options import dtype_name

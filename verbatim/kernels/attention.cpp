@@ -74,7 +74,7 @@ template <class Rows, class Step> void attend(const Problem &p, int threads) {
     if (shared) merge_parts(p, parts, Step::PAIRS, threads);
 }
 
-// Rows k and v to their slots in stores that hold them in few bits.
+// Rows k and v to their slots in quantized stores.
 template <int BITS, class T>
 void pack_kv(const T *k, const T *v, uint8_t *k_store, uint8_t *v_store, const int64_t *slots,
              int64_t tokens, int64_t kv_heads, int64_t block_size, int64_t key_size,

@@ -1,4 +1,4 @@
-// Rows of keys and values in few bits: 8 in groups of 64 elements, or 4 in groups of 32.
+// Quantized rows of keys and values: 8 in groups of 64 elements, or 4 in groups of 32.
 //
 // A row is one token's vector of one KV head: its codes, then for each group (scale, low), two
 // bf16. An element is low + scale * code, with codes from 0 to 2^BITS - 1. A group never leaves its

@@ -1,4 +1,4 @@
-// Products of whole numbers: weights in few bits with activations in eight.
+// Integer products: quantized weights and activations in 8 bits.
 //
 // Of a row x and a group of K: xs = max|x| / 127 and the codes round(x * (127 / max|x|)), to even. A group
 // whose largest is below 2^-100 is zero; one with a NaN or an infinity in it makes its row NaN. A

@@ -1,4 +1,4 @@
-// Matrices in few bits, laid out anew for products of whole numbers (integer_tile.h): rows as
+// Quantized matrices, laid out for integer products (integer_tile.h): rows as
 // verbatim/model/quantize.py packs them become blocks of 32 columns. No number changes.
 
 #include <omp.h>

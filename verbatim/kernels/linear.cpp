@@ -6,7 +6,7 @@
 //   w[N, K], as nn.Linear stores it: sixteen float accumulators along K, summed by vb::sum's tree.
 //   w[K, N], as GPT-2 stores it: one float accumulator, k ascending (columns.h).
 //
-// Weights are read where they are and never packed. Those in few bits become the bf16 or float
+// Weights are read where they are and never packed. Quantized ones become the bf16 or float
 // that they are read back as, a strip at a time or in registers, and then go the same way. The
 // bias is added in float and the result rounded once.
 
@@ -40,7 +40,7 @@ constexpr int64_t WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 2 * BLOCK_ROWS;
 
 static bool is_packed(const Matrix &m) { return m.format == INT8 || m.format == INT4; }
 
-// Few rows: those of one tile. Weights in few bits become numbers in registers only where that is
+// Few rows: those of one tile. Quantized weights become numbers in registers only where that is
 // faster than a strip that was unpacked.
 #if defined(__AVX512BF16__)
 template <typename T> constexpr int64_t FEW_ROWS = sizeof(T) == 2 ? 8 : PANEL_ROWS;
@@ -211,7 +211,7 @@ static void panels(const Work<T, O> &work, const Strip &strip, int64_t row, int6
     }
 }
 
-// ---- a strip in few bits ----
+// ---- a quantized strip ----
 
 // From one column to the next in such a strip, in elements: an odd number of lines, so that they don't
 // evict one another from the first cache.

@@ -78,7 +78,7 @@ def paged_attention(
     options: AttentionOptions,
     *,
     backend: str = "auto",
-    same_bits: bool = True,
+    batch_invariant: bool = True,
 ) -> Tensor:
     """Compute causal attention of flat query rows over the stored K and V of their sequences.
 
@@ -89,7 +89,7 @@ def paged_attention(
         context_lens: `[S]` int32; the last row of sequence s has position context_lens[s] - 1.
         block_tables: `[S, max_blocks]` int32.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
-        same_bits: False allows faster kernels on a GPU that are not batch-invariant.
+        batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
 
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
@@ -114,7 +114,7 @@ def paged_attention(
                 context_lens,
                 block_tables,
                 options,
-                same_bits=same_bits,
+                batch_invariant=batch_invariant,
             )
     if backend == "kernel":
         raise ValueError(

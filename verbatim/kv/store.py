@@ -43,11 +43,11 @@ class KVStore:
         layers: (K, V) of each layer; empty after `release`.
         dtype_name: "float32", "bfloat16", "int8" or "int4".
         device: device of the tensors.
-        same_bits: as for `paged_attention`.
+        batch_invariant: as for `paged_attention`.
         states: of the model's recurrent layers; None: it has none.
     """
 
-    same_bits = True
+    batch_invariant = True
     states: StateStore | None = None
     device = torch.device("cpu")
 
@@ -124,7 +124,7 @@ class KVStore:
         return attention(q, k, v, query_starts, context_lens, block_tables, options)
 
     def _attention(self, layer: int) -> Callable[..., Tensor]:
-        return partial(paged_attention, same_bits=self.same_bits)
+        return partial(paged_attention, batch_invariant=self.batch_invariant)
 
     def _keys(self, k: Tensor, width: int, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks of a layer with one head, `[n * block_size, width]` float32."""

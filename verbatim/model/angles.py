@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.layer_trial import same_bits
+from verbatim.model.layer_trial import bit_equal
 
 _FIRST = 1024  # smallest table, in positions
 _MOST = 1 << 15  # largest table: 16 MB for heads of 128
@@ -77,7 +77,7 @@ class Angles:
         self._is_cacheable = (
             made is not None
             and one is not None
-            and all(same_bits(a[length - 1 : length], b) for a, b in zip(made, one, strict=True))
+            and all(bit_equal(a[length - 1 : length], b) for a, b in zip(made, one, strict=True))
         )
         return made if self._is_cacheable else None
 

@@ -19,21 +19,21 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
-from verbatim.model.anatomy import Anatomy, inner_model, look_at
-from verbatim.model.borrow import (
-    borrow,
-    configs_of,
-    exclusive,
-    plain_numbers,
-    replaced_forwards,
-)
 from verbatim.model.context import IMPLEMENTATION, Pass, Update, activate, flat_attention
 from verbatim.model.direct import direct_rows
 from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
+from verbatim.model.patching import (
+    configs_of,
+    exclusive,
+    patched,
+    plain_numbers,
+    replaced_forwards,
+)
 from verbatim.model.routing import ChoiceStore, Records, RoutedLayers, Routing
+from verbatim.model.spec import ModelSpec, inner_model, inspect_model
 from verbatim.model.tree import Tree, hooked_everywhere
 from verbatim.model.whole import ModelPart
 
@@ -95,7 +95,7 @@ class Decoder:
         fused: run supported layers by one or two kernel calls each, or all by one call,
             with the same bits.
         unseen: the module has no other users, so it is not edited until `module` is read.
-        same_bits: False leaves products and activations to the module, not batch-invariant; faster on a
+        batch_invariant: False leaves products and activations to the module, not batch-invariant; faster on a
             GPU.
         part: the module has only some layers of a model.
 
@@ -114,12 +114,12 @@ class Decoder:
         order: Order | None = None,
         fused: bool = True,
         unseen: bool = False,
-        same_bits: bool = True,
+        batch_invariant: bool = True,
         part: ModelPart | None = None,
     ) -> None:
         register()
         self._part = part
-        self._same_bits = same_bits
+        self._batch_invariant = batch_invariant
         self._fuse = fused
         self.fused: dict[str, Any] | None = None
         self._order: Order = InOnePiece() if order is None else order
@@ -129,19 +129,17 @@ class Decoder:
             weakref.ref(module) if weak else lambda: module
         )
         with exclusive:
-            self.anatomy: Anatomy = look_at(module)
+            self.spec: ModelSpec = inspect_model(module)
             self._prepare(module)
         self._watched |= self._tree.has_hooks()  # hooks of the model's own code
 
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
-        self._forwards = replaced_forwards(module, same_bits=self._same_bits)
+        self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
         self._configs = configs_of(module)
         self._layers: FusedLayers | None = None
         if self._fuse:
-            self._layers = FusedLayers(
-                module, self.anatomy, self._forwards, self._configs, self._part
-            )
+            self._layers = FusedLayers(module, self.spec, self._forwards, self._configs, self._part)
             self._forwards += self._layers.forwards
             self.fused = self._layers.report
         self._body: nn.Module | None = None
@@ -157,7 +155,7 @@ class Decoder:
             module = self.held
             if self._tree.unchanged():
                 return
-            before, now = self.anatomy, look_at(module)
+            before, now = self.spec, inspect_model(module)
             for name, old, new in (
                 ("layers", before.layers, now.layers),
                 ("recurrent states", before.states, now.states),
@@ -170,7 +168,7 @@ class Decoder:
                     raise ModelChanged(
                         f"the model's {name} changed since it was opened; open it again"
                     )
-            self.anatomy = now
+            self.spec = now
             self._prepare(module)
 
     @property
@@ -192,7 +190,7 @@ class Decoder:
         fused = set() if self._layers is None else self._layers.fused_experts()
         found: collections.Counter[str] = collections.Counter()
         for module in self.held.modules():
-            way = how_run(module, self.anatomy.dtype)
+            way = how_run(module, self.spec.dtype)
             if way is not None:
                 found["in the kernel call of their layer" if id(module) in fused else way] += 1
         return dict(found)
@@ -234,13 +232,13 @@ class Decoder:
         with exclusive:
             if self._watched:
                 self.look_again()
-            layers = self.anatomy.routed
-            if batch.forced_experts is not None and self.anatomy.replay_reason is not None:
-                raise NotSupported(f"its routing can't be replayed: {self.anatomy.replay_reason}")
-            if batch.wants_hidden and self.anatomy.hidden_reason is not None:
-                raise NotSupported(f"no hidden states: {self.anatomy.hidden_reason}")
+            layers = self.spec.routed
+            if batch.forced_experts is not None and self.spec.replay_reason is not None:
+                raise NotSupported(f"its routing can't be replayed: {self.spec.replay_reason}")
+            if batch.wants_hidden and self.spec.hidden_reason is not None:
+                raise NotSupported(f"no hidden states: {self.spec.hidden_reason}")
             if batch.forced_keys is not None:
-                self.anatomy.indexed.check("its indices can't be replayed")
+                self.spec.indexed.check("its indices can't be replayed")
             routing = records.get("routing")
             indices = records.get("indices") if batch.records_keys else None
             for record in (routing, indices):
@@ -251,7 +249,7 @@ class Decoder:
             with store.stores_for(batches) as stores:
                 walks = [
                     FlatPass(
-                        self.anatomy.slots,
+                        self.spec.slots,
                         part,
                         own,
                         None if layers is None else _routing(layers, part, own.device),
@@ -270,7 +268,7 @@ class Decoder:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
             self.look_again()
-            plain = self.anatomy.routed is None and not self.anatomy.has_indexers
+            plain = self.spec.routed is None and not self.spec.has_indexers
             return plain and not self._tree.has_hooks()
 
     def forward_in_place(self, batch: Batch, rows: Tensor, store: KVStore) -> Tensor:
@@ -279,7 +277,7 @@ class Decoder:
         For graph capture; requires `steps_can_be_recorded`.
         """
         with exclusive:
-            walk = FlatPass(self.anatomy.slots, batch, store, rows=rows)
+            walk = FlatPass(self.spec.slots, batch, store, rows=rows)
             return self._forward(self.module, [walk], hooks=False).logits
 
     def check_replay(self, name: str = "routing") -> None:
@@ -290,8 +288,8 @@ class Decoder:
         """
         with exclusive:
             self.look_again()
-            anatomy = self.anatomy
-            reason = anatomy.replay_reason if name == "routing" else anatomy.indexed.reason
+            spec = self.spec
+            reason = spec.replay_reason if name == "routing" else spec.indexed.reason
             if reason is not None:
                 raise NotSupported(f"{type(inner_model(self.held)).__name__}: {reason}")
 
@@ -306,8 +304,8 @@ class Decoder:
             device, bodies = next(self.held.parameters()).device, []
             try:
                 for self._head_reads_body in (False, True):
-                    walk = FlatPass(self.anatomy.slots, self._trial_batch(), self._trial_store())
-                    body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.anatomy.dtype, device)
+                    walk = FlatPass(self.spec.slots, self._trial_batch(), self._trial_store())
+                    body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.spec.dtype, device)
                     self._forward(self.held, [walk], body=body, hooks=False)
                     bodies.append(body.read(walk.rows))
                 self._head_reads_body = torch.equal(*bodies)
@@ -324,15 +322,15 @@ class Decoder:
         return self._body
 
     def _trial_store(self) -> KVStore:
-        anatomy, device = self.anatomy, next(self.held.parameters()).device
-        store = KVStore(anatomy.layers, 2, _TRIAL_TOKENS, anatomy.dtype, device)
-        store.states = open_states(anatomy.states, 1, device)
+        spec, device = self.spec, next(self.held.parameters()).device
+        store = KVStore(spec.layers, 2, _TRIAL_TOKENS, spec.dtype, device)
+        store.states = open_states(spec.states, 1, device)
         return store
 
     def _trial_batch(self) -> Batch:
         tokens = _TRIAL_TOKENS
         return Batch(
-            token_ids=torch.arange(tokens) * 7 % max(1, self.anatomy.vocab_size - 3) + 1,
+            token_ids=torch.arange(tokens) * 7 % max(1, self.spec.vocab_size - 3) + 1,
             positions=torch.arange(tokens),
             query_starts=torch.tensor([0, tokens], dtype=torch.int32),
             context_lens=torch.tensor([tokens], dtype=torch.int32),
@@ -349,7 +347,7 @@ class Decoder:
         hooks: bool = True,
     ) -> Output:
         """Run the forwards of all micro-batches; join their outputs."""
-        anatomy, wants_hidden = self.anatomy, walks[0].batch.wants_hidden
+        spec, wants_hidden = self.spec, walks[0].batch.wants_hidden
         if self._layers is not None:
             watched = self._watched
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
@@ -367,12 +365,12 @@ class Decoder:
                         body.write(walk.rows, found.hidden)
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
-            borrow(self._tree, self._forwards, self._configs, hooks=hooks),
-            _mode(self._tree, anatomy, self._same_bits),
+            patched(self._tree, self._forwards, self._configs, hooks=hooks),
+            _mode(self._tree, spec, self._batch_invariant),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
             body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
-            forwards = [partial(_logits, module, anatomy, walk.batch) for walk in walks]
+            forwards = [partial(_logits, module, spec, walk.batch) for walk in walks]
             logits = self._order.run(walks, forwards)
             hidden = [
                 hidden_rows(inputs, walk.batch.logit_rows)
@@ -391,26 +389,26 @@ def _needs_all_logits(batch: Batch) -> bool:
     return len(rows) == batch.num_tokens and torch.equal(rows, torch.arange(len(rows)))
 
 
-def _logits(module: nn.Module, anatomy: Anatomy, batch: Batch) -> Tensor:
+def _logits(module: nn.Module, spec: ModelSpec, batch: Batch) -> Tensor:
     """Run the module's own forward: `[R, V]` of the rows that need logits."""
     inputs: dict[str, Any] = {"input_ids": batch.token_ids[None], "use_cache": False}
-    if anatomy.takes_positions:
+    if spec.takes_positions:
         inputs["position_ids"] = batch.positions[None]
-    if anatomy.takes_logit_rows:
+    if spec.takes_logit_rows:
         inputs["logits_to_keep"] = batch.logit_rows
     logits: Tensor = module(**inputs).logits[0]
-    return logits if anatomy.takes_logit_rows else logits[batch.logit_rows]
+    return logits if spec.takes_logit_rows else logits[batch.logit_rows]
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _mode(tree: Tree, anatomy: Anatomy, same_bits: bool) -> AbstractContextManager[object]:
+def _mode(tree: Tree, spec: ModelSpec, batch_invariant: bool) -> AbstractContextManager[object]:
     """Return the torch-function override that this forward needs; usually none."""
     # Functions called by hooks were not inspected, so they need the override.
-    safety_net = same_bits and (bool(anatomy.needs_safety_net) or tree.has_hooks())
-    return InvariantMode(bool(anatomy.states)) if safety_net else nullcontext()
+    override = batch_invariant and (bool(spec.needs_override) or tree.has_hooks())
+    return InvariantMode(bool(spec.states)) if override else nullcontext()
 
 
 def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routing:
@@ -421,7 +419,7 @@ class FlatPass:
     """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
 
     Args:
-        slots: as `Anatomy.slots`.
+        slots: as `ModelSpec.slots`.
         routing: records the experts of tokens; None: not recorded.
         indices: records the keys that indexers choose; None: not recorded.
         rows: the batch's slots, if it is on the store's device; None computes and moves both.

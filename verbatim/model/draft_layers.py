@@ -63,7 +63,7 @@ class DraftLayers:
         self.release()
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
         """The context in which layers are run: one for all forwards of a draft."""
         yield
 

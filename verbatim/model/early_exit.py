@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from verbatim.batch import Batch
 from verbatim.errors import InvalidRequest, UnsupportedModel
 from verbatim.kv.store import KVStore
-from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, open_mtp
+from verbatim.model.spec import ModelSpec, inner_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class EarlyExitLayers(DraftLayers):
             ModelChanged: as the whole model's; other edits of a live module are followed.
         """
         self._whole.look_again()
-        if self._whole.anatomy is not self._anatomy:  # the module was edited
+        if self._whole.spec is not self._spec:  # the module was edited
             self._cut()
         return self._short.run(batch, store, hooks=False).logits
 
@@ -87,13 +87,13 @@ class EarlyExitLayers(DraftLayers):
         self._module = None
 
     def _cut(self) -> None:
-        module, anatomy = self._module or self._whole.module, self._whole.anatomy
+        module, spec = self._module or self._whole.module, self._whole.spec
         name = type(inner_model(module)).__name__
         try:
-            layers = _list_of_layers(module, anatomy)
+            layers = _list_of_layers(module, spec)
             self.num_layers = _resolve_num_layers(self._wanted, len(layers), name)
             if self._module is not None:  # fewer layers draft worse, and change no token
-                here = {owner for owner, _ in anatomy.slots}
+                here = {owner for owner, _ in spec.slots}
                 held = sum(not here.isdisjoint(map(id, layer.modules())) for layer in layers)
                 self.num_layers = min(self.num_layers, held)
             first = _twin(layers)
@@ -101,10 +101,10 @@ class EarlyExitLayers(DraftLayers):
             first.__dict__["_modules"] = dict(kept)
             fused = self._whole.fused is not None
             self._short = Decoder(_with(module, layers, first), fused=fused)
-            _check_prefix(self._short.anatomy, anatomy, self.num_layers, whole=self._module is None)
+            _check_prefix(self._short.spec, spec, self.num_layers, whole=self._module is None)
         except UnsupportedModel as reason:
             raise UnsupportedModel(f"{name} can't exit early: {reason}") from reason.__cause__
-        self._anatomy = anatomy
+        self._spec = spec
 
 
 def _resolve_num_layers(wanted: int | None, num_layers: int, name: str) -> int:
@@ -119,9 +119,9 @@ def _resolve_num_layers(wanted: int | None, num_layers: int, name: str) -> int:
     return wanted
 
 
-def _list_of_layers(module: nn.Module, anatomy: Anatomy) -> nn.ModuleList:
+def _list_of_layers(module: nn.Module, spec: ModelSpec) -> nn.ModuleList:
     """Return the innermost list of modules that contains all attention; without any, the first list."""
-    attending = {owner for owner, _ in anatomy.slots}
+    attending = {owner for owner, _ in spec.slots}
     found = [
         candidate
         for candidate in module.modules()  # parents before children
@@ -168,14 +168,14 @@ def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     return twin
 
 
-def _check_prefix(short: Anatomy, long: Anatomy, num_layers: int, *, whole: bool) -> None:
+def _check_prefix(short: ModelSpec, long: ModelSpec, num_layers: int, *, whole: bool) -> None:
     """Raise UnsupportedModel unless the short model stores a prefix of the long one's K, V and states.
 
     Args:
         whole: the long one has all layers and the head, not only as many layers as this process holds.
     """
     count = len(short.layers)
-    stored, all_stored = (len(anatomy.layers) + len(anatomy.states) for anatomy in (short, long))
+    stored, all_stored = (len(spec.layers) + len(spec.states) for spec in (short, long))
     if stored > all_stored - whole:
         raise UnsupportedModel(
             f"with {num_layers} layers in its list it attends or recurs {stored} times, and {all_stored} "

@@ -25,7 +25,7 @@ from verbatim.model import elementwise
 from verbatim.model.context import route
 from verbatim.model.elementwise import activation_of
 from verbatim.model.norms import Norm, norm_parts
-from verbatim.model.places import Lying, Place, lying
+from verbatim.model.places import Place, TensorLayout, layouts_of
 from verbatim.model.products import Matrix, Packed, linear, packed_linear
 from verbatim.model.structs import NormStruct, NotFusable, matrix_at, norm_of
 from verbatim.model.weight_packing import WeightPacking
@@ -160,7 +160,7 @@ class ExpertsParts:
         if self.norm is not None and self.norm.parts.weight is not None:
             self.tensors.append((self.norm.module._parameters, self.norm.parts.weight))
         self._struct = ExpertsStruct()
-        self._prepared: tuple[list[Lying], torch.dtype] | None = None
+        self._prepared: tuple[list[TensorLayout], torch.dtype] | None = None
 
     @property
     def module(self) -> Any:
@@ -178,7 +178,7 @@ class ExpertsParts:
         Raises:
             NotFusable: the kernels can't read the weights in place.
         """
-        found = lying(self.tensors)
+        found = layouts_of(self.tensors)
         if self._prepared == (found, dtype):
             return self._struct
         self._prepared = None

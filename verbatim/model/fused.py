@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from verbatim import kernels
 from verbatim.errors import first_line
 from verbatim.kernels.options import Activation
-from verbatim.model.anatomy import Anatomy, inner_model
-from verbatim.model.borrow import Forwards, borrow
 from verbatim.model.context import activate
 from verbatim.model.elementwise import activation_of
 from verbatim.model.gpu_layer import GpuTrial, fits
@@ -30,6 +28,8 @@ from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import LayerTrial, Watch
 from verbatim.model.mixers import mixer_of, recurs
 from verbatim.model.norms import Norm, norm_parts
+from verbatim.model.patching import Forwards, patched
+from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NotFusable
 from verbatim.model.whole import ModelPart, WholeModel
 
@@ -70,13 +70,13 @@ class FusedLayers:
     """The fused forwards of one model.
 
     Args:
-        module: as `Decoder` has it, not borrowed at the moment.
-        anatomy: of it.
-        forwards, configs: of it, as for `borrow`.
+        module: as `Decoder` has it, not patched at the moment.
+        spec: of it.
+        forwards, configs: of it, as for `patched`.
         part: the module has only some layers of a model.
 
     Attributes:
-        forwards: as for `borrow`, to be put in after the plain ones, which they fall back to.
+        forwards: as for `patched`, to be put in after the plain ones, which they fall back to.
         whole: the model in one call for all layers; None: it runs layer by layer.
         report: how many layers are fused, how many are not, and for what reasons (the number of each);
             and "whole": "yes" where they run in one call, else why not.
@@ -85,7 +85,7 @@ class FusedLayers:
     def __init__(
         self,
         module: nn.Module,
-        anatomy: Anatomy,
+        spec: ModelSpec,
         forwards: Forwards,
         configs: list[Any],
         part: ModelPart | None = None,
@@ -100,19 +100,19 @@ class FusedLayers:
         self._layers: list[FusedLayer] = []
         self._look: _Look | None = None
         if kernels.triton_serves(next(module.parameters()).device):
-            self._on_gpu(module, anatomy, forwards, configs)
+            self._on_gpu(module, spec, forwards, configs)
             return
         if kernels.library() is None:
-            self._plain["there are no compiled kernels"] = len({i for i, _ in anatomy.slots})
+            self._plain["there are no compiled kernels"] = len({i for i, _ in spec.slots})
             return
         trials: list[LayerTrial] = []
         called: list[LayerTrial] = []
-        for layer, attention in _layers_of(module, anatomy):
+        for layer, attention in _layers_of(module, spec):
             try:
                 if layer is None:
                     raise NotFusable("its attention is not in a layer with an MLP")
-                place = anatomy.slots.get((id(attention), 0))
-                slot = None if place is None else anatomy.layers[place]
+                place = spec.slots.get((id(attention), 0))
+                slot = None if place is None else spec.layers[place]
                 parts = take_apart(layer, attention)
                 trials.append(LayerTrial(parts, slot, self._trust, called))
             except NotFusable as reason:
@@ -122,7 +122,7 @@ class FusedLayers:
         try:
             _run(
                 module,
-                anatomy,
+                spec,
                 [*forwards, *((t.parts.layer.__dict__, t) for t in trials)],
                 configs,
             )
@@ -139,10 +139,10 @@ class FusedLayers:
                 self._layers.append(trial.fused)
                 self.forwards.append((trial.parts.layer.__dict__, trial.fused.forward()))
         if not self._plain:
-            self._try_whole(module, anatomy, forwards, configs)
+            self._try_whole(module, spec, forwards, configs)
 
     def _try_whole(
-        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+        self, module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
     ) -> None:
         layers = self._layers
         places = {
@@ -151,10 +151,10 @@ class FusedLayers:
 
         def forward(spies: list[Callable[..., Any]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             own = [(places[id(layer)], spy) for layer, spy in zip(layers, spies, strict=True)]
-            return _run(module, anatomy, [*forwards, *own], configs)
+            return _run(module, spec, [*forwards, *own], configs)
 
         try:
-            whole = WholeModel(module, anatomy, layers, self._part)
+            whole = WholeModel(module, spec, layers, self._part)
             with torch.no_grad():
                 whole.check(forward)
             self.whole, self._why_not_whole = whole, ""
@@ -164,11 +164,11 @@ class FusedLayers:
             self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
 
     def _on_gpu(
-        self, module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+        self, module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
     ) -> None:
         """Fuse layers on a GPU, which need no check before each forward."""
         trials = []
-        for layer, attention in _layers_of(module, anatomy):
+        for layer, attention in _layers_of(module, spec):
             try:
                 if recurs(attention):
                     raise NotFusable("it is recurrent")
@@ -179,7 +179,7 @@ class FusedLayers:
             return
         places = [(t.parts.layer.__dict__, t) for t in trials]
         try:
-            _run(module, anatomy, [*forwards, *places], configs)
+            _run(module, spec, [*forwards, *places], configs)
         except Exception as error:  # whatever somebody else's model makes of it
             self._plain[f"the trial failed: {type(error).__name__}: {first_line(error)}"] += 1
             return
@@ -248,13 +248,13 @@ class _Look:
         found = []
         for layer in layers:
             assert layer.found is not None
-            for place, lying in zip(layer.places, layer.found, strict=True):
-                if lying is None:
+            for place, layout in zip(layer.places, layer.found, strict=True):
+                if layout is None:
                     self._missing.append(place)
                 else:
                     self._dicts.append(place[0])
                     self._names.append(place[1])
-                    found.append(lying)
+                    found.append(layout)
         self._pointers, self._numels, self._strides, self._dtypes = map(
             list, zip(*found, strict=True)
         )
@@ -289,10 +289,10 @@ class _Look:
         return [cls.forward for cls in self._classes] == self._codes
 
 
-def _layers_of(module: nn.Module, anatomy: Anatomy) -> list[tuple[nn.Module | None, nn.Module]]:
+def _layers_of(module: nn.Module, spec: ModelSpec) -> list[tuple[nn.Module | None, nn.Module]]:
     """Each module that attends or recurs, with the layer that it is a direct part of."""
-    attending = {owner for owner, _ in anatomy.slots}
-    attending |= {id(mixer) for mixer in module.modules() if anatomy.states and recurs(mixer)}
+    attending = {owner for owner, _ in spec.slots}
+    attending |= {id(mixer) for mixer in module.modules() if spec.states and recurs(mixer)}
     parents: dict[int, tuple[nn.Module | None, nn.Module]] = {}
     for parent in module.modules():
         if id(parent) in attending:
@@ -373,7 +373,7 @@ def _norms_of(layer: nn.Module, attention: nn.Module) -> dict[str, Norm]:
 
 
 def _run(
-    module: nn.Module, anatomy: Anatomy, forwards: Forwards, configs: list[Any]
+    module: nn.Module, spec: ModelSpec, forwards: Forwards, configs: list[Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A forward of a few tokens at places all over the context, with trials in the layers' place.
 
@@ -385,20 +385,20 @@ def _run(
     limit = getattr(config, "max_position_embeddings", None)
     last = max(_ROWS, limit if isinstance(limit, int) else 4096) - 1
     device = next(module.parameters()).device
-    ids = torch.arange(_ROWS, device=device) * 7 % max(1, anatomy.vocab_size - 3) + 1
+    ids = torch.arange(_ROWS, device=device) * 7 % max(1, spec.vocab_size - 3) + 1
     inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
     positions = torch.tensor([[0, 1, last // 3, 2 * last // 3, last]], device=device)
-    if anatomy.takes_positions:
+    if spec.takes_positions:
         inputs["position_ids"] = positions
     watch = Watch()
     watch.positions = positions
     rows = torch.tensor([0, _ROWS - 1], device=device)
-    if anatomy.takes_logit_rows:
+    if spec.takes_logit_rows:
         inputs["logits_to_keep"] = rows
     with (
-        borrow(module, forwards, configs, hooks=False),
+        patched(module, forwards, configs, hooks=False),
         activate(watch),
-        InvariantMode(bool(anatomy.states)) if anatomy.needs_safety_net else nullcontext(),
+        InvariantMode(bool(spec.states)) if spec.needs_override else nullcontext(),
     ):
         logits: Tensor = module(**inputs).logits[0]
-    return ids[None], positions, rows, logits if anatomy.takes_logit_rows else logits[rows]
+    return ids[None], positions, rows, logits if spec.takes_logit_rows else logits[rows]

@@ -336,10 +336,10 @@ def _activations() -> dict[type[nn.Module], Callable[..., Any]]:
 _makers: dict[type[nn.Module], Callable[..., Any]] | None = None
 
 
-def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., Any] | None:
+def forward_for(module: nn.Module, *, batch_invariant: bool = True) -> Callable[..., Any] | None:
     """Return a batch-invariant forward for a known module, else None.
 
-    If `same_bits` is False, only for norms, routers and experts.
+    If `batch_invariant` is False, only for norms, routers and experts.
 
     Only exact classes count: a subclass or a parametrized module may do anything, and a
     forward replaced on the instance is kept.
@@ -347,7 +347,7 @@ def forward_for(module: nn.Module, *, same_bits: bool = True) -> Callable[..., A
     global _makers
     if _makers is None:
         _makers = _activations()
-    maker = _makers.get(type(module)) if same_bits else None
+    maker = _makers.get(type(module)) if batch_invariant else None
     if "forward" in module.__dict__:
         return None
     if maker is not None:

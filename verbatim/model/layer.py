@@ -27,7 +27,7 @@ from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
-from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
+from verbatim.model.places import Place, TensorLayout, layouts_of, numbers_of, places_of
 from verbatim.model.structs import ROLES, LayerStruct, NotFusable, address_of, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -109,7 +109,7 @@ class FusedLayer:
         self.values = self._values_now()
         self.classes = list({type(m) for m in (*owners, *modules)})
         self.codes = [cls.forward for cls in self.classes]
-        self.found: list[Lying] | None = None
+        self.found: list[TensorLayout] | None = None
         self._struct, self._mixture = LayerStruct(), MixtureStruct()
         self._mixer = None if parts.mixer is None else parts.mixer.struct()
         self._prepare()
@@ -166,8 +166,8 @@ class FusedLayer:
             self._prepare()
         return True
 
-    def _found_now(self) -> list[Lying]:
-        return lying(self.places)
+    def _found_now(self) -> list[TensorLayout]:
+        return layouts_of(self.places)
 
     def _prepare(self) -> None:
         """Fill in the struct."""

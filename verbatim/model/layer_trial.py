@@ -20,7 +20,6 @@ from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateRows, StateShape, StateStore
 from verbatim.kv.store import KVStore, LayerShape
-from verbatim.model.borrow import replaced_forwards
 from verbatim.model.context import Update, activate
 from verbatim.model.direct import DirectRows
 from verbatim.model.layer import FusedLayer, Trust, add_sinks
@@ -28,6 +27,7 @@ from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixers import mixer_of
 from verbatim.model.mixture import MixtureParts, mixtures_of
 from verbatim.model.norms import Norm
+from verbatim.model.patching import replaced_forwards
 from verbatim.model.structs import NotFusable
 
 _MODEST = 64  # rows of a matrix that are looked at
@@ -207,9 +207,9 @@ class LayerTrial:
                         raise
                     continue
                 made, (ours,) = _watched(partial(layer.forward(_refuse), x, **kwargs))
-                if not all(same_bits(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
+                if not all(bit_equal(a, b) for a, b in zip(ours[:3], seen[:3], strict=True)):
                     break
-                if same_bits(made, expected):
+                if bit_equal(made, expected):
                     final = replace(parts, mixture=self._mixtures[number])
                     return FusedLayer(final, shape, arguments, self._trust)
             else:
@@ -245,7 +245,7 @@ class LayerTrial:
             with activate(ours):
                 made = layer.forward(_refuse)(x, **kwargs)
             states = zip(ours.tensors, theirs.tensors, strict=True)
-            if same_bits(made, expected) and all(same_bits(a, b) for a, b in states):
+            if bit_equal(made, expected) and all(bit_equal(a, b) for a, b in states):
                 final = replace(self.parts, mixture=self._mixtures[number])
                 return FusedLayer(final, shape, arguments, self._trust)
         raise NotFusable("what it computes is not what the kernels compute")
@@ -287,7 +287,7 @@ def _watched(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     return returned, watch.seen
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def bit_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, both float32 or bfloat16."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False

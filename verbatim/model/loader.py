@@ -28,9 +28,9 @@ from verbatim.errors import (
     VerbatimError,
     first_line,
 )
-from verbatim.model.borrow import quiet
 from verbatim.model.lines import begin_at_lines
 from verbatim.model.packed import drop_weights, packed_buffers
+from verbatim.model.patching import quiet
 from verbatim.model.quantization import Quantization
 from verbatim.model.unused import refuse_unused
 from verbatim.untrusted import (

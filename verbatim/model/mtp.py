@@ -22,13 +22,13 @@ from verbatim.errors import NotSupported, first_line
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
-from verbatim.model.anatomy import Look
 from verbatim.model.angles import rotary
-from verbatim.model.borrow import borrow, configs_of, exclusive, replaced_forwards
 from verbatim.model.context import activate
 from verbatim.model.decoder import Decoder, FlatPass
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.invariant import InvariantMode, Recorder
+from verbatim.model.patching import configs_of, exclusive, patched, replaced_forwards
+from verbatim.model.spec import Look
 from verbatim.model.tree import Tree
 from verbatim.model.weights import weight_info
 
@@ -55,7 +55,7 @@ class MtpLayers(DraftLayers):
         self._mtp = mtp
         self._layers = list(mtp.layers)
         self._hidden_size: int = mtp.config.hidden_size
-        self._dtype = decoder.anatomy.dtype
+        self._dtype = decoder.spec.dtype
         self._device = next(mtp.parameters()).device
         self._rope: list[dict[str, Any]] = [{} for _ in self._layers]
         if getattr(mtp, "has_per_layer_rope", False):  # older versions know of none
@@ -63,7 +63,7 @@ class MtpLayers(DraftLayers):
         decoder.check_body(self._hidden_size)
         with exclusive:
             self._prepare()
-            self._shapes, self._slots, self._safety_net = self._look(decoder.anatomy.vocab_size)
+            self._shapes, self._slots, self._safety_net = self._look(decoder.spec.vocab_size)
         self._store: KVStore | None = None
         self._inputs: list[HiddenStore] = []
 
@@ -103,7 +103,7 @@ class MtpLayers(DraftLayers):
     # ---- forwards
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
         """Enter once per draft, as it costs a tenth of a layer.
 
         The owner's hooks are silenced, also those on embedding and head, which are the model's own: a
@@ -112,11 +112,11 @@ class MtpLayers(DraftLayers):
         with exclusive:
             if not self._tree.unchanged():  # embedding and head may be edited
                 self._prepare()
-            with borrow(self._tree, self._forwards, self._configs, hooks=False):
+            with patched(self._tree, self._forwards, self._configs, hooks=False):
                 yield
 
     def run(self, k: int, batch: Batch, store: KVStore) -> Tensor:
-        """Run layer `k`, inside of `borrowed`, on K and V of its own.
+        """Run layer `k`, inside of `patched`, on K and V of its own.
 
         Row by row, `batch.positions` are slots and `batch.token_ids` the tokens `k + 1` behind. What it
         makes of each slot goes to layer `k + 1`, which must find it there. What the last layer makes of
@@ -170,7 +170,7 @@ class MtpLayers(DraftLayers):
         hidden = torch.ones(_LOOK_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device)
         try:
             with (
-                borrow(self._tree, self._forwards, self._configs, hooks=False),
+                patched(self._tree, self._forwards, self._configs, hooks=False),
                 activate(look),
                 recorder,
             ):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported, first_line
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import exclusive, quiet
 from verbatim.model.dcp.filling import names_in
 from verbatim.model.dcp.folder import DcpCheckpoint, find_dcp
 from verbatim.model.decoder import Decoder
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel, building, read_config
 from verbatim.model.mtp import MtpLayers
+from verbatim.model.patching import exclusive, quiet
+from verbatim.model.spec import inner_model
 from verbatim.model.unused import QWENS_NUMBER, mtp_names, mtp_number
 
 

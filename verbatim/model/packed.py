@@ -1,4 +1,4 @@
-"""Layers whose weights are in memory in few bits.
+"""Layers with quantized weights in memory.
 
 A packed weight is a weight of the model's dtype that happens to be stored in fewer bits (`quantize.py`):
 whatever is computed with it has, bit for bit, what the unpacked matrix gives. A linear layer becomes a
@@ -8,7 +8,7 @@ layer (experts above all) keeps its class and its attributes: reading the parame
 Where the matrix is interleaved (`integers.py`), a linear layer rounds its activations, too; all else reads
 the same weights back.
 
-Such a layer has `packings`: the names of its parameters in few bits, and how each lies in the buffer
+Such a layer has `packings`: the names of its quantized parameters, and the layout of each in the buffer
 `<name>_packed`. Linear layers and embeddings have one weight: `packed`, and how it lies: `packing`.
 """
 
@@ -42,7 +42,7 @@ class _OneWeight:
 
 
 class PackedLinear(_OneWeight, nn.Module):
-    """A linear layer with its matrix `[N, K]` in few bits; where it is interleaved, activations become codes.
+    """A linear layer with its matrix `[N, K]` quantized; where it is interleaved, activations become codes.
 
     Args:
         packed: uint8 `[packing.nbytes]`.
@@ -70,7 +70,7 @@ class PackedLinear(_OneWeight, nn.Module):
 
 
 class PackedConv1D(_OneWeight, nn.Module):
-    """transformers' Conv1D, a linear layer that stores its matrix as `[K, N]`, with it in few bits.
+    """transformers' Conv1D, a linear layer with a quantized matrix `[K, N]`.
 
     Args:
         packed: uint8 `[packing.nbytes]`.
@@ -98,7 +98,7 @@ class PackedConv1D(_OneWeight, nn.Module):
 
 
 class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]
-    """An embedding with its table in few bits; of a class of its own, that class's forward goes on top.
+    """An embedding with a quantized table; the forward of its own class goes on top.
 
     None is ever built: `hold_packed` makes one of the embedding that is there.
     """
@@ -148,7 +148,7 @@ def _conv1d() -> type:
 def _packed_embedding(kind: type) -> type:
     if kind is nn.Embedding:
         return PackedEmbedding
-    # Its own forward runs first, and what it calls by `super()` is the look-up in few bits.
+    # Its own forward runs first, and what it calls by `super()` is the quantized look-up.
     return type(kind.__name__, (kind, PackedEmbedding), {"__module__": kind.__module__})
 
 

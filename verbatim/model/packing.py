@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.anatomy import inner_model
 from verbatim.model.experts import is_transposed, stacked_parameters
 from verbatim.model.hidden import head_of
 from verbatim.model.quantization import Quantization
+from verbatim.model.spec import inner_model
 from verbatim.model.weight_packing import WeightPacking
 
 _ROUTER = re.compile(

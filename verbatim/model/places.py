@@ -10,7 +10,7 @@ from torch import nn
 from verbatim.model.packed import PackedLinear
 
 # The layout of a tensor: address, number of elements, strides, dtype. None: there is no tensor.
-Lying = tuple[int, int, tuple[int, ...], torch.dtype] | None
+TensorLayout = tuple[int, int, tuple[int, ...], torch.dtype] | None
 # A reference to a tensor or a number: its dictionary and name.
 Place = tuple[dict[str, Any], str]
 # Attributes that change while a module is patched, or with its caller.
@@ -19,7 +19,7 @@ NOT_OURS = frozenset(
 )
 
 
-def lying(places: list[Place]) -> list[Lying]:
+def layouts_of(places: list[Place]) -> list[TensorLayout]:
     """Return the current layouts of the referenced tensors."""
     return [
         None if (t := fields.get(name)) is None else (t.data_ptr(), t.numel(), t.stride(), t.dtype)

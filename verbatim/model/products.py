@@ -174,7 +174,7 @@ def packing_format(packing: WeightPacking) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [N, K] in few bits, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
+    """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
 
     data: Tensor
     packing: WeightPacking
@@ -208,7 +208,7 @@ def linear_many(
 ) -> Tensor:
     """`linear` of x with each weight, side by side: [..., N1 + N2 + ...], in one pass of the threads.
 
-    A weight is a matrix [N, K] or one in few bits; `biases` has one or None for each. Every number has
+    A weight is a matrix [N, K] or a quantized one; `biases` has one or None for each. Every number has
     the bits that it has alone.
     """
     if biases is None:

@@ -21,7 +21,7 @@ from verbatim.model import products
 from verbatim.model.experts import ExpertShare, run_experts
 
 # With the kernels, a column's bits are the same in any slice of 2 or more; torch's own products have other
-# methods for few columns, and cut in sixteens they held wherever they were tried (`same_bits` asks again).
+# methods for few columns, and cut in sixteens they held wherever they were tried (`splits_exactly` checks).
 COLUMNS = 16
 _ASKED_ROWS = 16
 
@@ -103,7 +103,7 @@ class RankExperts(ExpertShare):
         return self._ranks.rows(own, shares)
 
 
-def same_bits(weight: Tensor, bounds: Sequence[int]) -> bool:
+def splits_exactly(weight: Tensor, bounds: Sequence[int]) -> bool:
     """Return whether torch computes the same bits for each share of the columns of `weight` `[N, K]`."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(_ASKED_ROWS, weight.shape[1], generator=noise).to(weight.dtype)

@@ -21,9 +21,9 @@ from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys
 from verbatim.kv.states import StateRows, StateShape
-from verbatim.model.borrow import Forwards, borrow, configs_of, quiet
 from verbatim.model.context import Update, activate
 from verbatim.model.invariant import InvariantMode
+from verbatim.model.patching import Forwards, configs_of, patched, quiet
 
 _LENGTHS = (9, 6)
 _CUT = (4, 1)
@@ -132,15 +132,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Te
 
 
 def try_out(
-    module: nn.Module, forwards: Forwards, *, vocab_size: int, positions: bool, safety_net: bool
+    module: nn.Module, forwards: Forwards, *, vocab_size: int, positions: bool, override: bool
 ) -> None:
     """Compare the flat path with the model's own forward.
 
     Args:
-        forwards: of this module, as for `borrow`.
+        forwards: of this module, as for `patched`.
         vocab_size: width of its logits.
         positions: its forward takes `position_ids`.
-        safety_net: it must run in `InvariantMode`.
+        override: it must run in `InvariantMode`.
 
     Raises:
         UnsupportedModel: they differ.
@@ -165,9 +165,9 @@ def try_out(
         if positions:
             inputs["position_ids"] = walk.positions
         with (
-            borrow(module, forwards, configs_of(module), hooks=False),
+            patched(module, forwards, configs_of(module), hooks=False),
             activate(walk),
-            InvariantMode() if safety_net else nullcontext(),
+            InvariantMode() if override else nullcontext(),
         ):
             logits: Tensor = module(**inputs, use_cache=False).logits[0]
         return list(logits.split(walk.lengths))
@@ -204,8 +204,8 @@ def _error(ours: Tensor, theirs: Tensor) -> float:
 def _plain(module: nn.Module, ids: Tensor) -> Tensor:
     """Logits `[T, V]` of the module's own forward, with eager attention."""
     configs = configs_of(module)
-    with quiet(progress=True), borrow(module, [], configs, hooks=False):
-        for config in configs:  # borrow puts it back
+    with quiet(progress=True), patched(module, [], configs, hooks=False):
+        for config in configs:  # `patched` puts it back
             config.__dict__["_attn_implementation_internal"] = "eager"
             config.__dict__["_experts_implementation_internal"] = "eager"
         return module(input_ids=ids[None], use_cache=False).logits[0]  # type: ignore[no-any-return]

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from verbatim import kernels
-from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.angles import Angles
 from verbatim.model.direct import DirectRows
 from verbatim.model.hidden import head_of
 from verbatim.model.invariant import forward_for
 from verbatim.model.layer import FusedLayer
-from verbatim.model.layer_trial import noise, same_bits
+from verbatim.model.layer_trial import bit_equal, noise
 from verbatim.model.norms import Norm, norm_parts
 from verbatim.model.packed import PackedLinear
-from verbatim.model.places import Lying, Place, lying, numbers_of, places_of
+from verbatim.model.places import Place, TensorLayout, layouts_of, numbers_of, places_of
 from verbatim.model.products import Matrix
 from verbatim.model.routing import Routing
+from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.model.structs import NormStruct, NotFusable, matrix_of, norm_of
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -107,7 +107,7 @@ class WholeModel:
 
     Args:
         module: a transformers model, not wrapped.
-        anatomy: of it.
+        spec: of it.
         layers: all of its layers, fused.
         part: it has no others, and perhaps no embedding or no head.
 
@@ -118,22 +118,22 @@ class WholeModel:
     def __init__(
         self,
         module: nn.Module,
-        anatomy: Anatomy,
+        spec: ModelSpec,
         layers: list[FusedLayer],
         part: ModelPart | None = None,
     ) -> None:
         inner = inner_model(module)
         if id(module) != id(inner):
             raise NotFusable("the model is wrapped")
-        if not (anatomy.takes_positions and anatomy.takes_logit_rows):
+        if not (spec.takes_positions and spec.takes_logit_rows):
             raise NotFusable("its forward has no position_ids and logits_to_keep")
-        slots = [anatomy.slots[id(layer.attention), 0] for layer in layers if not layer.num_states]
-        if len(anatomy.states) != sum(layer.num_states for layer in layers):
+        slots = [spec.slots[id(layer.attention), 0] for layer in layers if not layer.num_states]
+        if len(spec.states) != sum(layer.num_states for layer in layers):
             raise NotFusable("states are kept elsewhere than in its layers")
-        if slots != [*range(len(anatomy.layers))] or not all(x.is_complete for x in layers):
+        if slots != [*range(len(spec.layers))] or not all(x.is_complete for x in layers):
             raise NotFusable("parts of its layers are not in the kernels")
         experts = [x.experts for x in layers if x.experts is not None]
-        recorded = None if anatomy.routed is None else anatomy.routed.modules
+        recorded = None if spec.routed is None else spec.routed.modules
         if recorded is not None and tuple(map(id, experts)) != recorded:
             raise NotFusable("its experts run in another order, or elsewhere than in its layers")
         body: Any = inner.get_decoder()
@@ -183,7 +183,7 @@ class WholeModel:
         packed = [m for m in inner.modules() if isinstance(m, PackedLinear)]
         numbers += sum(m.in_features * m.out_features for m in packed)
         self._most_rows = max(1, _MOST_WORK // max(1, numbers))
-        self._found: list[Lying] | None = None
+        self._found: list[TensorLayout] | None = None
         self._struct = _Model()
         self._prepare()
 
@@ -197,7 +197,7 @@ class WholeModel:
         if self._ends:
             struct.head = matrix_of(self._head, self.dtype)
             struct.norm = norm_of(self._norm, self.dtype, struct.head.depth, None)
-        self._found = lying(self._places)
+        self._found = layouts_of(self._places)
 
     def same_code(self) -> bool:
         """Return whether the classes around the layers have the forwards that they had."""
@@ -208,7 +208,7 @@ class WholeModel:
         if not self.same_code() or self._values_now() != self._values:
             return False
         try:
-            if lying(self._places) != self._found:
+            if layouts_of(self._places) != self._found:
                 self._prepare()
         except NotFusable:
             return False
@@ -279,17 +279,17 @@ class WholeModel:
         hidden = self._embed(ids)
         angles = None if self._angles is None else self._angles.of(hidden, positions[0])
         for note in notes:
-            if not same_bits(note.hidden, hidden):
+            if not bit_equal(note.hidden, hidden):
                 raise NotFusable("something happens to the rows before a layer")
             if note.layer.turns and not _same_angles(note.arguments, angles):
                 raise NotFusable("its layers have angles of their own")
             hidden = note.made
         if not self._ends:
-            if not same_bits(hidden[0], logits):
+            if not bit_equal(hidden[0], logits):
                 raise NotFusable("something happens to the rows behind its last layer")
             return
         norm, head = _forward_of(self._norm.module), _forward_of(self._head)
-        if not same_bits(head(norm(hidden[0][rows])), logits):
+        if not bit_equal(head(norm(hidden[0][rows])), logits):
             raise NotFusable("its logits are not what its head makes of its last norm")
 
 
@@ -297,7 +297,7 @@ def _same_angles(arguments: dict[str, Any], angles: tuple[Tensor, Tensor] | None
     given = arguments.get("position_embeddings")
     if not isinstance(given, tuple) or angles is None or len(given) != 2:
         return False
-    return all(same_bits(a.flatten(0, -2), b) for a, b in zip(given, angles, strict=True))
+    return all(bit_equal(a.flatten(0, -2), b) for a, b in zip(given, angles, strict=True))
 
 
 def _spy(layer: FusedLayer, notes: list[Note]) -> Callable[..., Tensor]:

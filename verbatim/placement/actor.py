@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
-from verbatim.model.borrow import exclusive
 from verbatim.model.limits import max_length_of
+from verbatim.model.patching import exclusive
 from verbatim.placement.foreign import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
-from verbatim.model.borrow import exclusive, threads
+from verbatim.model.patching import exclusive, threads
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.params import CHOICES

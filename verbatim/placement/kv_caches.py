@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verbatim.errors import ModelChanged, NotSupported
 from verbatim.kv.quantized import Packing
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.borrow import exclusive, threads
+from verbatim.model.patching import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name

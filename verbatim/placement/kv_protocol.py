@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import UnsupportedModel, VerbatimError
 from verbatim.kv.store import KVStore, LayerShape
-from verbatim.model.borrow import borrow, threads
+from verbatim.model.patching import patched, threads
 from verbatim.model.rowwise import NotRowwise, Rowwise
 from verbatim.model.steps import Step, Steps, Unseen
 from verbatim.placement.foreign import Piece
@@ -194,7 +194,7 @@ def call_together(
 @contextmanager
 def taken(module: nn.Module, *, hooks: bool) -> Iterator[None]:
     """Run the block with `module` in eval mode, eager and without gradients; restore it afterwards."""
-    with borrow(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
+    with patched(module, [], [], hooks=hooks), torch.compiler.set_stance("force_eager"):
         yield
 
 

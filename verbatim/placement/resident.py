@@ -17,13 +17,13 @@ from verbatim.heap import give_back_freed
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packing import PackingReport
+from verbatim.model.patching import threads
 from verbatim.model.routing import open_records, read_record
+from verbatim.model.spec import inner_model
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
 from verbatim.placement import graphs
@@ -46,7 +46,7 @@ class Resident:
 
     checkpoint: Checkpoint | None = None  # of a model that we loaded: lets its weights be dropped
     graphs: DecodeGraphs | None = None  # of a model that we loaded onto a GPU
-    packed: PackingReport | None = None  # of a model whose weights are in few bits
+    packed: PackingReport | None = None  # of a model whose weights are quantized
     original: Mapping[str, Tensor] | None = None  # the state dict before quantization and cuts
     cuts: Mapping[str, Cut] = MappingProxyType({})  # of weights that are held in part
     placement: Mapping[str, Any] = MappingProxyType({"placement": "resident"})  # of `info`
@@ -62,15 +62,15 @@ class Resident:
         self.store = store
         self.draft_layers = draft_layers or DraftLayers()
         self.draft_info = self.draft_layers.info()
-        self.vocab_size = decoder.anatomy.vocab_size
+        self.vocab_size = decoder.spec.vocab_size
         self.block_size = store.block_size
         self.num_blocks = store.num_blocks
         self.num_states = 0 if store.states is None else store.states.num_slots
         self.num_forwards = 0
-        anatomy = decoder.anatomy
-        self.hidden_reason = anatomy.hidden_reason
-        self.has_hidden = anatomy.hidden_reason is None
-        self.choices: Mapping[str, Choices] = anatomy.choices
+        spec = decoder.spec
+        self.hidden_reason = spec.hidden_reason
+        self.has_hidden = spec.hidden_reason is None
+        self.choices: Mapping[str, Choices] = spec.choices
         self._records = open_records(self.choices, store.num_blocks, store.block_size)
         self._num_threads = num_threads
 
@@ -94,7 +94,7 @@ class Resident:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        with threads(self._num_threads), self.draft_layers.borrowed():
+        with threads(self._num_threads), self.draft_layers.patched():
             yield
 
     def draft(self, k: int, batch: Batch, plan: SamplePlan | None) -> Draws | None:
@@ -134,12 +134,12 @@ class Resident:
             self.decoder.check_replay(name)
 
     def info(self) -> dict[str, Any]:
-        module, anatomy, drafts = self.decoder.held, self.decoder.anatomy, self.draft_layers
+        module, spec, drafts = self.decoder.held, self.decoder.spec, self.draft_layers
         kv_dtype, states = settle_kv_dtype(self.store.dtype_name), self.store.states
         gpu: dict[str, Any] | None = None
         if self.store.device.type == "cuda":
             name = torch.cuda.get_device_name(self.store.device)
-            gpu = {"name": name, "deterministic": self.store.same_bits}
+            gpu = {"name": name, "deterministic": self.store.batch_invariant}
             if self.graphs is not None:
                 gpu["graphs"] = self.graphs.reason or self.graphs.count
         return {
@@ -147,18 +147,18 @@ class Resident:
             **weight_info(module),
             **self.placement,
             **({} if gpu is None else {"gpu": gpu}),
-            "dtype": dtype_name(anatomy.dtype),
+            "dtype": dtype_name(spec.dtype),
             **({} if self.packed is None else {"quantization": self.packed.info()}),
-            "layers": sum(shape.value_dim > 0 for shape in anatomy.layers),
+            "layers": sum(shape.value_dim > 0 for shape in spec.layers),
             "routing_bytes": self._records["routing"].nbytes if "routing" in self._records else 0,
             "kv_bytes": self.store.nbytes + drafts.nbytes + (states.nbytes if states else 0),
             "kv_dtype": self.store.dtype_name,
-            "kv_bytes_per_token": bytes_per_token(anatomy.layers, kv_dtype)
+            "kv_bytes_per_token": bytes_per_token(spec.layers, kv_dtype)
             + drafts.bytes_per_token(kv_dtype),
             **({} if states is None else {"state_slots": states.num_slots}),
             "state_bytes": 0 if states is None else states.nbytes // states.num_slots,
             **self.draft_info,
-            "safety_net": sorted(anatomy.needs_safety_net),
+            "override": sorted(spec.needs_override),
             "fused": self.decoder.fused,
             "experts": self.decoder.how_experts_run(),
         }
@@ -245,23 +245,23 @@ def open_resident(
 def _make_store(
     decoder: Decoder, options: EngineOptions, max_length: int | None, draft_layers: DraftLayers
 ) -> KVStore:
-    anatomy = decoder.anatomy
-    dtype = options.kv_dtype or anatomy.dtype
-    recorded = anatomy.choices["routing"].bytes_per_token
-    token_bytes = bytes_per_token(anatomy.layers, dtype) + recorded
+    spec = decoder.spec
+    dtype = options.kv_dtype or spec.dtype
+    recorded = spec.choices["routing"].bytes_per_token
+    token_bytes = bytes_per_token(spec.layers, dtype) + recorded
     token_bytes += draft_layers.bytes_per_token(dtype)
-    state_bytes = sum(shape.nbytes for shape in anatomy.states)
+    state_bytes = sum(shape.nbytes for shape in spec.states)
     num_states = options.num_states(state_bytes)
     blocks = options.num_blocks(token_bytes, max_length, num_states * state_bytes)
     draft_layers.open_stores(blocks, options.block_size, dtype)
     device = options.device
     try:
-        store = make_store(anatomy.layers, blocks, options.block_size, dtype, device.torch)
-        store.states = open_states(anatomy.states, num_states, device.torch)
+        store = make_store(spec.layers, blocks, options.block_size, dtype, device.torch)
+        store.states = open_states(spec.states, num_states, device.torch)
     except RuntimeError as error:  # of torch's allocators, also on a GPU
         nbytes = blocks * options.block_size * token_bytes
         raise OutOfBlocks(
             f"the KV cache of {nbytes} bytes can't be allocated: lower kv_memory or max_length"
         ) from error
-    store.same_bits = device.same_bits
+    store.batch_invariant = device.batch_invariant
     return store

@@ -31,7 +31,7 @@ from verbatim.serve.fields import (
     SchemaFormat,
     ToolMessage,
 )
-from verbatim.serve.service import Client, Seat, Service
+from verbatim.serve.service import Client, Reservation, Service
 from verbatim.serve.tools import ANY_OBJECT, Answers, Reader, ToolUse, split_parts
 from verbatim.text.chat import render_chat
 
@@ -104,10 +104,10 @@ class Conversation:
                 self.params = self.params.replace(**structure)
         return ids
 
-    async def admit(self, seat: Seat, client: Client) -> list[Request]:
+    async def admit(self, reservation: Reservation, client: Client) -> list[Request]:
         """Render the prompt, and queue the request for its completions."""
         prompt = await self.prompt()
-        return await self.service.admit(seat, [prompt], self.params, client)
+        return await self.service.admit(reservation, [prompt], self.params, client)
 
 
 _TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
@@ -194,8 +194,8 @@ class Asked:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             results = await self.service.results(requests)
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
         return self._envelope("chat.completion", choices) | {"usage": usage(results)}
@@ -216,8 +216,8 @@ class Asked:
             piece = self._envelope("chat.completion.chunk", [choice])
             return piece | {"usage": None} if with_usage else piece
 
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:
                     index, result = delta.index, delta.result or result

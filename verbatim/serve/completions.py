@@ -40,8 +40,8 @@ class Asked:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.seat() as seat:
-            requests = await self.service.admit(seat, self.prompts, self.params, client)
+        with self.service.reserve() as reservation:
+            requests = await self.service.admit(reservation, self.prompts, self.params, client)
             results = await self.service.results(requests)
         choices = LazyList(
             lambda: (
@@ -57,8 +57,8 @@ class Asked:
         """Stream the response."""
         results: list[Result] = []
         with_usage = wants_usage(self.body.stream_options)
-        with self.service.seat() as seat:
-            requests = await self.service.admit(seat, self.prompts, self.params, client)
+        with self.service.reserve() as reservation:
+            requests = await self.service.admit(reservation, self.prompts, self.params, client)
             offsets: dict[int, int] = {}  # choice: characters so far
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for number, delta in deltas:

@@ -70,13 +70,13 @@ class Asked:
 
     async def count(self) -> dict[str, Any]:
         """Return the number of the prompt's tokens."""
-        with self.service.seat():
+        with self.service.reserve():
             return {"input_tokens": len(await self.conversation.prompt())}
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole message."""
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
@@ -86,8 +86,8 @@ class Asked:
         """Stream the message as named events."""
         result: Result | None = None
         index, kind, called = -1, None, False
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             reader = self.conversation.answers.reader()
             begun = False
             async with aclosing(self.service.deltas(requests)) as deltas:

@@ -96,8 +96,8 @@ async def generate(service: Service, body: Generate, client: Client) -> dict[str
     """Generate, and return the `Result` as JSON."""
     service.check_model(body.model)
     params = _params(body)
-    with service.seat() as seat:
-        requests = await service.admit(seat, [body.prompt], params, client)
+    with service.reserve() as reservation:
+        requests = await service.admit(reservation, [body.prompt], params, client)
         (result,) = await service.results(requests)
     answer = _to_dict(service, result)
     if body.return_tokens:
@@ -112,8 +112,8 @@ async def generate_events(
     service.check_model(body.model)
     params = _params(body)
     known: set[int] = set()
-    with service.seat() as seat:
-        requests = await service.admit(seat, [body.prompt], params, client)
+    with service.reserve() as reservation:
+        requests = await service.admit(reservation, [body.prompt], params, client)
         async with aclosing(service.deltas(requests)) as deltas:
             async for _, delta in deltas:
                 answer = _to_dict(service, delta)
@@ -146,8 +146,8 @@ async def score(service: Service, body: Score, client: Client) -> dict[str, Any]
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
     service.check_model(body.model)
     params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
-    with service.seat() as seat:
-        requests = await service.admit(seat, body.prompts, params, client)
+    with service.reserve() as reservation:
+        requests = await service.admit(reservation, body.prompts, params, client)
         results = await service.results(requests)
     return {
         "model": service.name,

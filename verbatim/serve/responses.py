@@ -78,8 +78,8 @@ class Asked:
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             (result,) = await self.service.results(requests)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
@@ -107,8 +107,8 @@ class Asked:
         message = _TextItem(event)
         items: list[dict[str, Any]] = []
         result: Result | None = None
-        with self.service.seat() as seat:
-            requests = await self.conversation.admit(seat, client)
+        with self.service.reserve() as reservation:
+            requests = await self.conversation.admit(reservation, client)
             reader = self.conversation.answers.reader()
             async with aclosing(self.service.deltas(requests)) as deltas:
                 async for _, delta in deltas:

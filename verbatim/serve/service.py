@@ -50,7 +50,7 @@ class Client:
 
 
 @dataclass(slots=True)
-class Seat:
+class Reservation:
     """One generation in progress, with the estimated size of its response."""
 
     nbytes: int = 0
@@ -138,7 +138,7 @@ class Service:
             log.info("%s is for user %.200r", answer_id, user)
 
     @contextmanager
-    def seat(self) -> Iterator[Seat]:
+    def reserve(self) -> Iterator[Reservation]:
         """Return one of the `max_requests` generations in progress.
 
         Raises:
@@ -152,15 +152,15 @@ class Service:
                 f"{self._under_way} requests are in progress or queued, which is the limit"
             )
         self._under_way += 1
-        seat = Seat()
+        reservation = Reservation()
         try:
-            yield seat
+            yield reservation
         finally:
             self._under_way -= 1
-            self._bytes_under_way -= seat.nbytes
-            self._choices[seat.client] -= seat.num_choices
-            if not self._choices[seat.client]:
-                del self._choices[seat.client]
+            self._bytes_under_way -= reservation.nbytes
+            self._choices[reservation.client] -= reservation.num_choices
+            if not self._choices[reservation.client]:
+                del self._choices[reservation.client]
 
     @property
     def under_way(self) -> int:
@@ -168,7 +168,11 @@ class Service:
         return self._under_way
 
     async def admit(
-        self, seat: Seat, prompts: SequenceOf[Prompt], params: SamplingParams, client: Client
+        self,
+        reservation: Reservation,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams,
+        client: Client,
     ) -> list[Request]:
         """Return a request for each prompt. Runs in a thread, as tokenizing and grammars take time.
 
@@ -190,7 +194,7 @@ class Service:
                 f"priority={params.priority}: must be 0 or more on this server, so that no request runs in "
                 "place of another client's (--negative-priorities)"
             )
-        params = self._given_way(seat, client, len(prompts), params)
+        params = self._given_way(reservation, client, len(prompts), params)
         if client.key:
             params = params.replace(cache_salt=f"{client.key}/{params.cache_salt or ''}")
         limit = self.settings.timeout_s
@@ -202,18 +206,21 @@ class Service:
             num_chars=sum(map(len, prompts)) + sum(map(len, params.bad_words)),
             compiles=admission.compiles(params),
         )
-        self._reserve(seat, requests)
+        self._reserve(reservation, requests)
         return requests
 
     def _given_way(
-        self, seat: Seat, client: Client, num_prompts: int, params: SamplingParams
+        self, reservation: Reservation, client: Client, num_prompts: int, params: SamplingParams
     ) -> SamplingParams:
         """Return `params` with a worse priority if the client already fills half of the engine's batch.
 
         Others' requests then run first, and in place of these; alone, the client has the whole batch.
         """
-        seat.client, seat.num_choices = client, num_prompts * max(params.n, params.num_beams)
-        self._choices[client] += seat.num_choices
+        reservation.client, reservation.num_choices = (
+            client,
+            num_prompts * max(params.n, params.num_beams),
+        )
+        self._choices[client] += reservation.num_choices
         share = max(1, self.llm.engine.scheduler.max_sequences // 2)
         if self._choices[client] <= share or client == Client():
             return params
@@ -230,7 +237,7 @@ class Service:
             threads = self._readers
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def _reserve(self, seat: Seat, requests: list[Request]) -> None:
+    def _reserve(self, reservation: Reservation, requests: list[Request]) -> None:
         limit = self.settings.max_response_bytes
         nbytes = sum(map(self._response_bytes, requests))
         if nbytes > limit:
@@ -241,7 +248,7 @@ class Service:
         if self._bytes_under_way + nbytes > _RESPONSES * limit:
             self.metrics.turned_away.inc()
             raise too_many("the responses in progress are as large together as the server allows")
-        seat.nbytes += nbytes
+        reservation.nbytes += nbytes
         self._bytes_under_way += nbytes
 
     def _response_bytes(self, request: Request) -> int:

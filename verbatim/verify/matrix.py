@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from verbatim.errors import InvalidRequest
-from verbatim.model.borrow import threads
+from verbatim.model.patching import threads
 from verbatim.options import positive
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.verify.compare import Comparison

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verbatim.core import Sequence
-from verbatim.model.borrow import threads
+from verbatim.model.patching import threads
 from verbatim.placement.offload.choice import Offload
 from verbatim.verify.trial import NotRun, Subject, Trial
 

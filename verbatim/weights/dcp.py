@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
 from verbatim.model.dcp.filling import Piece, read, unequal
-from verbatim.model.dcp.folder import DcpCheckpoint, Lying
+from verbatim.model.dcp.folder import DcpCheckpoint, TensorLayout
 from verbatim.model.packed import placeholder
 from verbatim.weights.files import read_whole
 from verbatim.weights.lazy import Computed, Held, LazyWeight, Stamp, Stored, materialize, stamp_of
@@ -94,13 +94,13 @@ def _parts(
     return [_Part(piece.into, Computed(piece.arrange, (_joined(into, found),), {}, None), dtype)]
 
 
-def _box(into: Tensor, chunk: Lying) -> Tensor:
+def _box(into: Tensor, chunk: TensorLayout) -> Tensor:
     spans = zip(chunk.offsets, chunk.sizes, strict=True)
     return into[tuple(slice(begin, begin + count) for begin, count in spans)]
 
 
 def _lazy_weight(
-    name: str, chunk: Lying, dtype: torch.dtype, stamps: dict[Path, Stamp]
+    name: str, chunk: TensorLayout, dtype: torch.dtype, stamps: dict[Path, Stamp]
 ) -> LazyWeight:
     """Return the lazy weight of a chunk."""
     numbers = chunk.numbers

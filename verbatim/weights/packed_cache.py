@@ -1,4 +1,4 @@
-"""Weights in few bits on the disk, so that a model is packed once and not each time it is opened.
+"""Quantized weights on the disk, so that a model is packed once and not each time it is opened.
 
 One file for each folder, format and dtype, in safetensors' format, in the user's cache
 (`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`). Its header tells which checkpoint it was made of and

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from verbatim.errors import ModelError, NotSupported, VerbatimError, first_line
-from verbatim.model.borrow import quiet
 from verbatim.model.loader import auto_class, building
 from verbatim.model.packed import placeholder
+from verbatim.model.patching import quiet
 from verbatim.untrusted import check_dtypes, check_size, reason, shards_of
 from verbatim.weights.formats import decode, forget_quantization, quantization_of
 from verbatim.weights.lazy import LazyWeight, Stored, Traced, stamp_of, traced

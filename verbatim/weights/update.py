@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.errors import InvalidRequest, ModelError, NotSupported
-from verbatim.model.borrow import exclusive
 from verbatim.model.integers import pack_as_held
 from verbatim.model.packed import packed_buffers
+from verbatim.model.patching import exclusive
 from verbatim.model.shard import Columns
 from verbatim.model.weight_packing import WeightPacking
 

@@ -1,4 +1,4 @@
-"""Verbatim with activations in 8 bits, as OpenVINO and llama.cpp have them where weights are in few bits."""
+"""Verbatim with activations in 8 bits, as OpenVINO and llama.cpp have them with quantized weights."""
 
 from __future__ import annotations
 

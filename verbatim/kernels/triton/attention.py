@@ -264,15 +264,15 @@ def paged_attention(
     block_tables: Tensor,
     options: AttentionOptions,
     *,
-    same_bits: bool = True,
+    batch_invariant: bool = True,
 ) -> Tensor:
     """`verbatim.kv.attention.paged_attention` for tensors that are all on one GPU; `served` must hold.
 
     Nothing is read back from the GPU: how long a context may be is told by the width of `block_tables`.
 
     Args:
-        same_bits: chunks are cut into the tiles of single rows. False takes taller tiles for them, which
-            are faster and round otherwise.
+        batch_invariant: chunks are cut into the tiles of single rows. False takes taller tiles, which are
+            faster and round otherwise.
     """
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, value_size = v_store.shape
@@ -284,7 +284,7 @@ def paged_attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     heads_each = heads // kv_heads
-    rows = ROWS if same_bits or num_tokens == num_sequences else _FAST_ROWS
+    rows = ROWS if batch_invariant or num_tokens == num_sequences else _FAST_ROWS
     rows = max(rows, triton.next_power_of_2(heads_each))
     tokens = rows // heads_each
     tiles = num_tokens // tokens + num_sequences

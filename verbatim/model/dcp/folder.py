@@ -63,7 +63,7 @@ def _stages(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class TensorLayout:
     """A box of a tensor, and the location of its elements."""
 
     path: Path
@@ -128,7 +128,7 @@ class DcpCheckpoint:
         """
         self._home[key].read(key, into)
 
-    def chunks(self, key: str) -> Iterator[Lying]:
+    def chunks(self, key: str) -> Iterator[TensorLayout]:
         """Yield the locations of a checked tensor's elements, chunk by chunk, without reading them.
 
         Raises:
@@ -197,11 +197,11 @@ class _Stage:
             with _named(path, key):
                 into.detach()[box].copy_(read_chunk(path, place, self._dtype(key), chunk.sizes))
 
-    def chunks(self, key: str) -> Iterator[Lying]:
+    def chunks(self, key: str) -> Iterator[TensorLayout]:
         for chunk, path, place in self._filled(key):
             with _named(path, key):
                 numbers = find_numbers(path, place, self._dtype(key), chunk.sizes)
-            yield Lying(path, chunk.offsets, chunk.sizes, numbers)
+            yield TensorLayout(path, chunk.offsets, chunk.sizes, numbers)
 
     def _dtype(self, key: str) -> torch.dtype:
         return self._taken[key].dtype

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.errors import NotSupported
-from verbatim.model.anatomy import inner_model
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, EarlyExitLayers, open_draft_layers
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
+from verbatim.model.spec import inner_model
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 

@@ -20,9 +20,9 @@ from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
-from verbatim.model.borrow import threads
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import LoadedModel, ModelSource
+from verbatim.model.patching import threads
 from verbatim.model.routing import Records, open_records
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
@@ -207,7 +207,7 @@ class Layers:
         if self.store is None:
             raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
         plan, batch = message["plan"], unpack_batch(message["batch"])
-        with threads(self._num_threads), self._drafts.borrowed():
+        with threads(self._num_threads), self._drafts.patched():
             logits = self._drafts.run(message["k"], batch, self.store)
             if plan is None:
                 return {"draws": None}

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
-from verbatim.model.anatomy import Look, inner_model, look_forward, takes_positions
-from verbatim.model.borrow import configs_of
 from verbatim.model.hidden import head_of
 from verbatim.model.packed import placeholder
+from verbatim.model.patching import configs_of
+from verbatim.model.spec import Look, inner_model, inspect_forward, takes_positions
 
 _WEIGHT = 1 / 64  # every weight outside of the layers
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
@@ -232,7 +232,7 @@ class Outline:
         self._walk, self._lost = Walk(), lost_layer
         inner = inner_model(self._module)
         try:
-            self._walk.logits, _ = look_forward(
+            self._walk.logits, _ = inspect_forward(
                 self._module, inner, self._look, positions=self.takes_positions
             )
         finally:

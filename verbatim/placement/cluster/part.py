@@ -23,13 +23,13 @@ from verbatim.errors import EngineClosed, UnsupportedModel
 from verbatim.heap import give_back_freed
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.store import KVStore
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import exclusive
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import copy_path
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packed import drop_weights, weight_bytes
+from verbatim.model.patching import exclusive
 from verbatim.model.routing import Records
+from verbatim.model.spec import inner_model
 from verbatim.options import dtype_name
 from verbatim.placement.cluster.outline import hidden_of, hollow_copy
 from verbatim.placement.cluster.shape import PartShape
@@ -129,7 +129,7 @@ class Part:
         inner = inner_model(module)
         inner.__dict__["forward"] = self._forward_of(inner)
         decoder = Decoder(module, unseen=True, part=self)
-        if not decoder.anatomy.finite:
+        if not decoder.spec.finite:
             raise UnsupportedModel(
                 f"{type(inner).__name__}: layers {first} to {end} alone give numbers that are none: their "
                 "weights hold NaN or infinities, or they need weights of other layers"
@@ -137,25 +137,25 @@ class Part:
         return decoder
 
     def _shape(self) -> PartShape:
-        split, anatomy, module = self._split, self.decoder.anatomy, self._module
+        split, spec, module = self._split, self.decoder.spec, self._module
         assert module is not None
         return PartShape(
             first=self.first,
             end=self.end,
             num_layers=split.num_layers,
-            layers=anatomy.layers,
-            states=anatomy.states,
-            kv_dtype=anatomy.dtype,
+            layers=spec.layers,
+            states=spec.states,
+            kv_dtype=spec.dtype,
             hidden_size=split.hidden_size,
             hidden_dtype=split.hidden_dtype,
             vocab_size=split.vocab_size,
-            choices=anatomy.choices,
-            hidden_reason=anatomy.hidden_reason if self.is_last else None,
+            choices=spec.choices,
+            hidden_reason=spec.hidden_reason if self.is_last else None,
             architecture=type(inner_model(self.decoder.held)).__name__,
             parameters=self._num_parameters,
             weight_bytes=weight_bytes(module),
             quantization=None if self.report is None else self.report.info(),
-            safety_net=sorted(anatomy.needs_safety_net),
+            override=sorted(spec.needs_override),
         )
 
     @property

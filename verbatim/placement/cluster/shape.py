@@ -44,7 +44,7 @@ class PartShape:
         architecture: name of the model's class.
         parameters, weight_bytes: what it holds; what several parts hold counts on each.
         quantization: of its weights, as `PackingReport.info` has it, or None.
-        safety_net: functions its layers call directly that must be swapped; usually none.
+        override: functions its layers call directly that must be swapped; usually none.
     """
 
     first: int
@@ -62,7 +62,7 @@ class PartShape:
     parameters: int
     weight_bytes: int
     quantization: dict[str, Any] | None
-    safety_net: list[str]
+    override: list[str]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from verbatim.errors import InvalidRequest, UnsupportedModel
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import exclusive
 from verbatim.model.decoder import register
 from verbatim.model.loader import LoadedModel
 from verbatim.model.packing import choose_packings
+from verbatim.model.patching import exclusive
 from verbatim.model.refusals import reason_to_refuse
+from verbatim.model.spec import inner_model
 from verbatim.placement.cluster.outline import Beyond, Outline, Returned, Walk, same
 
 _ONE_LIST = "its layers are not in one list that is walked through once, from its first to its last"

@@ -81,7 +81,7 @@ class Compression:
             slot.in_place = False
         _hold(units, module, self.packed)
         for slot in units.held:
-            if slot.holders:  # never lent
+            if slot.holders:  # never installed
                 assert isinstance(slot.lazy, Held)
                 slot.lend(slot.lazy.tensor)
                 slot.in_place = True

@@ -385,7 +385,7 @@ class _Pool:
     def module_like(self, layer: ExpertLayer) -> nn.Module:
         """Return a copy of a layer's experts module whose experts are the slots.
 
-        All else is the module's own, and is there when the layer's unit is lent.
+        All else is the module's own, and is there while the layer's unit is installed.
         """
         memo: dict[int, Any] = {id(p): p for p in layer.module.parameters()}
         packed: list[tuple[str, Any]] = []

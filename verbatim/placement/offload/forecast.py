@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from verbatim.batch import Batch
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import threads
 from verbatim.model.loader import LoadedModel
+from verbatim.model.patching import threads
+from verbatim.model.spec import inner_model
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.cost import Load, Prediction, Step, predict_step
 from verbatim.placement.offload.machine import NOMINAL, Machine, measure

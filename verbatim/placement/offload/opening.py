@@ -13,7 +13,6 @@ from verbatim.errors import InvalidRequest, NotSupported, OutOfBlocks, Unsupport
 from verbatim.heap import Heap
 from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.anatomy import Anatomy, inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
@@ -21,6 +20,7 @@ from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
 from verbatim.model.packing import choose_packings
+from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression, choose
 from verbatim.placement.offload.forecast import forecast
@@ -111,11 +111,9 @@ def open_offloaded(
             prompt_rows=plan.prompt_rows,
         )
         layers = open_draft_layers(draft, decoder, loaded)
-        store = _store(
-            decoder.anatomy, units, offload, options, plan, limit, scratch, trace, layers
-        )
+        store = _store(decoder.spec, units, offload, options, plan, limit, scratch, trace, layers)
         undo.callback(store.release)
-        kv_dtype = options.kv_dtype or decoder.anatomy.dtype
+        kv_dtype = options.kv_dtype or decoder.spec.dtype
         layers.open_stores(store.num_blocks, store.block_size, kv_dtype)
         runner = Offloaded(
             decoder,
@@ -164,7 +162,7 @@ def _inspect(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
         decoder = Decoder(loaded.module, order=order, fused=False)  # weights move
     if weights.experts is not None:
         weights.experts.wait_s = 0.0  # of the inspection
-    if not decoder.anatomy.finite:
+    if not decoder.spec.finite:
         raise UnsupportedModel(
             f"placement=Offload: {type(loaded.module).__name__} gives logits that are not numbers: its "
             "weights hold NaN or infinities, or are used outside of the modules that hold them"
@@ -173,7 +171,7 @@ def _inspect(loaded: LoadedModel, weights: Weights, order: Micro) -> Decoder:
 
 
 def _store(
-    anatomy: Anatomy,
+    spec: ModelSpec,
     units: Units,
     offload: Offload,
     options: EngineOptions,
@@ -183,39 +181,39 @@ def _store(
     trace: Trace,
     layers: DraftLayers,
 ) -> TieredKVStore:
-    if anatomy.has_indexers and offload.attention_top_k is not None:
+    if spec.has_indexers and offload.attention_top_k is not None:
         raise NotSupported(
             f"attention_top_k={offload.attention_top_k}: not supported for models with an indexer, which "
             "chooses the keys itself"
         )
-    dtype = options.kv_dtype or anatomy.dtype
-    beside = anatomy.choices["routing"].bytes_per_token
+    dtype = options.kv_dtype or spec.dtype
+    beside = spec.choices["routing"].bytes_per_token
     beside += layers.bytes_per_token(dtype)
-    blocks = options.num_blocks(bytes_per_token(anatomy.layers, dtype) + beside, limit)
-    state_bytes = sum(state.nbytes for state in anatomy.states)
+    blocks = options.num_blocks(bytes_per_token(spec.layers, dtype) + beside, limit)
+    state_bytes = sum(state.nbytes for state in spec.states)
     num_states = max(3, plan.state_bytes // max(1, state_bytes))
     store = TieredKVStore(
-        anatomy.layers,
+        spec.layers,
         blocks,
         options.block_size,
         dtype,
         torch.device("cpu"),
         percents=plan.kv,
-        groups=groups_of(units, anatomy.slots),
+        groups=groups_of(units, spec.slots),
         scratch=scratch,
         trace=trace,
         overlap=offload.overlap,
         cpu_cache_compute=offload.cpu_cache_compute,
         top_k=offload.attention_top_k,
     )
-    store.states = open_states(anatomy.states, num_states)
+    store.states = open_states(spec.states, num_states)
     return store
 
 
 def units_of(
     loaded: LoadedModel, offload: Offload, options: EngineOptions
 ) -> tuple[Units, Compression | None]:
-    """Return the units that are lent in one piece, and their quantization.
+    """Return the units that are installed in one piece, and their quantization.
 
     Raises:
         NotSupported: nothing can be quantized, or activations can't.

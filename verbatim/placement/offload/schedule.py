@@ -1,4 +1,4 @@
-"""The order of work: each unit is lent once, and all micro-batches go through it before the next one is.
+"""The order of work: each unit is installed once, for all micro-batches.
 
 What a layer is called with is computed for a whole forward, in shapes that differ from architecture to
 architecture. So nothing is sliced: each micro-batch runs the module's own forward, as a greenlet that stops
@@ -217,7 +217,7 @@ class BlockSchedule:
                 unit = waiting[0].unit
                 assert unit is not None
                 here = [part for part in waiting if part.unit is unit]
-                with self.weights.lent(unit):
+                with self.weights.patched(unit):
                     for left, part in zip(reversed(range(len(here))), here, strict=True):
                         if self.weights.experts is not None:
                             self.weights.experts.later_parts = left
@@ -243,9 +243,9 @@ class BlockSchedule:
 
 
 def install_gates(weights: Weights) -> None:
-    """Make every unit stop before its forward, so that its parameters can be lent to it.
+    """Make every unit stop before its forward, so that its parameters can be installed.
 
-    Outside of a block schedule (inspection of the model, a trial) they are lent at once.
+    Outside of a block schedule (inspection of the model, a trial) they are installed at once.
     """
     for unit in weights.units.order:
         unit.module.forward = _gate(unit, weights)
@@ -261,7 +261,7 @@ def _gate(unit: Unit, weights: Weights) -> Callable[..., Any]:
         if isinstance(walker, _Walker) and walker.part is not None and not rows_only:
             walker.part.stop_before(unit, (args, kwargs))
             return inner(*args, **kwargs)
-        with weights.lent(unit):
+        with weights.patched(unit):
             return inner(*args, **kwargs)
 
     return forward

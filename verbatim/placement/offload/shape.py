@@ -27,7 +27,7 @@ class SlotShape:
     Attributes:
         nbytes: as it is held in memory, in the tiers "gpu" and "cpu".
         disk_bytes: read whenever it is streamed, in whole pages.
-        made_bytes: fresh memory that it takes while it is lent, beside what was read.
+        made_bytes: fresh memory that it takes while it is installed, beside what was read.
         elements: of a matrix, that each row is multiplied with; 0 of norms and biases.
         of_experts: it holds the matrices of all experts.
         made_always: it is held compressed, so that `made_bytes` are taken in every tier.

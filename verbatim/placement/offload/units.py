@@ -40,8 +40,8 @@ class Slot:
         in_place: its data is always in memory, as the model needs it.
         rows_only: only rows of it are read, from its file.
         packing: of the lazy weight's data, if it is quantized.
-        holders: modules that use the quantized bytes, which are lent as the buffer of this name; before the
-            model is quantized, the modules and the names of the parameter.
+        holders: modules that use the quantized bytes, which are installed as the buffer of this name; before
+            the model is quantized, the modules and the names of the parameter.
         is_unpacked: a holder dequantizes it whole.
         rounding: the packing to whose values unquantized data is rounded when it is read.
         rows: the lazy weight that rows are read from, if it is another one.
@@ -71,7 +71,7 @@ class Slot:
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes that dequantizing takes while it is lent."""
+        """Bytes that dequantizing takes while it is installed."""
         return self.nbytes if self.packing is not None and self.is_unpacked else 0
 
     def values(self, weights: Mapping[nn.Parameter, Tensor]) -> Tensor:

@@ -38,10 +38,10 @@ class Weights:
     Args:
         units: with a tier for each slot. Those in "gpu" and "cpu" are read at once.
         ring_bytes: memory in which the others are read ahead.
-        num_readers: threads that do so; 0 reads a unit when it is lent.
+        num_readers: threads that do so; 0 reads a unit when it is installed.
         trace: records reads and waits.
         scratch: holds weights that were written for the disk tier, if any were; closed with this.
-        tidy: called whenever a unit was lent.
+        tidy: called after each unit.
         expert_bytes: memory for experts that are read one by one.
 
     Attributes:
@@ -78,7 +78,7 @@ class Weights:
         self._row_files: dict[Path, DirectFile] = {}
         self._row_bytes = 0
         self._order: list[int] = []  # of layouts, as a forward uses them
-        self._seen: list[int] | None = None  # layouts lent so far, while their order is recorded
+        self._seen: list[int] | None = None  # layouts used so far, while their order is recorded
         self._region: tuple[Layout, Tensor] | None = None
         self._trace = trace
         self.make_s = 0.0  # unpacking, casting and stacking what was read
@@ -239,7 +239,7 @@ class Weights:
             self._seen = None
 
     @contextmanager
-    def lent(self, unit: Unit) -> Iterator[None]:
+    def patched(self, unit: Unit) -> Iterator[None]:
         """Provide the parameters of `unit` in this block.
 
         Raises:

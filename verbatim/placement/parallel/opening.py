@@ -14,12 +14,12 @@ from verbatim.errors import InvalidRequest, ModelError, NotSupported, TierFailed
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import bytes_per_token
-from verbatim.model.anatomy import inner_model
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.experts import is_stacked
 from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.model.mtp_source import Mtp
+from verbatim.model.spec import inner_model
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory
 from verbatim.placement.cluster.choice import Cluster
@@ -177,21 +177,21 @@ def _lead(
         except TierFailed as error:
             raise group.failure(error) from error
         answers = group.answers(timeout_s)
-        anatomy = shared.decoder.anatomy
-        settled = options.kv_dtype or anatomy.dtype
-        state_bytes = size * sum(state.nbytes for state in anatomy.states)
+        spec = shared.decoder.spec
+        settled = options.kv_dtype or spec.dtype
+        state_bytes = size * sum(state.nbytes for state in spec.states)
         num_states = options.num_states(state_bytes)
         blocks = _num_blocks(shared, size, options, settled, limit, num_states * state_bytes)
         told = {"num_blocks": blocks, "block_size": options.block_size, "kv_dtype": _name(settled)}
         group.tell({"do": "store", "num_states": num_states, **told})
         store = HeadStore(
-            anatomy.layers,
-            anatomy.query_heads,
+            spec.layers,
+            spec.query_heads,
             ranks,
             blocks,
             options.block_size,
             settled,
-            open_states(anatomy.states, num_states),
+            open_states(spec.states, num_states),
         )
         undo.callback(store.release)
         shared.draft_layers.open_stores(blocks, options.block_size, settled)
@@ -227,14 +227,14 @@ def _num_blocks(
     state_bytes: int,
 ) -> int:
     """Return the number of blocks, the same on all ranks; the budget is that of all together."""
-    anatomy = shared.decoder.anatomy
+    spec = shared.decoder.spec
     layers = [
         layer
         for rank in range(size)
-        for layer in own_layers(anatomy.layers, anatomy.query_heads, rank, size)
+        for layer in own_layers(spec.layers, spec.query_heads, rank, size)
     ]
     more = shared.draft_layers.bytes_per_token(dtype)
-    more += anatomy.choices["routing"].bytes_per_token
+    more += spec.choices["routing"].bytes_per_token
     token_bytes = bytes_per_token(layers, dtype) + more * size
     return options.num_blocks(token_bytes, limit, state_bytes)
 

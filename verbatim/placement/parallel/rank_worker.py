@@ -88,16 +88,16 @@ class RankWorker:
         self._link.send({"weight_bytes": self._shared.weight_bytes})
 
     def _do_store(self, message: Message) -> None:
-        shared, anatomy = self._shared, self._shared.decoder.anatomy
+        shared, spec = self._shared, self._shared.decoder.spec
         kv_dtype = settle_kv_dtype(message["kv_dtype"])
         store = HeadStore(
-            anatomy.layers,
-            anatomy.query_heads,
+            spec.layers,
+            spec.query_heads,
             shared.ranks,
             message["num_blocks"],
             message["block_size"],
             kv_dtype,
-            open_states(anatomy.states, message["num_states"]),
+            open_states(spec.states, message["num_states"]),
         )
         shared.draft_layers.open_stores(message["num_blocks"], message["block_size"], kv_dtype)
         self.runner = Rank(shared, store, self._told["num_threads"])

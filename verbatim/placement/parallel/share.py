@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model.adapters import adapter_for
-from verbatim.model.anatomy import inner_model
-from verbatim.model.borrow import threads
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
@@ -22,8 +20,10 @@ from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp
 from verbatim.model.packed import weight_bytes
 from verbatim.model.packing import PackingReport
+from verbatim.model.patching import threads
 from verbatim.model.recurrent import reads_weight
-from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, same_bits
+from verbatim.model.shard import COLUMNS, Columns, RankExperts, Ranks, bounds_of, splits_exactly
+from verbatim.model.spec import inner_model
 from verbatim.placement.parallel.heads import own_layers
 from verbatim.placement.parallel.ranks import Gloo
 from verbatim.weights.files import read_whole
@@ -86,7 +86,9 @@ def take_share(
             bounds = None
         if bounds is not None and kernels.library() is None:
             whole = materialize(lazy_weights[weight], read_whole)
-            bounds = bounds if same_bits(whole if dimension == 0 else whole.t(), bounds) else None
+            bounds = (
+                bounds if splits_exactly(whole if dimension == 0 else whole.t(), bounds) else None
+            )
         if bounds is None:
             cut.whole.append(name)
             continue
@@ -166,7 +168,7 @@ def open_share(
     cut = take_share(loaded, ranks, head=head_of(inner_model(loaded.module)))
     with threads(num_threads), ranks.everywhere():
         decoder = Decoder(loaded.module, fused=False)  # its products are shared
-        anatomy = decoder.anatomy
-        own_layers(anatomy.layers, anatomy.query_heads, ranks.rank, ranks.size)
+        spec = decoder.spec
+        own_layers(spec.layers, spec.query_heads, ranks.rank, ranks.size)
         layers = open_draft_layers(draft, decoder, loaded)
     return Shared(ranks, decoder, cut, layers)

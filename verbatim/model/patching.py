@@ -1,10 +1,10 @@
-"""Borrowing a module for one forward, and giving it back as it was.
+"""Patching a module for one forward, and restoring it.
 
 A live module belongs to somebody: a trainer, a notebook. For the length of a forward it gets our
 attention, our experts and row-invariant forwards for the layers we know; then its config, its mode and
 its forwards are what they were, also after an exception.
 
-One borrow at a time in the whole process: two engines may share a module, or two modules a config, and
+One patch at a time in the whole process: two engines may share a module, or two modules a config, and
 the second would take our settings for the owner's. The owner's own use is not locked out, so a module
 is not to be called from another thread while an engine runs it.
 """
@@ -28,7 +28,7 @@ from verbatim.model.tree import Tree
 Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
 Silenced = list[tuple[nn.Module, str, Any]]  # a layer, a field of it, the hooks that stood there
 
-# Held while a module is borrowed, and while one is looked at, which must not find another engine's
+# Held while a module is patched, and while one is looked at, which must not find another engine's
 # forwards in it. Re-entrant: a hook may use another engine.
 exclusive = threading.RLock()
 _held = threading.Condition(exclusive)
@@ -55,11 +55,11 @@ def _free_in_child() -> None:
 os.register_at_fork(after_in_child=_free_in_child)
 
 
-def replaced_forwards(module: nn.Module, *, same_bits: bool = True) -> Forwards:
+def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> Forwards:
     """Return the instance dictionary of each known layer, and the forward to patch in.
 
-    With `same_bits` False only what a flat batch asks for: routers, experts, and norms, where the kernel is
-    the faster one.
+    With `batch_invariant` False only what a flat batch asks for: routers, experts, and norms, where the
+    kernel is the faster one.
 
     The new forward steps aside where no pass of ours is active, for a hook that calls a layer of
     another module which happens to be shared.
@@ -69,10 +69,10 @@ def replaced_forwards(module: nn.Module, *, same_bits: bool = True) -> Forwards:
         id(child)
         for parent in module.modules()
         for name, child in parent._modules.items()
-        if same_bits and is_gate(parent, name)
+        if batch_invariant and is_gate(parent, name)
     }
     for layer in module.modules():
-        forward = forward_for(layer, same_bits=same_bits) or adapter_for(layer)
+        forward = forward_for(layer, batch_invariant=batch_invariant) or adapter_for(layer)
         if id(layer) in gates and forward is not None:
             forward = gate_forward(layer)
         if forward is not None:
@@ -100,7 +100,7 @@ def configs_of(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def borrow(
+def patched(
     module: nn.Module | Tree, forwards: Forwards, configs: list[Any], *, hooks: bool = True
 ) -> Iterator[None]:
     """Run the block with `module` set up for a flat forward without gradients.

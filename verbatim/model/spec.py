@@ -21,10 +21,10 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.states import StateShape
 from verbatim.kv.store import LayerShape
 from verbatim.model import masks
-from verbatim.model.borrow import borrow, configs_of, replaced_forwards
 from verbatim.model.context import Update, activate
 from verbatim.model.hidden import head_inputs, head_of, why_no_hidden
 from verbatim.model.invariant import Recorder
+from verbatim.model.patching import configs_of, patched, replaced_forwards
 from verbatim.model.positions import counts_by_padding, patch_positions
 from verbatim.model.recurrent import patch
 from verbatim.model.refusals import reason_to_refuse
@@ -40,7 +40,7 @@ from verbatim.model.verified import is_verified
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelSpec:
     """The layout of a model, for the KV store and the decoder.
 
     Attributes:
@@ -50,7 +50,7 @@ class Anatomy:
         states: what each recurrent operation keeps of a sequence, in the order they run.
         dtype: of the keys, and so of the store unless told otherwise.
         vocab_size: width of the logits.
-        needs_safety_net: functions the model calls directly that must be swapped; usually none.
+        needs_override: functions the model calls directly that must be swapped; usually none.
         takes_logit_rows: the model's forward has `logits_to_keep`, so that the head runs only on
             the rows that are asked for.
         takes_positions: the model's forward has `position_ids`, or passes them on.
@@ -68,7 +68,7 @@ class Anatomy:
     states: list[StateShape]
     dtype: torch.dtype
     vocab_size: int
-    needs_safety_net: frozenset[str]
+    needs_override: frozenset[str]
     takes_logit_rows: bool
     takes_positions: bool
     routed: RoutedLayers | None
@@ -182,7 +182,7 @@ _IDS = [[4, 1, 3, 2], [1, 3, 2, 5]]
 _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
-def look_at(module: nn.Module) -> Anatomy:
+def inspect_model(module: nn.Module) -> ModelSpec:
     """Look at `module` once.
 
     Raises:
@@ -193,31 +193,31 @@ def look_at(module: nn.Module) -> Anatomy:
         reason = reason_to_refuse(inner)
         if reason is not None:
             raise UnsupportedModel(reason)
-        anatomy = _look_through(module, inner)
+        spec = _look_through(module, inner)
         if not is_verified(module, inner):
             try_out(
                 module,
                 replaced_forwards(module),
-                vocab_size=anatomy.vocab_size,
-                positions=anatomy.takes_positions,
-                safety_net=bool(anatomy.needs_safety_net),
+                vocab_size=spec.vocab_size,
+                positions=spec.takes_positions,
+                override=bool(spec.needs_override),
             )
     except UnsupportedModel as reason:
         name = type(inner).__name__
         raise UnsupportedModel(
             f"{name} can't be run on flat batches: {reason}"
         ) from reason.__cause__
-    return anatomy
+    return spec
 
 
-def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> Anatomy:
+def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
     """Look once; `positions` None: hand over `position_ids` if the forward names them."""
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
     look, recorder = Look(), Recorder()
     with recorder:
-        logits, seen = look_forward(module, inner, look, positions=positions)
+        logits, seen = inspect_forward(module, inner, look, positions=positions)
     ids = torch.tensor(_IDS)
     if not look.layers and not look.states:
         raise UnsupportedModel(_NO_INTERFACE)
@@ -238,14 +238,14 @@ def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = Non
     if look.states and recorder.calls_exp:
         recorder.swapped.add("exp")
     routed, routing_reason = routed_layers_of(look.routed, ids.numel())
-    return Anatomy(
+    return ModelSpec(
         slots=look.slots,
         layers=look.layers,
         query_heads=look.query_heads,
         states=look.states,
         dtype=look.dtype or _dtype_of(inner),
         vocab_size=logits.shape[-1],
-        needs_safety_net=frozenset(recorder.swapped),
+        needs_override=frozenset(recorder.swapped),
         takes_logit_rows="logits_to_keep" in signature,
         takes_positions=positions,
         routed=routed,
@@ -272,7 +272,7 @@ def _dtype_of(inner: nn.Module) -> torch.dtype:
     return next(p.dtype for p in inner.parameters() if p.is_floating_point())
 
 
-def look_forward(
+def inspect_forward(
     module: nn.Module, inner: Any, look: Look, *, positions: bool
 ) -> tuple[Tensor, list[Any]]:
     """The forward of a look: a few tokens without a cache, with masks that tell what they mean.
@@ -299,11 +299,11 @@ def look_forward(
         inputs["logits_to_keep"] = torch.arange(len(_IDS[0]), device=device)
     try:
         with (
-            borrow(module, replaced_forwards(module), configs, hooks=False),
+            patched(module, replaced_forwards(module), configs, hooks=False),
             activate(look),
             head_inputs(head_of(inner), [look]) as (seen,),
         ):
-            for config in configs:  # borrow puts it back
+            for config in configs:  # `patched` puts it back
                 config.__dict__["_attn_implementation_internal"] = masks.LOOK
             logits: Tensor = module(**inputs, use_cache=False).logits
     except (UnsupportedModel, TierFailed):
