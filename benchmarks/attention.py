@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.kv.quantized import PACKINGS, pack, packed_attention
@@ -62,12 +63,12 @@ class Layers:
             flat[first : first + len(some)] = some[: len(flat) - first]
         self.nbytes = layer
         self.q = torch.randn(sequences * rows, HEADS, SIZE).to(dtype)
-        self.batch = (
+        rows_of = AttentionBatch(
             torch.arange(0, sequences * rows + 1, rows).int(),
             torch.full((sequences,), context).int(),
             torch.randperm(blocks).reshape(sequences, -1).int(),
-            OPTIONS,
         )
+        self.batch = (rows_of, OPTIONS)
 
     def attend(self, layer: int = 0) -> Tensor:
         k_store, v_store = self.stores[layer]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from verbatim import LLM, SamplingParams, kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.kv.quantized import PACKINGS, pack, packed_attention, unpack
@@ -181,12 +182,12 @@ def attention_calls(sequences: int, context: int, rows: int) -> list[Callable[[]
     blocks = sequences * context // block
     k, v = torch.randn(2, blocks, kv_heads, block, size).bfloat16()
     q = torch.randn(sequences * rows, heads, size).bfloat16()
-    batch = (
+    rows_of = AttentionBatch(
         torch.arange(0, sequences * rows + 1, rows).int(),
         torch.full((sequences,), context).int(),
         torch.randperm(blocks).reshape(sequences, -1).int(),
-        AttentionOptions(scale=size**-0.5),
     )
+    batch = (rows_of, AttentionOptions(scale=size**-0.5))
     packed = [
         partial(packed_attention, q, pack(k, p), pack(v, p), *batch, value_size=size, packing=p)
         for p in PACKINGS.values()

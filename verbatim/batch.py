@@ -23,6 +23,14 @@ ZERO_STATE = 0  # the slot of the state before the first token; never allocated 
 DRAW_FAILED = -1  # the id of a row with no drawable token
 
 
+class AttentionBatch(NamedTuple):
+    """The part of a `Batch` that attention over a paged store needs."""
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
 @dataclass(slots=True)
 class Batch:
     """A complete description of one forward over many sequences, without padding.
@@ -57,6 +65,10 @@ class Batch:
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
+
+    @property
+    def attention(self) -> AttentionBatch:
+        return AttentionBatch(self.query_starts, self.context_lens, self.block_tables)
 
     def to(self, device: torch.device) -> Batch:
         """Return this batch with its tensors on `device`."""

@@ -76,9 +76,9 @@ def broken(monkeypatch, is_wrong):
     """Attention that gets one row slightly wrong, in some batches."""
     plain = KVStore.attend
 
-    def attend(self, layer, q, query_starts, context_lens, block_tables, options):
-        out = plain(self, layer, q, query_starts, context_lens, block_tables, options)
-        if is_wrong(query_starts, context_lens):
+    def attend(self, layer, q, batch, options):
+        out = plain(self, layer, q, batch, options)
+        if is_wrong(batch.query_starts, batch.context_lens):
             out = out.clone()
             out[-1] *= 1.05
         return out

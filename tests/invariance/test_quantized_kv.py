@@ -28,6 +28,7 @@ from support.odd_toys import DTYPES, MODELS, open_toy
 from support.requests_mixed import all_facts, facts, mixed_requests
 from support.toys import make_toy
 from verbatim import LLM, NotSupported, SamplingParams, kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.quantized import (
@@ -201,7 +202,8 @@ def test_blocks_are_copied_counted_poisoned_and_released(packing: Packing) -> No
         q = torch.randn(1, 2, shape.key_dim)
 
         def read(block: int, layer: int = layer, q: Tensor = q) -> Tensor:
-            return store.attend(layer, q, *facts, torch.tensor([[block]]).int(), opts)
+            batch = AttentionBatch(*facts, torch.tensor([[block]]).int())
+            return store.attend(layer, q, batch, opts)
 
         store.poison([0, 1, 2, 3, 4])
         store.write(layer, k, v, torch.arange(8, 12))

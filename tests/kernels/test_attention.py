@@ -27,6 +27,7 @@ from support.attention_cases import (
 )
 from support.pairwise import parametrize_pairs
 from verbatim import kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
@@ -239,8 +240,8 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"sinks must be float32.*float64"):
         AttentionOptions(1.0, sinks=torch.zeros(2, dtype=torch.float64))
     store = torch.zeros(1, 1, 4, 8, dtype=torch.float16)
-    starts, lens = torch.tensor([0, 1]).int(), torch.tensor([1]).int()
-    batch = (store[0, :, :1], store, store, starts, lens, torch.zeros(1, 1).int())
+    rows = AttentionBatch(*(torch.tensor(x).int() for x in ([0, 1], [1], [[0]])))
+    batch = (store[0, :, :1], store, store, rows)
     with pytest.raises(ValueError, match="backend='fast'"):
         paged_attention(*batch, AttentionOptions(1.0), backend="fast")
     with pytest.raises(ValueError, match=r"no attention kernel for torch.float16"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from support.toys import make_toy, random_ids
 from verbatim import LLM, NotSupported, Offload, SamplingParams, kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys, index_scores
 from verbatim.kv.quantized import PACKINGS
@@ -28,9 +29,11 @@ def choose(q: Tensor, weights: Tensor, keys: Tensor, start: int, top_k: int) -> 
     chosen = choose_keys(
         q[start:],
         lambda _: keys,
-        torch.tensor([0, len(keys) - start], dtype=torch.int32),
-        torch.tensor([len(keys)], dtype=torch.int32),
-        torch.zeros(1, 1, dtype=torch.int32),
+        AttentionBatch(
+            torch.tensor([0, len(keys) - start], dtype=torch.int32),
+            torch.tensor([len(keys)], dtype=torch.int32),
+            torch.zeros(1, 1, dtype=torch.int32),
+        ),
         IndexOptions(top_k, weights[start:]),
     )
     return chosen[:, 0]
@@ -93,7 +96,7 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
         for begin, end in pairwise(cuts):
             at = torch.arange(begin, end)
             slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-            batch = (
+            batch = AttentionBatch(
                 torch.tensor([0, end - begin], dtype=torch.int32),
                 torch.tensor([end], dtype=torch.int32),
                 blocks[None].int(),
@@ -102,10 +105,10 @@ def test_rows_see_the_chosen_keys_with_the_same_bits_in_any_cut(dtype: Any, top_
             store.write(0, index_k[at], index_k[at][..., :0], slots)
             if top_k is not None:
                 indexed = IndexOptions(top_k, weights[at])
-                chosen = store.attend(0, index_q[at], *batch, indexed)
+                chosen = store.attend(0, index_q[at], batch, indexed)
                 options = AttentionOptions(scale=0.3, chosen=chosen)
             store.write(1, k[at], v[at], slots)
-            outs.append(store.attend(1, q[at], *batch, options))
+            outs.append(store.attend(1, q[at], batch, options))
         return torch.cat(outs)
 
     want = run([0, LENGTH], top_k, seed=0)

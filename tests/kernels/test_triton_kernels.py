@@ -10,7 +10,7 @@ import torch
 from support import attention_cases as cases
 from support.attention_cases import Shape, Story, story
 from support.triton_here import BF16, DEVICE, DTYPES, F16, F32, bit_equal, noise, tl
-from verbatim.batch import SamplePlan, SampleRow
+from verbatim.batch import AttentionBatch, SamplePlan, SampleRow
 from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.kernels.triton import attention, linear, norm, rope, sampling
 from verbatim.kv import attention as kv
@@ -63,9 +63,11 @@ def attend(
     out = attention.paged_attention(
         torch.cat([what.q[start:stop] for what, start, stop in pieces]).to(DEVICE),
         *stores,
-        torch.tensor([0, *lens]).cumsum(0).int().to(DEVICE),
-        torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32).to(DEVICE),
-        tables.to(DEVICE),
+        AttentionBatch(
+            torch.tensor([0, *lens]).cumsum(0).int().to(DEVICE),
+            torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32).to(DEVICE),
+            tables.to(DEVICE),
+        ),
         opts,
     )
     return list(out.cpu().split(lens))

@@ -377,8 +377,7 @@ def test_what_the_last_layer_could_not_write_is_told(
     def forward() -> None:
         with tiered.stores_for([batch]) as (store,):
             store.write(0, numbers[:, :2], numbers[:, 2:], batch.slots(4))
-            lens = batch.query_starts, batch.context_lens
-            store.attend(0, numbers, *lens, batch.block_tables, OPTIONS[0])
+            store.attend(0, numbers, batch.attention, OPTIONS[0])
 
     with pytest.raises(TierFailed):
         forward()

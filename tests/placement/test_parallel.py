@@ -31,6 +31,7 @@ from verbatim import (
     TierFailed,
     rl,
 )
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
 from verbatim.model import products
@@ -82,7 +83,7 @@ def test_heads_have_the_same_bits_alone(backend: str) -> None:
     q = torch.randn(9, 8, 20, generator=noise)
     k, v = (torch.randn(5, 4, 16, 20, generator=noise) for _ in range(2))
     batch = (torch.tensor([0, 8, 9]), torch.tensor([40, 33]), torch.tensor([[1, 2, 3], [4, 2, 1]]))
-    starts, lens, tables = (x.to(torch.int32) for x in batch)
+    rows = AttentionBatch(*(x.to(torch.int32) for x in batch))
     sinks, alibi = torch.randn(8, generator=noise), torch.randn(8, generator=noise)
 
     def attend(heads: slice, kv: slice) -> torch.Tensor:
@@ -90,9 +91,7 @@ def test_heads_have_the_same_bits_alone(backend: str) -> None:
             scale=0.2, sinks=sinks[heads].clone(), alibi=alibi[heads].clone()
         )
         own_k, own_v = k[:, kv].contiguous(), v[:, kv].contiguous()
-        return paged_attention(
-            q[:, heads], own_k, own_v, starts, lens, tables, options, backend=backend
-        )
+        return paged_attention(q[:, heads], own_k, own_v, rows, options, backend=backend)
 
     whole = attend(slice(None), slice(None))
     for size in (2, 3, 4, 8):

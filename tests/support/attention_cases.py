@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv import attention
 from verbatim.kv.attention import paged_attention, write_kv
@@ -117,9 +118,11 @@ def attend(
     batch = (
         torch.cat([what.q[start:stop] for what, start, stop in pieces]),
         *stores,
-        torch.tensor([0, *lens]).cumsum(0).int(),
-        torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32),
-        tables,
+        AttentionBatch(
+            torch.tensor([0, *lens]).cumsum(0).int(),
+            torch.tensor([stop for _, _, stop in pieces], dtype=torch.int32),
+            tables,
+        ),
         opts,
     )
     width = first.v.shape[2]

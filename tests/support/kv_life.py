@@ -116,16 +116,7 @@ class Life:
         found: list[Tensor] = []
         for store in (plain, own):
             store.write(layer, k, v, slots)
-            found.append(
-                store.attend(
-                    layer,
-                    q,
-                    part.query_starts,
-                    part.context_lens,
-                    part.block_tables,
-                    OPTIONS[layer],
-                )
-            )
+            found.append(store.attend(layer, q, part.attention, OPTIONS[layer]))
         assert torch.equal(*found) and found[0].isfinite().all(), (layer, self.forwards)
         self.compared += 1
 

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, NormKind
 from verbatim.kernels.triton import attention, linear, norm, recurrence, rope, sampling
 
@@ -56,7 +57,8 @@ def attend(tokens: int, sequences: int, dtype: torch.dtype, *, head: int = 128) 
     tables = torch.zeros(sequences, 64, dtype=torch.int32)
     numbers = torch.zeros(sequences + 1, dtype=torch.int32)
     options = AttentionOptions(0.1, sinks=torch.zeros(16), alibi=torch.zeros(16), softcap=2.0)
-    attention.paged_attention(q, store, store, numbers, numbers[1:], tables, options)
+    batch = AttentionBatch(numbers, numbers[1:], tables)
+    attention.paged_attention(q, store, store, batch, options)
 
 
 def recur(tokens: int, sequences: int, dtype: torch.dtype) -> None:

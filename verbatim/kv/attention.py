@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 
 _TILE = 64  # keys per tile of the reference, at absolute positions
@@ -72,9 +73,7 @@ def paged_attention(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     backend: str = "auto",
@@ -85,9 +84,7 @@ def paged_attention(
     Args:
         q: `[T, H, Dk]`, float32 or bfloat16; query head h reads KV head h // (H // Hkv).
         k_store, v_store: `[blocks, Hkv, block_size, Dk]` and `[..., Dv]`, contiguous, one dtype.
-        query_starts: `[S + 1]` int32; rows query_starts[s] to query_starts[s + 1] are sequence s.
-        context_lens: `[S]` int32; the last row of sequence s has position context_lens[s] - 1.
-        block_tables: `[S, max_blocks]` int32.
+        batch: as the fields of `Batch`.
         backend: "kernel", "reference", or "auto" for the kernel if it supports the tensors.
         batch_invariant: False allows faster kernels on a GPU that are not batch-invariant.
 
@@ -99,9 +96,7 @@ def paged_attention(
     supported = q.dtype in KERNEL_DTYPES and k_store.dtype in KERNEL_DTYPES
     library = library_for(q.device) if supported and backend != "reference" else None
     if library is not None:
-        return kernel_attention(
-            library, q, k_store, v_store, query_starts, context_lens, block_tables, options
-        )
+        return kernel_attention(library, q, k_store, v_store, batch, options)
     if backend == "auto" and kernels.triton_serves(q.device):
         from verbatim.kernels.triton import attention
 
@@ -110,9 +105,7 @@ def paged_attention(
                 q,
                 k_store,
                 v_store,
-                query_starts,
-                context_lens,
-                block_tables,
+                batch,
                 options,
                 batch_invariant=batch_invariant,
             )
@@ -121,9 +114,7 @@ def paged_attention(
             f"no attention kernel for {q.dtype} queries and {k_store.dtype} keys on {q.device} "
             f"(instruction set: {kernels.instruction_set()})"
         )
-    return reference_attention(
-        q, k_store, v_store, query_starts, context_lens, block_tables, options
-    )
+    return reference_attention(q, k_store, v_store, batch, options)
 
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -162,9 +153,7 @@ def kernel_attention(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     packed: tuple[int, int] | None = None,
@@ -178,6 +167,7 @@ def kernel_attention(
     kv_format = int(k_store.dtype == torch.bfloat16)
     if packed is not None:
         kv_format, value_size = packed
+    query_starts, context_lens, block_tables = batch
     num_sequences, max_blocks = block_tables.shape
     sinks, alibi = options.sinks, options.alibi
     assert k_store.shape[1:3] == (kv_heads, block_size) and heads % kv_heads == 0
@@ -226,9 +216,7 @@ def reference_attention(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
 ) -> Tensor:
     """Compute `paged_attention` in torch, on any device; slow.
@@ -239,13 +227,13 @@ def reference_attention(
     out = q.new_zeros((q.shape[0], q.shape[1], v_store.shape[3]))
     row_products = q.shape[1] * _TILE * max(q.shape[2], v_store.shape[3])
     rows_at_once = max(1, _MAX_PRODUCTS // row_products)
-    starts, lens = query_starts.tolist(), context_lens.tolist()
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     for s, length in enumerate(lens):
         for first in range(starts[s], starts[s + 1], rows_at_once):
             last = min(first + rows_at_once, starts[s + 1])
             position = length - starts[s + 1] + first  # of row `first`
             out[first:last] = _reference_rows(
-                q[first:last], k_store, v_store, block_tables[s], position, options
+                q[first:last], k_store, v_store, batch.block_tables[s], position, options
             )
     return out
 

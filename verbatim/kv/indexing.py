@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verbatim import kernels
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.attention import tree_sum
 
@@ -28,9 +29,7 @@ _MAX_ELEMENTS = 1 << 22  # of the largest temporary
 def choose_keys(
     q: Tensor,
     keys_of: Callable[[Tensor], Tensor],
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: IndexOptions,
 ) -> Tensor:
     """Choose the keys that each row sees.
@@ -38,14 +37,14 @@ def choose_keys(
     Args:
         q: `[T, H, D]`, the indexer's queries.
         keys_of: returns the index keys in the blocks of a table `[n]`: `[n * block_size, D]` float32.
-        query_starts, context_lens, block_tables: as for `paged_attention`.
+        batch: as for `paged_attention`.
 
     Returns:
         `[T, G, k]` int32, positions in ascending order, followed by -1 if there are fewer.
     """
     width, groups = options.width, options.groups(q.shape[1])
     chosen = torch.full((len(q), groups, width), -1, dtype=torch.int32, device=q.device)
-    starts, lens = query_starts.tolist(), context_lens.tolist()
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     rows_at_once = max(1, _MAX_ELEMENTS // (q.shape[1] * _TILE * q.shape[2]))
     for s, length in enumerate(lens):
         begin, end = starts[s], starts[s + 1]
@@ -56,7 +55,7 @@ def choose_keys(
         chosen[begin : begin + few] = torch.where(every <= positions[:few], every, -1)
         if few == end - begin:
             continue
-        keys = keys_of(block_tables[s].long())[:length]
+        keys = keys_of(batch.block_tables[s].long())[:length]
         for first in range(begin + few, end, rows_at_once):
             last = min(first + rows_at_once, end)
             at = positions[first - begin : last - begin]
@@ -126,9 +125,7 @@ def attend_to_chosen(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
 ) -> Tensor:
     """Run `attention` on the keys in `options.chosen`.
@@ -144,15 +141,14 @@ def attend_to_chosen(
     if options.window or options.chunk or options.alibi is not None:
         raise ValueError("attention to chosen keys has no window, no chunks and no ALiBi")
     groups, top_k = chosen.shape[1:]
-    batch = query_starts, context_lens, block_tables
-    if int(context_lens.max()) <= top_k:
-        return attention(q, k_store, v_store, *batch, replace(options, chosen=None))
+    if int(batch.context_lens.max()) <= top_k:
+        return attention(q, k_store, v_store, batch, replace(options, chosen=None))
     if groups > 1:
         sinks = [None] * groups if options.sinks is None else options.sinks.chunk(groups)
         stores = k_store.chunk(groups, 1), v_store.chunk(groups, 1)
         outs = [
             attend_to_chosen(
-                attention, own_q, own_k, own_v, *batch, replace(options, chosen=some, sinks=sink)
+                attention, own_q, own_k, own_v, batch, replace(options, chosen=some, sinks=sink)
             )
             for own_q, own_k, own_v, some, sink in zip(
                 q.chunk(groups, 1), *stores, chosen.chunk(groups, 1), sinks, strict=True
@@ -162,7 +158,7 @@ def attend_to_chosen(
     options = replace(options, chosen=None)
     chosen = chosen[:, 0]
     block_size = k_store.shape[2]
-    lengths = (query_starts[1:] - query_starts[:-1]).long()
+    lengths = batch.query_starts.diff().long()
     sequences = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)[:, None]
     row_bytes = top_k * (k_store[0, :, 0].nbytes + v_store[0, :, 0].nbytes)
     rows_at_once = max(1, 4 * _MAX_ELEMENTS // row_bytes)
@@ -171,17 +167,16 @@ def attend_to_chosen(
         some = chosen[first : first + rows_at_once]
         positions = some.clamp(min=0).long()
         sequence = sequences[first : first + rows_at_once]
-        blocks = block_tables[sequence, positions // block_size].long().flatten()
+        blocks = batch.block_tables[sequence, positions // block_size].long().flatten()
         offsets = (positions % block_size).flatten()
         count = torch.arange(len(some) + 1, dtype=torch.int32, device=q.device)
+        tables = torch.arange(some.numel(), dtype=torch.int32, device=q.device).view(some.shape)
         outs.append(
             attention(
                 q[first : first + rows_at_once],
                 k_store[blocks, :, offsets].unsqueeze(2),
                 v_store[blocks, :, offsets].unsqueeze(2),
-                count,
-                (some >= 0).sum(1, dtype=torch.int32),
-                torch.arange(some.numel(), dtype=torch.int32, device=q.device).view(some.shape),
+                AttentionBatch(count, (some >= 0).sum(1, dtype=torch.int32), tables),
                 options,
             )
         )

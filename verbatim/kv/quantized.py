@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import (
@@ -185,9 +186,7 @@ def packed_attention(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     value_size: int,
@@ -207,22 +206,19 @@ def packed_attention(
     """
     if backend not in ("auto", "kernel", "reference"):
         raise ValueError(f"backend={backend!r}: 'auto', 'kernel' or 'reference'")
-    batch = (query_starts, context_lens, block_tables, options)
     library = library_for(q.device) if q.dtype in KERNEL_DTYPES else None
     if library is not None and backend != "reference":
         return kernel_attention(
-            library, q, k_store, v_store, *batch, packed=(packing.bits, value_size)
+            library, q, k_store, v_store, batch, options, packed=(packing.bits, value_size)
         )
     if backend == "kernel":
         raise ValueError(f"no attention kernel for {q.dtype} queries on {q.device}")
-    used, renamed = torch.unique(block_tables, return_inverse=True)
+    used, renamed = torch.unique(batch.block_tables, return_inverse=True)
     return paged_attention(
         q,
         unpack(k_store[used.long()], q.shape[2], packing).to(q.dtype),
         unpack(v_store[used.long()], value_size, packing).to(q.dtype),
-        query_starts,
-        context_lens,
-        renamed.to(torch.int32),
+        batch._replace(block_tables=renamed.to(torch.int32)),
         options,
         backend="reference",
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.attention import paged_attention, write_kv
 from verbatim.kv.indexing import attend_to_chosen, choose_keys
@@ -105,9 +105,7 @@ class KVStore:
         self,
         layer: int,
         q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
+        batch: AttentionBatch,
         options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         """Compute `paged_attention` over one layer: `q` `[T, H, Dk]` to `[T, H, Dv]`.
@@ -117,11 +115,11 @@ class KVStore:
         k, v = self.layers[layer]
         if isinstance(options, IndexOptions):
             keys_of = partial(self._keys, k, q.shape[2])
-            return choose_keys(q, keys_of, query_starts, context_lens, block_tables, options)
+            return choose_keys(q, keys_of, batch, options)
         attention = self._attention(layer)
         if options.chosen is not None:
             attention = partial(attend_to_chosen, attention)
-        return attention(q, k, v, query_starts, context_lens, block_tables, options)
+        return attention(q, k, v, batch, options)
 
     def _attention(self, layer: int) -> Callable[..., Tensor]:
         return partial(paged_attention, batch_invariant=self.batch_invariant)

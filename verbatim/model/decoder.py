@@ -525,7 +525,4 @@ class FlatPass:
         return self._attend(layer, q, options)
 
     def _attend(self, layer: int, q: Tensor, options: AttentionOptions | IndexOptions) -> Tensor:
-        batch = self.batch
-        return self._store.attend(
-            layer, q, batch.query_starts, batch.context_lens, batch.block_tables, options
-        )
+        return self._store.attend(layer, q, self.batch.attention, options)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from verbatim.batch import AttentionBatch
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import paged_attention
@@ -281,9 +282,11 @@ def causal_attention(
         query.transpose(1, 2).reshape(batch * rows, heads, key_size),
         key.contiguous(),  # a store of one block a sequence
         value.contiguous(),
-        torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32),
-        torch.full((batch,), length, dtype=torch.int32),
-        torch.arange(batch, dtype=torch.int32)[:, None].contiguous(),
+        AttentionBatch(
+            torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32),
+            torch.full((batch,), length, dtype=torch.int32),
+            torch.arange(batch, dtype=torch.int32)[:, None].contiguous(),
+        ),
         AttentionOptions(scale=key_size**-0.5 if scale is None else float(scale)),
     )
     return out.view(batch, rows, heads, value.shape[3]).transpose(1, 2)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbatim.batch import AttentionBatch
 from verbatim.errors import UnsupportedModel
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.indexing import choose_keys
@@ -100,8 +101,9 @@ def _choose(q: Tensor, k: Tensor, options: IndexOptions, start: int) -> Tensor:
     """Choose the keys of the last rows `q` `[R, H, D]` of a sequence with `k` `[L, 1, D]`."""
     if options.weights is not None:
         options = replace(options, weights=options.weights[start : start + len(q)])
-    starts, lens = torch.tensor([0, len(q)]), torch.tensor([len(k)])
-    return choose_keys(q, lambda _: k[:, 0].float(), starts, lens, lens[:, None], options)
+    lens = torch.tensor([len(k)])
+    batch = AttentionBatch(torch.tensor([0, len(q)]), lens, lens[:, None])
+    return choose_keys(q, lambda _: k[:, 0].float(), batch, options)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, product, rounded, widened
 
@@ -259,9 +260,7 @@ def paged_attention(
     q: Tensor,
     k_store: Tensor,
     v_store: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     batch_invariant: bool = True,
@@ -276,6 +275,7 @@ def paged_attention(
     """
     num_tokens, heads, key_size = q.shape
     _, kv_heads, block_size, value_size = v_store.shape
+    query_starts, context_lens, block_tables = batch
     num_sequences = len(context_lens)
     assert k_store.is_contiguous() and v_store.is_contiguous() and block_tables.stride(1) == 1
     out = q.new_empty((num_tokens, heads, value_size))

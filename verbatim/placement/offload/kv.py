@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch
+from verbatim.batch import AttentionBatch, Batch
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype, Packing
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
@@ -154,9 +154,7 @@ class TieredKVStore(KVStore):
         self,
         layer: int,
         q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
+        batch: AttentionBatch,
         options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         raise AssertionError("a store over tiers is attended in through stores_for")
@@ -282,27 +280,28 @@ class _MicroBatchStore(KVStore):
         self,
         layer: int,
         q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
+        batch: AttentionBatch,
         options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         whole, view = self._whole, self._view
-        batch = query_starts, context_lens
         if whole.tiers[layer] == "disk":
             assert self._taken is not None and view is not None
             store, self._taken = self._taken, None
-            out = self._attend(store, 0, layer, q, *batch, view.batch.block_tables, options)
+            out = self._attend(
+                store, 0, layer, q, batch._replace(block_tables=view.batch.block_tables), options
+            )
             self._schedule.finish()
             return out
         place = whole.place[layer]
         if layer not in whole.staged:
-            return self._attend(whole.memory, place, layer, q, *batch, block_tables, options)
+            return self._attend(whole.memory, place, layer, q, batch, options)
         assert view is not None
         staged = whole.staged[layer].attach(whole.device_buffer, len(view.blocks))
         for own, held in zip(staged.layers[0], whole.memory.layers[place], strict=True):
             torch.index_select(held, 0, view.blocks, out=own)
-        out = self._attend(staged, 0, layer, q, *batch, view.batch.block_tables, options)
+        out = self._attend(
+            staged, 0, layer, q, batch._replace(block_tables=view.batch.block_tables), options
+        )
         whole.staged[layer].detach()
         return out
 
@@ -312,21 +311,17 @@ class _MicroBatchStore(KVStore):
         place: int,
         layer: int,
         q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
+        batch: AttentionBatch,
         options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         whole = self._whole
         if whole.top_k is None or isinstance(options, IndexOptions):
-            return store.attend(place, q, query_starts, context_lens, block_tables, options)
+            return store.attend(place, q, batch, options)
         return top_k_attention(
             store,
             place,
             q,
-            query_starts,
-            context_lens,
-            block_tables,
+            batch,
             options,
             top_k=whole.top_k,
             value_size=whole.value_sizes[layer],

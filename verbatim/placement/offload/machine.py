@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verbatim.batch import SamplePlan, SampleRow
+from verbatim.batch import AttentionBatch, SamplePlan, SampleRow
 from verbatim.errors import TierFailed
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.store import KVStore, LayerShape
@@ -267,7 +267,8 @@ def _attending(dtype: torch.dtype) -> tuple[float, float]:
     def attend(queries: int, count: int) -> float:
         q = torch.full((queries * count, heads * 2, width), 0.1, dtype=dtype)
         starts = torch.arange(0, queries * count + 1, queries, dtype=torch.int32)
-        return _usual(lambda: store.attend(0, q, starts, lens[:count], tables[:count], options))
+        batch = AttentionBatch(starts, lens[:count], tables[:count])
+        return _usual(lambda: store.attend(0, q, batch, options))
 
     read = sequences * context * heads * 2 * width * dtype.itemsize
     pairs = context * context / 2 * heads * 2 * 2 * width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.attention import tree_sum
 from verbatim.kv.quantized import Packing, unpack
@@ -18,9 +19,7 @@ def top_k_attention(
     store: KVStore,
     layer: int,
     q: Tensor,
-    query_starts: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
+    batch: AttentionBatch,
     options: AttentionOptions,
     *,
     top_k: int,
@@ -41,7 +40,7 @@ def top_k_attention(
     Returns:
         `[T, H, Dv]` in the dtype of `q`.
     """
-    starts, lens = query_starts.tolist(), context_lens.tolist()
+    starts, lens = batch.query_starts.tolist(), batch.context_lens.tolist()
     # Rows see more and more of their sequence, so those that see little stand at its beginning.
     few = [
         _few(lens[s] - (starts[s + 1] - starts[s]), lens[s], top_k, options)
@@ -49,27 +48,24 @@ def top_k_attention(
     ]
     exact = [i for s, count in enumerate(few) for i in range(starts[s], starts[s] + count)]
     if len(exact) == len(q):
-        return store.attend(layer, q, query_starts, context_lens, block_tables, options)
+        return store.attend(layer, q, batch, options)
     out = q.new_empty((q.shape[0], q.shape[1], value_size))
     if exact:
         some = [s for s, count in enumerate(few) if count]
         ends = torch.tensor([few[s] for s in some]).cumsum(0).tolist()
-        out[exact] = store.attend(
-            layer,
-            q[exact],
+        contexts = [lens[s] - (starts[s + 1] - starts[s]) + few[s] for s in some]
+        early = AttentionBatch(
             torch.tensor([0, *ends], dtype=torch.int32),
-            torch.tensor(
-                [lens[s] - (starts[s + 1] - starts[s]) + few[s] for s in some], dtype=torch.int32
-            ),
-            block_tables[some],
-            options,
+            torch.tensor(contexts, dtype=torch.int32),
+            batch.block_tables[some],
         )
+        out[exact] = store.attend(layer, q[exact], early, options)
     heads = q.shape[1]
     for s, length in enumerate(lens):
         begin, end = starts[s] + few[s], starts[s + 1]
         if begin == end:
             continue
-        held = block_tables[s, : -(-length // store.block_size)].long()
+        held = batch.block_tables[s, : -(-length // store.block_size)].long()
         keys, values = (
             _in_one_piece(x[held], width, packing)
             for x, width in zip(store.layers[layer], (q.shape[2], value_size), strict=True)

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from verbatim.batch import AttentionBatch
 from verbatim.errors import NotSupported
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.quantized import KVDtype
@@ -101,13 +102,11 @@ class HeadStore(KVStore):
         self,
         layer: int,
         q: Tensor,
-        query_starts: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
+        batch: AttentionBatch,
         options: AttentionOptions | IndexOptions,
     ) -> Tensor:
         if isinstance(options, IndexOptions):
-            return self._own.attend(layer, q, query_starts, context_lens, block_tables, options)
+            return self._own.attend(layer, q, batch, options)
         rank, bounds = self._ranks.rank, self._heads[layer][0]
         own, width = slice(bounds[rank], bounds[rank + 1]), self._value_sizes[layer]
         if options.sinks is not None or options.alibi is not None:
@@ -119,7 +118,7 @@ class HeadStore(KVStore):
         chosen = options.chosen
         if chosen is not None and chosen.shape[1] > 1:  # one choice for each KV head
             options = replace(options, chosen=chosen[:, self._heads[layer][1][rank]])
-        out = self._own.attend(layer, q[:, own], query_starts, context_lens, block_tables, options)
+        out = self._own.attend(layer, q[:, own], batch, options)
         columns = [bound * width for bound in bounds]
         return self._ranks.columns(out.flatten(1), columns).view(len(out), -1, width)
 
