@@ -20,6 +20,7 @@ from support import toys
 from support.kv_life import GROUPS, HEADS, OPTIONS, SHAPES, Life
 from support.requests_mixed import facts, finish_despite_ctrl_c, mixed_requests, press_ctrl_c
 from verbatim import LLM, Offload, SamplingParams, TierFailed
+from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
@@ -497,9 +498,11 @@ def one_sequence(
             store,
             0,
             q[begin:end],
-            torch.tensor([0, end - begin], dtype=torch.int32),
-            torch.tensor([end], dtype=torch.int32),
-            table,
+            AttentionBatch(
+                torch.tensor([0, end - begin], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+                table,
+            ),
             options,
             top_k=top_k,
             value_size=8,
