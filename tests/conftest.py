@@ -8,6 +8,10 @@ import os
 # it saves at toy sizes. Must be said before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A second thread computes nothing of a toy and costs a fifth of the processors' time. Tests of threads set
+# their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Programs that tests start import what was installed, as the tests do, and not the sources beside them,
 # which have kernels only where somebody built them there.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
