@@ -413,11 +413,12 @@ compare(name, dtype, quantization, Path(folder), Path(folder, "unpacked"), 3)
     ("name", "dtype", "quantization"),
     [
         ("llama", "float32", "int4"),
-        pytest.param("qwen3_moe", "float32", "int8", marks=pytest.mark.slow),
-        pytest.param("gpt2", "bfloat16", "int4", marks=pytest.mark.slow),
-        pytest.param("gemma2", "bfloat16", "int8", marks=pytest.mark.slow),
+        ("qwen3_moe", "float32", "int8"),
+        ("gpt2", "bfloat16", "int4"),
+        ("gemma2", "bfloat16", "int8"),
     ],
 )
+@pytest.mark.slow
 def test_the_same_without_kernels(name: str, dtype: str, quantization: str, tmp_path: Path) -> None:
     make_toy(name).save_pretrained(tmp_path)
     run_without_kernels(_WITHOUT, tmp_path, name, dtype, quantization)

@@ -369,6 +369,7 @@ def test_other_parameters_of_an_experts_module_are_lent_with_their_layer(
     cache.close()
 
 
+@pytest.mark.slow
 def test_a_read_that_could_not_begin_leaves_no_expert_behind(
     moe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +443,7 @@ def test_ctrl_c_while_experts_are_read(
         assert words(llm) == expected
 
 
+@pytest.mark.slow
 def test_logits_do_not_pile_up_until_garbage_is_collected(moe: Callable[[str], Path]) -> None:
     with offloaded(moe("qwen3_moe")) as llm:
         runner: Any = llm.engine.runner

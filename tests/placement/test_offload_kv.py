@@ -96,10 +96,15 @@ def assert_same_words(folder: Path, dtype: str, cases: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize(
     ("name", "dtype", "cases"),
     [
-        ("qwen3_moe", "float32", MATRIX[::4]),
         ("gpt2", "bfloat16", MATRIX[1::4]),
-        ("mistral", "bfloat16", MATRIX[2::4]),
-        ("gemma2", "float32", MATRIX[3::4]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3_moe", "float32", MATRIX[::4]),
+                ("mistral", "bfloat16", MATRIX[2::4]),
+                ("gemma2", "float32", MATRIX[3::4]),
+            )
+        ),
     ],
 )
 def test_kv_and_hidden_states_on_any_tier_give_the_same_words(
@@ -138,7 +143,12 @@ def test_every_combination_gives_the_same_words(
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("qwen3_moe", "int8"), ("mistral", "int4"), ("gpt2", "bfloat16")]
+    ("name", "kv_dtype"),
+    [
+        ("mistral", "int4"),
+        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slow),
+        pytest.param("gpt2", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_kv_in_few_bits_give_the_same_words_on_the_disk(
     name: str, kv_dtype: str, folders: Callable[[str], Path]
@@ -551,6 +561,7 @@ def test_sparse_attention_is_that_of_the_likeliest_keys(options: AttentionOption
     assert torch.equal(whole, many) and not torch.equal(whole, found)
 
 
+@pytest.mark.slow
 def test_a_sparse_model_says_so_and_has_the_same_words_in_every_schedule(
     folders: Callable[[str], Path],
 ) -> None:

@@ -143,6 +143,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, folders: Folders) -> Any
     return run_all(2, FAST, tmp_path_factory.mktemp("two"), folders)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_columns_say_what_one_process_says(
     two_ranks: Any, folders: Folders
 ) -> None:
