@@ -87,7 +87,7 @@ def shards_of(index: Path) -> list[str]:
 def check_names(file: Path, names: Iterable[str]) -> None:
     """Refuse names in `file` that lead out of its folder.
 
-    A link inside of the folder may lead anywhere, as in the hub's cache: whoever can make one has the folder.
+    A link inside of the folder may lead anywhere, as in the hub's cache: who can make one owns the folder.
 
     Raises:
         ModelError: a name is absolute, or has a part "..".

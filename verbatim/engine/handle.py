@@ -80,13 +80,13 @@ class Collective(Protocol):
 class EngineHandle:
     """Calls an engine from any number of threads and event loops.
 
-    One thread at a time owns the engine, for a step or for what somebody asked to be done between two steps.
+    One thread at a time owns the engine, for a step or for a caller's work between two steps.
     A thread that waits for its requests makes the steps itself, so debuggers, profilers, thread-local
     settings and Ctrl-C work where the call was made; the first of several makes them for all. For coroutines
     a thread of the handle makes them, which is started when it is needed, ends when it has been idle for
     `IDLE_S` seconds, and holds the handle weakly.
 
-    Nobody waits to own the engine. What is to be done there is put into an inbox, which every owner empties
+    No thread waits to own the engine. Work for it is put into an inbox, which every owner empties
     before and after its step.
 
     Args:
@@ -571,7 +571,7 @@ class EngineHandle:
             if call.driven:
                 self._num_driven += len(requests)
                 self._wake_next()
-        if self._mode is Mode.PAUSED:  # or else whoever makes the next step takes them in
+        if self._mode is Mode.PAUSED:  # or else the next step takes them in
             self._send(_nothing)
 
     def _send(self, message: Callable[[], object]) -> None:
@@ -749,7 +749,7 @@ class EngineHandle:
         return made
 
     def _step_failed(self, error: BaseException) -> None:
-        """End all requests with the error of a step: nobody knows what it left half done."""
+        """End all requests with the error of a step: what it left half done is unknown."""
         for request in list(self._calls):
             if request not in self._entering:
                 self._fail(request, as_exception(error))

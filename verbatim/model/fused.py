@@ -126,7 +126,7 @@ class FusedLayers:
                 [*forwards, *((t.parts.layer.__dict__, t) for t in trials)],
                 configs,
             )
-        except Exception as error:  # whatever somebody else's model makes of it
+        except Exception as error:  # any error of a foreign model
             failure = f"the trial failed: {type(error).__name__}: {first_line(error)}"
             for trial in trials:
                 trial.reason = trial.reason or failure
@@ -160,7 +160,7 @@ class FusedLayers:
             self.whole, self._why_not_whole = whole, ""
         except NotFusable as reason:
             self._why_not_whole = str(reason)
-        except Exception as error:  # whatever somebody else's model makes of it
+        except Exception as error:  # any error of a foreign model
             self._why_not_whole = f"{type(error).__name__}: {first_line(error)}"
 
     def _on_gpu(
@@ -180,7 +180,7 @@ class FusedLayers:
         places = [(t.parts.layer.__dict__, t) for t in trials]
         try:
             _run(module, spec, [*forwards, *places], configs)
-        except Exception as error:  # whatever somebody else's model makes of it
+        except Exception as error:  # any error of a foreign model
             self._plain[f"the trial failed: {type(error).__name__}: {first_line(error)}"] += 1
             return
         for trial in trials:
@@ -193,14 +193,14 @@ class FusedLayers:
         """Check before a forward whether the layers are unchanged.
 
         Args:
-            hooks: somebody's code will run in the middle of this forward, so each layer has to look itself.
-            watched: somebody has the module, and may have edited it since the last look.
+            hooks: external code runs in the middle of this forward, so each layer has to inspect itself.
+            watched: the caller has the module, and may have edited it since the last inspection.
         """
         if not watched and not hooks and self._look is not None and self._look.same_code():
             self._trust.given = True
             return
         self._trust.given = self._whole_fits = False
-        if hooks:  # whoever hooks is handed the modules, and may edit them
+        if hooks:  # hooks are handed the modules, and may edit them
             self._look = None
         if hooks or not self._layers:
             return
@@ -213,7 +213,7 @@ class FusedLayers:
         self._whole_fits = self.whole is not None and self.whole.fits()
 
     def forget(self) -> None:
-        """Look anew before the next forward, whether or not somebody has the module."""
+        """Inspect again before the next forward, even if no caller holds the module."""
         self._look = None
         if self.whole is not None:
             self.whole.forget()

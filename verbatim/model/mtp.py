@@ -3,7 +3,7 @@
 Layer k, given at slot i a hidden state and the token i + 1 + k, predicts the token i + 2 + k. The hidden
 state is what the model's body made of position i, for layer 0, and what layer k - 1 made at slot i, for
 those above (DeepSeek-V3, section 2.2). So a slot is to these layers what a position is to the model, and
-all they keep of one lies in the same blocks: whoever loses, shares or copies those loses, shares or
+all they keep of one lies in the same blocks: what loses, shares or copies those loses, shares or
 copies this.
 """
 

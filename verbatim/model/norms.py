@@ -142,7 +142,7 @@ class _Case(NamedTuple):
     """A trial of a norm's family."""
 
     cls: type[nn.Module]
-    forward: Any  # of the class: somebody may put another one there
+    forward: Any  # of the class: a caller may put another one there
     weight: str | None
     eps: str
     flags: tuple[tuple[str, Any], ...]

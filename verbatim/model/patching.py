@@ -1,6 +1,6 @@
 """Patching a module for one forward, and restoring it.
 
-A live module belongs to somebody: a trainer, a notebook. For the length of a forward it gets our
+A live module belongs to a caller: a trainer, a notebook. For the length of a forward it gets our
 attention, our experts and row-invariant forwards for the layers we know; then its config, its mode and
 its forwards are what they were, also after an exception.
 
@@ -41,7 +41,7 @@ def holds_exclusive() -> bool:
     """Return whether the calling thread is inside of a forward, in a hook."""
     try:
         _held.notify(0)
-    except RuntimeError:  # it is somebody else's, or nobody's
+    except RuntimeError:  # held by another thread, or by none
         return False
     return True
 

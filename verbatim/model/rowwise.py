@@ -1,4 +1,4 @@
-"""Running somebody's own forward so that its rows can't see each other.
+"""Running an external forward so that its rows can't see each other.
 
 A module that is called on whole rows `[B, T]` computes what it likes. `Rowwise` stands between it and torch:
 functions that change bits with the rows beside them are swapped (`invariant.py`), attention goes to our

@@ -33,7 +33,7 @@ class Ranks(Protocol):
     size: int
 
     def columns(self, own: Tensor, bounds: Sequence[int], to: int | None = None) -> Tensor:
-        """Everybody's columns side by side: `[..., own]` of each rank to `[..., bounds[-1]]`.
+        """The columns of all ranks, side by side: `[..., own]` of each rank to `[..., bounds[-1]]`.
 
         Args:
             bounds: rank r has the columns from `bounds[r]` to `bounds[r + 1]`.
@@ -42,7 +42,7 @@ class Ranks(Protocol):
         ...
 
     def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """Everybody's rows, one below the other: `[counts[rank], W]` of each rank to `[sum, W]`."""
+        """The rows of all ranks, one below the other: `[counts[rank], W]` of each rank to `[sum, W]`."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The modules of a model, noted once, so that a look at all of them takes microseconds.
 
-A live module belongs to somebody who may edit it between any two forwards, so each forward begins with
+A live module belongs to a caller who may edit it between any two forwards, so each forward begins with
 such a look. Walking `module.modules()` takes a millisecond for a few hundred modules; comparing what was
 noted takes a twentieth of it, since no Python runs for a single module.
 """
@@ -76,7 +76,7 @@ def hooked_everywhere() -> bool:
 
 
 def _fields_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own dictionary. A scripted one keeps its children elsewhere, and nobody can edit them."""
+    """A module's own dictionary. A scripted one keeps its children elsewhere, and can't be edited."""
     if isinstance(module.__dict__.get("_modules"), dict):
         return module.__dict__
     hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks

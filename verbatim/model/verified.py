@@ -185,7 +185,7 @@ _KNOWN_SOURCES = (
 
 
 def is_verified(module: Any, inner: Any) -> bool:
-    """The class of `inner` is transformers' own and in the list, and nobody put other layers into it."""
+    """Return whether `inner` is of a listed class of transformers, with none of its layers replaced."""
     cls = type(inner)
     return (
         cls.__module__.startswith("transformers.models.")

@@ -223,7 +223,7 @@ class WholeModel:
         """The forward of `walk`'s rows; None where they are many, or their K, V or dtypes not the kernels'.
 
         Args:
-            watched: somebody has the model, so nothing is kept that it may have changed.
+            watched: the caller has the model, so nothing is kept that may have changed.
         """
         direct, batch = walk.direct, walk.batch
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:

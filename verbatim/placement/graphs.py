@@ -1,7 +1,7 @@
 """CUDA graphs: a decode step is recorded once for each size, and then started by one call.
 
 A step of one row a sequence launches some hundred small kernels; at few rows the GPU waits for Python most
-of the time. Sizes are rounded up, and rows that are too many are of nobody: they read and write the
+of the time. Sizes are rounded up, and surplus rows belong to no sequence: they read and write the
 scratch block, and no row's bits depend on the rows beside it (with `deterministic=True`).
 """
 
@@ -73,7 +73,7 @@ class DecodeGraphs:
             return None
         if batch.forced_experts is not None or not self._decoder.steps_can_be_recorded():
             return None
-        if self._pointers != self._look():  # somebody took a weight away, or K and V slept
+        if self._pointers != self._look():  # a weight was replaced, or K and V slept
             self.forget()
         width = 1 << (batch.block_tables.shape[1] - 1).bit_length()
         key = rounded_rows(rows), max(width, _LEAST_CONTEXT // self._store.block_size)
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return _Recorded(batch, slots, replay)
 
     def _fill(self, recorded: _Recorded, batch: Batch) -> None:
-        """Put a step's numbers where the recorded one reads them, those of nobody behind them."""
+        """Put a step's numbers where the recorded one reads them, the surplus ones behind them."""
         rows, static = batch.num_tokens, recorded.batch
         tables = torch.full(tuple(static.block_tables.shape), SCRATCH_BLOCK, dtype=torch.int32)
         tables[:rows, : batch.block_tables.shape[1]] = batch.block_tables

@@ -2,7 +2,7 @@
 
 Two short sequences that differ in their last token alone go through the module as it is, and token by token.
 Three longer ones go through it together, whole and in cuts; all their forwards must take the same steps.
-Hooks are silenced: nobody asked for these forwards.
+Hooks are silenced: no caller asked for these forwards.
 """
 
 from __future__ import annotations

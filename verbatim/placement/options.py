@@ -32,7 +32,7 @@ class EngineOptions:
     prefix_cache: bool
     num_threads: int | None
     quantization: Quantization | None = None  # of the weights
-    default_batch_tokens: bool = False  # nobody asked for max_batch_tokens, so a plan may choose it
+    default_batch_tokens: bool = False  # max_batch_tokens was not given, so a plan may choose it
     fused: bool = True
     prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
     device: Device = CPU

@@ -3,7 +3,7 @@
 One file for each folder, format and dtype, in safetensors' format, in the user's cache
 (`$XDG_CACHE_HOME/verbatim`, else `~/.cache/verbatim`). Its header tells which checkpoint it was made of and
 the check sum of each tensor: a file of another checkpoint, one cut short or damaged is as good as none, and
-is written anew. It appears under its name when it is whole, whoever else opens the same model meanwhile.
+is written anew. It appears under its name when it is whole, also when several processes open the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ THREADS = 2
 _WORTH = 32_000_000  # bytes of weights from which a cache is kept: less is packed while one blinks
 _NAMES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float32: "F32"}
 _AT_ONCE = 1 << 26  # bytes of one read: what lies in the processor's cache is not worth it here
-_FORSAKEN = 3600  # seconds without a byte after which an unfinished file has nobody who writes it
+_FORSAKEN = 3600  # seconds without a byte after which an unfinished file counts as abandoned
 
 
 class PackedCache:
@@ -51,7 +51,7 @@ class PackedCache:
         quantization: how they are packed.
 
     Attributes:
-        path: of the file; None: none is kept, since the model is small or nobody has a home.
+        path: of the file; None: none is kept, since the model is small or there is no home folder.
     """
 
     def __init__(self, loaded: LoadedModel, quantization: Quantization) -> None:
@@ -155,7 +155,7 @@ class PackedCache:
 def _sweep(folder: Path) -> None:
     """Delete what processes that were killed left unfinished."""
     for path in folder.glob("*.part"):
-        with suppress(OSError):  # somebody else was faster
+        with suppress(OSError):  # another process was faster
             if path.stat().st_mtime < time.time() - _FORSAKEN:
                 path.unlink()
 

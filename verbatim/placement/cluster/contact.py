@@ -47,7 +47,7 @@ def _token_path() -> Path:
 def settle_token() -> tuple[Path | None, bool]:
     """Return the file with this user's token, None for RAY_AUTH_TOKEN, and whether it was created now.
 
-    Ray would make one that everybody on this machine can read.
+    Ray would make one that all users of this machine can read.
 
     Raises:
         NoHost: it can't be written.
