@@ -197,7 +197,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2": dict(use_sliding_window=True, max_window_layers=2),
     "qwen3": dict(use_sliding_window=True, max_window_layers=2),
     "qwen4_exp": dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
+        indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8,
         indexer_compress_ratio=2, ngram_vocab_size_base=64, ple_embed_dim=16, ple_layer_ids=[1],
         split_ngram_parts=2, hc_lowrank=8,
     ),

@@ -199,6 +199,30 @@ RECURRENT_TOYS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     ),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(_DELTA, head_dim=16)),
+    "qwen4": (
+        "Qwen4ExpTextConfig",
+        "Qwen4ExpForCausalLM",
+        dict(
+            _DELTA,
+            head_dim=16,
+            eos_token_id=7,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+            hc_count=2,
+            hc_lowrank=8,
+            indexer_n_heads=16,
+            indexer_kv_heads=1,
+            indexer_head_dim=16,
+            indexer_budget=8,
+            indexer_compress_ratio=4,
+            ple_layer_ids=[1],
+            ple_embed_dim=16,
+            ngram_vocab_size_base=64,
+            split_ngram_parts=2,
+        ),
+    ),
     "olmo_hybrid": (
         "OlmoHybridConfig",
         "OlmoHybridForCausalLM",
@@ -349,7 +373,7 @@ def build(cls: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: in
         model = cls(config)
         for name, parameter in model.named_parameters():
             # Models start these at 0 or 1, which would hide mistakes.
-            if parameter.ndim == 1 or "gate_preact" in name:
+            if parameter.ndim == 1 or "gate_preact" in name or "ple.conv1d" in name:
                 parameter.data += 0.1 * torch.randn(parameter.shape)
             # It starts at -10, where few gates would exceed the running maximum.
             if "igate_preact.bias" in name:

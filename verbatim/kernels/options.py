@@ -75,17 +75,20 @@ class IndexOptions:
             itself, by its dot products.
         block: keys in a block; its score is the largest of theirs.
         num_local: last blocks, up to the row's own, that are always chosen.
+        pooled: the score of a block is that of its last key. Whole blocks alone are chosen from, and a row
+            sees the keys of its own unfinished block besides.
     """
 
     top_k: int
     weights: Tensor | None
     block: int = 1
     num_local: int = 0
+    pooled: bool = False
 
     @property
     def width(self) -> int:
         """Keys for each row."""
-        return self.top_k * self.block
+        return self.top_k * self.block + (self.block - 1 if self.pooled else 0)
 
     def groups(self, num_heads: int) -> int:
         """Return how many choices are made for each row."""

@@ -65,6 +65,9 @@ def choose_keys(
             blocks = _best_blocks(scores.masked_fill(later, -torch.inf), at, options)
             inside = torch.arange(options.block, device=q.device)
             keys_of_blocks = (blocks[..., None] * options.block + inside).flatten(-2)
+            if options.pooled:
+                unfinished = (at + 1) // options.block * options.block + inside[:-1]
+                keys_of_blocks = torch.cat([keys_of_blocks, unfinished], -1)
             chosen[first:last] = torch.where(keys_of_blocks <= at, keys_of_blocks, -1)
     return chosen
 
@@ -72,7 +75,9 @@ def choose_keys(
 def _best_blocks(scores: Tensor, at: Tensor, options: IndexOptions) -> Tensor:
     """Return the blocks that rows at positions `at` `[R, 1, 1]` choose by `scores` `[R, G, L]`, ascending."""
     size = options.block
-    if size > 1:
+    if options.pooled:
+        scores = scores[..., size - 1 :: size]
+    elif size > 1:
         missing = -scores.shape[-1] % size
         scores = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
         scores = scores.unflatten(-1, (-1, size)).amax(-1)

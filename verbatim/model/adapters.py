@@ -20,7 +20,9 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model import products
 from verbatim.model.context import attend
 from verbatim.model.experts import flat_experts
+from verbatim.model.invariant import sigmoid
 from verbatim.model.masks import LATER, NotedMask
+from verbatim.model.recurrent_ops import causal_conv1d
 from verbatim.model.router import AS_IS, SIGMOID, RouterForm, choose, forced_experts
 
 
@@ -401,6 +403,53 @@ def _block_indexer(module: Any) -> Callable[..., Tensor]:
     return forward
 
 
+def _pooled_indexer(module: Any) -> Callable[..., Tensor]:
+    """Return the forward of Qwen 4's indexer: the keys in the chosen blocks, `[T, 1, k]`.
+
+    A block's key is the mean of its tokens' keys, rotated as the first of them; it is made at the last one.
+    """
+    rotate, size = _source(module, "apply_rotary_pos_emb"), module.compress_ratio
+    heads, dim = module.index_n_heads, module.index_head_dim
+
+    def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = position_embeddings
+        queries, keys = module.index_qk_proj(hidden_states).split([heads * dim, dim], dim=-1)
+        q = rotate(module.q_layernorm(_split(queries, heads)), None, cos, sin, unsqueeze_dim=2)
+        rows = torch.cat([keys, cos, sin], dim=-1)
+        taps = rows.new_zeros(rows.shape[-1], size)
+        taps[:dim], taps[dim:, 0] = 1.0 / size, 1.0
+        rows = causal_conv1d(rows.transpose(1, 2), taps).transpose(1, 2)
+        keys, cos, sin = rows.split([dim, cos.shape[-1], sin.shape[-1]], dim=-1)
+        k = rotate(module.k_layernorm(keys)[:, :, None], None, cos, sin, unsqueeze_dim=2)
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        ones = torch.ones(q.shape[:2], device=q.device)
+        options = IndexOptions(module.block_topk, ones, size, pooled=True)
+        return attend(module, q, k, k[..., :0], options)
+
+    return forward
+
+
+def _qwen4(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Return the forward of Qwen 4's attention, which makes a mask of what its indexer chooses."""
+    rotate, config = _source(module, "apply_rotary_pos_emb"), module.config
+
+    def forward(
+        hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        chosen = module.indexer(hidden_states, position_embeddings)
+        q, gate = _split(module.q_proj(hidden_states), config.num_attention_heads).chunk(2, -1)
+        k, v = (
+            _split(projection(hidden_states), config.num_key_value_heads)
+            for projection in (module.k_proj, module.v_proj)
+        )
+        q, k = rotate(module.q_norm(q), module.k_norm(k), *position_embeddings, unsqueeze_dim=2)
+        options = AttentionOptions(scale=module.scaling, chosen=chosen)
+        out = _attend(module, q, k, v, options) * sigmoid(gate.flatten(2))
+        return module.o_proj(out), None
+
+    return forward
+
+
 def _in_dtype(x: Tensor, layer: nn.Module) -> Tensor:
     weight = layer._parameters.get("weight")  # none if it is quantized
     return x if weight is None else x.to(weight.dtype)
@@ -416,7 +465,10 @@ _INDEXERS = {
 }
 
 
-_BLOCK_INDEXER = "MiniMaxM3VLIndexer"
+_BLOCK_INDEXERS = {
+    "MiniMaxM3VLIndexer": _block_indexer,
+    "Qwen4ExpTextQSAIndexer": _pooled_indexer,
+}
 
 
 def _with_indexer(module: Any) -> Callable[..., Any]:
@@ -453,7 +505,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "FalconAttention": _falcon,
     "FalconLinear": _falcon_linear,
     **dict.fromkeys(_INDEXERS, _indexer),
-    _BLOCK_INDEXER: _block_indexer,
+    **_BLOCK_INDEXERS,
     "GPTJAttention": _gptj,
     "JetMoeParallelExperts": _jetmoe_experts,
     "Llama4TextRotaryEmbedding": _llama4_rotary,
@@ -464,6 +516,7 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "MptAttention": _mpt,
     "MptModel": _mpt_model,
     "MvpAttention": _xglm,
+    "Qwen4ExpTextAttention": _qwen4,
     "RemBertSelfAttention": _bert,
     "RoFormerSelfAttention": _roformer,
     "RwkvModel": _rwkv_model,
@@ -471,18 +524,30 @@ _ADAPTERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "XGLMAttention": _xglm,
     "xLSTMModel": _xlstm_model,
 }
+_BEFORE_5_24 = (
+    "CodeGenAttention",
+    "GPTJAttention",
+)  # which have the attention interface since then
 _ADAPTED_BY_FILE = {("transformers.models.openai.modeling_openai", "Attention"): _openai_gpt}
 
 
 def runs_indexer(module: nn.Module) -> bool:
     """Return whether a module is an indexer with a forward here."""
-    return type(module).__name__ in (*_INDEXERS, _BLOCK_INDEXER)
+    return type(module).__name__ in (*_INDEXERS, *_BLOCK_INDEXERS)
+
+
+def index_width(module: Any) -> int:
+    """Return the width of the keys of such an indexer; 0 for other modules."""
+    if not runs_indexer(module):
+        return 0
+    fields = vars(module)
+    return int(fields.get("index_head_dim") or fields["head_dim"])
 
 
 def has_indexers(model: nn.Module) -> bool:
     """Return whether such an indexer is in the files of a model's classes, if not in all parts of it."""
     return any(
-        _source(layer, name) for layer in model.modules() for name in (*_INDEXERS, _BLOCK_INDEXER)
+        _source(layer, name) for layer in model.modules() for name in (*_INDEXERS, *_BLOCK_INDEXERS)
     )
 
 
@@ -493,8 +558,8 @@ def adapter_for(module: nn.Module) -> Callable[..., Any] | None:
         return None
     if type(module._modules.get("indexer")).__name__ in _INDEXERS:
         return _with_indexer(module)
-    if cls.__name__.endswith("Attention") and _source(module, "ALL_ATTENTION_FUNCTIONS"):
-        return None  # GPT-J's and CodeGen's have it since transformers 5.24
+    if cls.__name__ in _BEFORE_5_24 and _source(module, "ALL_ATTENTION_FUNCTIONS"):
+        return None
     maker = _ADAPTERS.get(cls.__name__) or _ADAPTED_BY_FILE.get((cls.__module__, cls.__name__))
     return None if maker is None else _checking_masks(module, maker(module))
 

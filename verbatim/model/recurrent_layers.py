@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,6 +99,47 @@ def _zaya_norm(layer: Any, *states: Tensor) -> tuple[Tensor, Tensor]:
         for x, length in zip(states, lengths, strict=True)
     )
     return query, key * layer.temp[:, None]
+
+
+def _ngram_embedding(layer: Any, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Qwen 4's embedding of each token with the ones before it, by hashes, `[B, T, C]`.
+
+    Tokens before the end of a text, and before the first token, count as ends of a text.
+    """
+    end = layer.eos_token_id
+    rows = [(input_ids - end)[..., None].float()]  # 0 for an end, as in the first state
+    for i in range(1, layer.ngram_size):
+        before = previous(rows[-1])
+        rows.append(before if i == 1 else torch.where(rows[-1] == 0, 0.0, before))
+    ids = (row[..., 0].long() + end for row in rows)
+    mixed, *others = (x * m for x, m in zip(ids, layer.layer_multipliers, strict=True))
+    tables = (layer.ngram_heads_vocab_sizes, layer.ngram_heads_offsets)
+    sizes, offsets = (x.split(layer.heads_per_ngram) for x in tables)
+    hashes = []
+    for other, size, offset in zip(others, sizes, offsets, strict=True):
+        mixed = mixed ^ other
+        hashes.append(mixed[..., None] % size + offset)
+    found: Tensor = layer.ngram_embedding(torch.cat(hashes, dim=-1)).flatten(-2)
+    return found
+
+
+def _per_layer_embedding(
+    layer: Any, hidden_states: Tensor, input_ids: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Qwen 4's n-gram features for each residual stream, gated and convolved: `[B, T, S * H]`."""
+    embeddings = layer.ple_embedding(input_ids, None)
+    streams = (-1, layer.hidden_size)
+    keys = layer.norm_key(layer.key_proj(embeddings)).unflatten(-1, streams)
+    queries = layer.norm_query(hidden_states).unflatten(-1, streams)
+    gate = tree_sum(keys * queries, -1)[..., None] / math.sqrt(layer.hidden_size)
+    gate = torch.sqrt(gate.abs().clamp_min(1e-6)) * gate.sign()
+    value = (sigmoid(gate) * layer.value_proj(embeddings)[:, :, None]).flatten(-2)
+    weight, dilation = layer.conv1d.weight[:, 0], layer.conv1d.dilation[0]
+    taps = weight.new_zeros(len(weight), (weight.shape[1] - 1) * dilation + 1)
+    taps[:, ::dilation] = weight
+    rows = layer.norm_conv(value).transpose(1, 2)
+    out: Tensor = value + causal_conv1d(rows, taps, activation="silu").transpose(1, 2)
+    return out
 
 
 def _rwkv_attention(layer: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -214,8 +256,30 @@ def _zaya_bytes(layer: Any) -> int:
     return nbytes
 
 
+def _ngram_bytes(layer: Any) -> int:
+    nbytes: int = layer.context_len * torch.float32.itemsize
+    return nbytes
+
+
+def _pooled_bytes(layer: Any) -> int:
+    """Bytes of the last keys of an attention's indexer, each with its cosines and sines."""
+    indexer, rope = layer.indexer, layer.config.rope_parameters
+    rotated = int(layer.head_dim * rope.get("partial_rotary_factor", 1.0))
+    width = indexer.index_head_dim + 2 * rotated
+    nbytes: int = (indexer.compress_ratio - 1) * width * layer.o_proj.weight.dtype.itemsize
+    return nbytes
+
+
+def _per_layer_bytes(layer: Any) -> int:
+    weight = layer.conv1d.weight
+    nbytes: int = layer.short_conv_state_len * len(weight) * weight.dtype.itemsize
+    return nbytes
+
+
 FORWARDS: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _lightning_attention,
+    "Qwen4ExpTextNGramEmbedding": _ngram_embedding,
+    "Qwen4ExpTextPLELayer": _per_layer_embedding,
     "RecurrentGemmaRecurrentBlock": _griffin,
     "RwkvFeedForward": _rwkv_feed_forward,
     "RwkvSelfAttention": _rwkv_attention,
@@ -228,6 +292,9 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 # The bytes of a sequence's states in a layer, where other layers' attributes do not tell them.
 STATE_BYTES: dict[str, Callable[[Any], int]] = {
     "MiniMaxLightningAttention": _lightning_bytes,
+    "Qwen4ExpTextNGramEmbedding": _ngram_bytes,
+    "Qwen4ExpTextPLELayer": _per_layer_bytes,
+    "Qwen4ExpTextAttention": _pooled_bytes,
     "RwkvFeedForward": _row_bytes,
     "RwkvSelfAttention": _wkv_bytes,
     "ZayaCCAProjection": _zaya_bytes,

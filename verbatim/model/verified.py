@@ -146,6 +146,8 @@ VERIFIED = frozenset(
     Qwen3ForCausalLM
     Qwen3MoeForCausalLM
     Qwen3NextForCausalLM
+    Qwen4ExpForCausalLM
+    Qwen4ExpForConditionalGeneration
     RecurrentGemmaForCausalLM
     RemBertForCausalLM
     RobertaForCausalLM

@@ -11,7 +11,7 @@ from torch import nn
 from verbatim import kernels
 from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import LayerShape, bytes_per_token
-from verbatim.model.adapters import runs_indexer
+from verbatim.model.adapters import index_width
 from verbatim.model.recurrent import state_bytes
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import PAGE, up
@@ -203,7 +203,7 @@ def shape_of(
     attending = layers - sum(kind in _WITHOUT_ATTENTION for kind in kinds)
     if states and not kinds:  # recurrent models that list no kinds have one kind only
         attending = 0
-    indexed = [LayerShape(1, int(m.head_dim), 0) for m in model.modules() if runs_indexer(m)]
+    indexed = [LayerShape(1, width, 0) for m in model.modules() if (width := index_width(m))]
     inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
     routed = _first(text, "moe_intermediate_size") or inner
     return ModelShape(
