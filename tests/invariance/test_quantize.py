@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from verbatim import (
 from verbatim.model.groups import LARGEST
 from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.weight_packing import Encoding, WeightPacking
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
@@ -197,6 +198,32 @@ def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -
         assert bit_equal(made, unpack(packed, packing))
 
 
+# What the largest number of a group may be off, over its size.
+OFF = {
+    (Encoding.ZERO_POINT, 8): 1 / 255,
+    (Encoding.ZERO_POINT, 4): 1 / 15,
+    (Encoding.SIGNED, 8): 1 / 254,
+    (Encoding.SIGNED, 4): 1 / 14,
+    (Encoding.FP8, 8): 1 / 28,
+    (Encoding.NF4, 4): 0.16,
+    (Encoding.FP4, 4): 0.17,
+    (Encoding.MXFP4, 4): 0.25,
+}
+
+
+@pytest.mark.parametrize(("encoding", "bits"), OFF, ids=lambda value: str(value))
+def test_encodings_of_checkpoints_round_to_the_nearest(encoding: Encoding, bits: int) -> None:
+    weight = random(40, 130)
+    weight[:5] *= 1e20
+    weight[5:10] *= 1e-20
+    weight[10] = 0
+    packing = dataclasses.replace(packing_of(weight, Quantization(bits, 64)), encoding=encoding)
+    made = unpack(pack(weight, packing), packing, backend="torch")
+    for group, off in zip(weight.split(64, 1), (made - weight).split(64, 1), strict=True):
+        peak = group.abs().amax(1) * (2 if encoding is Encoding.ZERO_POINT else 1)
+        assert (off.abs().amax(1) <= OFF[encoding, bits] * 1.001 * peak).all()
+
+
 # ---- The kernel ----
 
 
@@ -204,16 +231,24 @@ def test_packing_in_pieces_is_packing_at_once(monkeypatch: pytest.MonkeyPatch) -
 @settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
+    encoding=st.sampled_from(Encoding),
     dtype=st.sampled_from(list(DTYPES.values())),
     columns=st.booleans(),
     shape=st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 300)),
     seed=st.integers(0, 99),
 )
 def test_kernels_unpack_what_torch_unpacks_bit_for_bit(
-    kind: Quantization, dtype: torch.dtype, columns: bool, shape: tuple[int, int, int], seed: int
+    kind: Quantization,
+    encoding: Encoding,
+    dtype: torch.dtype,
+    columns: bool,
+    shape: tuple[int, int, int],
+    seed: int,
 ) -> None:
     weight = random(*shape, dtype=dtype, seed=seed)
-    packing = packing_of(weight, kind, columns)
+    bits = 8 if encoding is Encoding.FP8 else 4 if encoding > Encoding.FP8 else kind.bits
+    kind = dataclasses.replace(kind, bits=bits)
+    packing = dataclasses.replace(packing_of(weight, kind, columns), encoding=encoding)
     packed = pack(weight, packing)
     expected = unpack(packed, packing, backend="torch")
     for name in LIBRARIES:

@@ -24,7 +24,7 @@ from verbatim.model.products import (
 )
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack, unpack
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.weight_packing import Encoding, WeightPacking
 
 BACKENDS = [*kernels.available(), "torch"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -276,24 +276,42 @@ def test_without_kernels_auto_means_torch(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- quantized weights ----
 
 KINDS = [Quantization(bits, size) for bits in (8, 4) for size in GROUP_SIZES]
+OF_CHECKPOINTS = [
+    (Quantization(8, 128), Encoding.ZERO_POINT),
+    (Quantization(8, 64), Encoding.SIGNED),
+    *((Quantization(8, size), Encoding.FP8) for size in GROUP_SIZES),
+    (Quantization(4, 128), Encoding.ZERO_POINT),
+    (Quantization(4, 64), Encoding.SIGNED),
+    (Quantization(4, 64), Encoding.NF4),
+    (Quantization(4, 128), Encoding.FP4),
+    (Quantization(4, 32), Encoding.MXFP4),
+]
+ENCODED = [*((kind, Encoding.AFFINE) for kind in KINDS), *OF_CHECKPOINTS]
 
 
-def in_few_bits(weight: Tensor, kind: Quantization, columns: bool = False) -> Packed:
-    packing = WeightPacking(tuple(weight.shape), weight.dtype, kind, columns)
+def in_few_bits(
+    weight: Tensor,
+    kind: Quantization,
+    columns: bool = False,
+    encoding: Encoding = Encoding.AFFINE,
+) -> Packed:
+    packing = WeightPacking(tuple(weight.shape), weight.dtype, kind, columns, encoding=encoding)
     return Packed(pack(weight, packing), packing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+@pytest.mark.parametrize(
+    ("kind", "encoding"), ENCODED, ids=[f"{kind.name}-{code.name}" for kind, code in ENCODED]
+)
 def test_a_packed_product_is_that_of_the_matrix_it_is_read_back_as(
-    backend: str, dtype: torch.dtype, kind: Quantization
+    backend: str, dtype: torch.dtype, kind: Quantization, encoding: Encoding
 ) -> None:
     for num_out, depth in ((5, 33), (70, 100), (33, 1000), (140, 256)):
         wide = rand(num_out, depth)
         wide[: num_out // 3] *= 1e-37  # numbers that the quick rounding would lose
         x, bias = rand(70, depth, dtype=dtype), rand(num_out, dtype=dtype)
-        packed = in_few_bits(wide.to(dtype), kind)
+        packed = in_few_bits(wide.to(dtype), kind, encoding=encoding)
         weight = unpack(packed.data, packed.packing, backend="torch")
         for float32 in (False, True):
             settings = {"backend": backend, "float32": float32}

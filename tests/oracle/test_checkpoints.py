@@ -36,66 +36,77 @@ _INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
 _FP8 = dict(num_bits=8, type="float", symmetric=True)
 _GPTQ: dict[str, Any] = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False)
 _BNB = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-# Name: toy, settings, writer, quantization_config, bits in memory, whether the numbers are exact.
-FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], int | None, bool]] = {
+# Name: toy, settings, writer, quantization_config, format in memory, whether the numbers are exact.
+FORMATS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any], str, bool]] = {
     "awq": (
         *("llama", SHAPE, checkpoints.awq()),
-        *(dict(quant_method="awq", bits=4, group_size=32, version="gemm"), 4, False),
+        *(dict(quant_method="awq", bits=4, group_size=32, version="gemm"), "int4-g32", True),
     ),
     "awq-experts": (
         *("qwen3_moe", EXPERTS, checkpoints.awq(64)),
-        *(dict(quant_method="awq", bits=4, group_size=64, version="gemm"), 4, False),
+        *(dict(quant_method="awq", bits=4, group_size=64, version="gemm"), "int4-g64", True),
     ),
-    "gptq": ("llama", SHAPE, checkpoints.gptq(), _GPTQ, 4, False),
+    "gptq": ("llama", SHAPE, checkpoints.gptq(), _GPTQ, "int4-g32", True),
     "gptq-rows": (
         *("llama", SHAPE | dict(intermediate_size=128), checkpoints.gptq(8, 128, symmetric=True)),
-        *(_GPTQ | dict(bits=8, group_size=-1, sym=True), 8, False),
+        *(_GPTQ | dict(bits=8, group_size=-1, sym=True), "int8-g128", True),
     ),
     "gptq-v2": (
         *("llama", SHAPE, checkpoints.gptq(4, 64, v2=True)),
-        *(_GPTQ | dict(group_size=64, checkpoint_format="gptq_v2"), 4, False),
+        *(_GPTQ | dict(group_size=64, checkpoint_format="gptq_v2"), "int4-g64", True),
     ),
     "gptq-act-order": (
-        *("llama", SHAPE, checkpoints.gptq(order=True), _GPTQ | dict(desc_act=True), 8, False),
+        *(
+            "llama",
+            SHAPE,
+            checkpoints.gptq(order=True),
+            _GPTQ | dict(desc_act=True),
+            "int8-g32",
+            False,
+        ),
     ),
     "compressed-int4": (
         *("qwen2", SHAPE, checkpoints.packed()),
-        *(_compressed("pack-quantized", symmetric=True, **_INT4), 4, True),
+        *(_compressed("pack-quantized", symmetric=True, **_INT4), "int4-g32", True),
     ),
     "compressed-int4-zeros": (
         *("qwen2", SHAPE, checkpoints.packed(symmetric=False)),
-        *(_compressed("pack-quantized", symmetric=False, **_INT4), 4, False),
+        *(_compressed("pack-quantized", symmetric=False, **_INT4), "int4-g32", True),
     ),
     "compressed-int8": (
         *("qwen2", SHAPE, checkpoints.int8_rows),
-        *(_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), 8, True),
+        *(
+            _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+            "int8-g128",
+            True,
+        ),
     ),
     "compressed-fp8": (
         *("qwen2", SHAPE, checkpoints.fp8("row", "weight_scale")),
-        *(_compressed("float-quantized", strategy="channel", **_FP8), None, True),
+        *(_compressed("float-quantized", strategy="channel", **_FP8), "fp8-g128", True),
     ),
     "compressed-fp8-tensor": (
         *("qwen2", SHAPE, checkpoints.fp8("tensor", "weight_scale")),
-        *(_compressed("naive-quantized", strategy="tensor", **_FP8), None, True),
+        *(_compressed("naive-quantized", strategy="tensor", **_FP8), "fp8-g128", True),
     ),
     "fp8": (
         *("qwen3_moe", EXPERTS, checkpoints.fp8((48, 32))),
-        *(dict(quant_method="fp8", weight_block_size=[48, 32]), None, True),
+        *(dict(quant_method="fp8", weight_block_size=[48, 32]), "fp8-g32", True),
     ),
     "compressed-fp8-blocks": (  # 192 rows are no multiple of a block
         *("qwen2", SHAPE, checkpoints.fp8((128, 128), "weight_scale")),
         *(
             _compressed("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
-            None,
+            "fp8-g128",
             True,
         ),
     ),
-    "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), 8, True),
-    "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, 8, False),
-    "nf4-nested": ("llama", SHAPE, checkpoints.nf4(nested=True), _BNB, 8, False),
+    "mxfp4": ("gpt_oss", GPT_OSS, checkpoints.mxfp4, dict(quant_method="mxfp4"), "mxfp4-g32", True),
+    "nf4": ("llama", SHAPE, checkpoints.nf4(), _BNB, "nf4-g64", True),
+    "nf4-nested": ("llama", SHAPE, checkpoints.nf4(nested=True), _BNB, "nf4-g64", True),
     "bnb-int8": (
         *("llama", SHAPE, checkpoints.bnb_int8),
-        *(dict(quant_method="bitsandbytes", load_in_8bit=True), 8, False),
+        *(dict(quant_method="bitsandbytes", load_in_8bit=True), "int8-g128", True),
     ),
 }
 
@@ -117,19 +128,19 @@ def expected_scores(module: Any, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_numbers_are_those_of_the_file(name: str, tmp_path: Path) -> None:
-    *_, bits, exact = FORMATS[name]
+    *_, kind, exact = FORMATS[name]
     module = written(name, tmp_path / "quantized")
     module.save_pretrained(tmp_path / "plain")
     requests = mixed_requests(4)
     with LLM(tmp_path / "quantized") as llm:
-        told = llm.info().get("quantization")
+        told = llm.info()["quantization"]
         scores = [torch.tensor(score[1:]) for score in llm.score(PROMPTS)]
         outputs = all_facts(llm.generate(*requests))
     for ids, found in zip(PROMPTS, scores, strict=True):
         torch.testing.assert_close(
             found, expected_scores(module, ids), atol=2e-4 if exact else 0.3, rtol=0
         )
-    assert (told and told["format"].startswith(f"int{bits}")) if bits else told is None
+    assert told["format"].startswith(kind)
     with LLM(tmp_path / "plain") as llm:
         assert (all_facts(llm.generate(*requests)) == outputs) is exact
     for placement in (Offload(cpu="64MB"), Offload(weights=(0, 0, 100)), Cluster(stages=2)):

@@ -196,7 +196,7 @@ def bnb_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     peaks = weight.float().abs().amax(1)
     codes = (weight.float() * (127 / peaks[:, None])).round().to(torch.int8)
     tensors = {"weight": codes, "SCB": peaks, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, codes.float() * peaks[:, None] / 127
+    return tensors, codes.float() * (peaks[:, None] / 127)
 
 
 def save(

@@ -33,7 +33,7 @@ template <typename T, typename O> struct Product {
     O *out;
     const T *x, *w, *bias;
     int64_t rows, cols, depth, x_stride, w_stride, out_stride;
-    int bits, group;  // of a weight that is quantized down its columns; bits 0: it is plain
+    int format, group;  // of a weight that is quantized down its columns; 0: it is plain
 };
 
 #if defined(__AVX512F__)
@@ -284,21 +284,24 @@ constexpr int64_t STRIP_COLS = 256, STRIP_ROWS = 48, PART_DEPTH = 128;
 constexpr int64_t FEW_COLUMN_ROWS = ROWS > 1 ? 24 : 4, FEW_DEPTH = 16;
 
 template <typename T, typename O> static bool few(const Product<T, O> &p) {
-    return p.rows <= FEW_COLUMN_ROWS && !p.bits;
+    return p.rows <= FEW_COLUMN_ROWS && !p.format;
 }
 
 // Numbers of a part of a strip: as they are, or read back to `room`.
 template <typename T, typename O>
 static const T *numbers_at(const Product<T, O> &p, int64_t begin, int64_t end, int64_t col,
                            int64_t cols, T *room) {
-    if (!p.bits) return p.w + begin * p.w_stride + col;
-    for (int64_t k = begin; k < end; k += p.group) {
-        const int size = (int)std::min<int64_t>(p.group, p.depth - k);
-        const auto *at = (const uint8_t *)p.w + k / p.group * p.cols * (4 + p.group * p.bits / 8);
-        T *to = room + (k - begin) * cols;
-        if (p.bits == 8) unpack_columns<8>(to, cols, at, size, p.cols, col, col + cols);
-        else unpack_columns<4>(to, cols, at, size, p.cols, col, col + cols);
-    }
+    if (!p.format) return p.w + begin * p.w_stride + col;
+    const RowLayout layout(p.depth, p.format, p.group);
+    const int64_t group_bytes = p.cols * (layout.head_bytes + p.group * layout.bits / 8);
+    of_code(p.format, [&](auto code) {
+        for (int64_t k = begin; k < end; k += p.group) {
+            const int size = (int)std::min<int64_t>(p.group, p.depth - k);
+            const auto *at = (const uint8_t *)p.w + k / p.group * group_bytes;
+            unpack_columns<code.value>(room + (k - begin) * cols, cols, at, layout, size, p.cols, col,
+                                       col + cols);
+        }
+    });
     return room;
 }
 
@@ -308,8 +311,8 @@ static void column_strip(const Product<T, O> &p, int64_t row, int64_t rows, int6
     const int64_t panels = (rows + ROWS - 1) / ROWS, tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     const int64_t part = few(p) ? FEW_DEPTH : PART_DEPTH;
     const Scratch<Lanes> kept(rows * tiles * VECTORS);
-    const Scratch<T> room(p.bits ? PART_DEPTH * cols : 0);
-    const int64_t w_stride = p.bits ? cols : p.w_stride;
+    const Scratch<T> room(p.format ? PART_DEPTH * cols : 0);
+    const int64_t w_stride = p.format ? cols : p.w_stride;
     for (int64_t begin = 0; begin == 0 || begin < p.depth; begin += part) {
         const int64_t end = std::min(begin + part, p.depth);
         const T *w = numbers_at(p, begin, end, col, cols, room.data);

@@ -38,7 +38,9 @@ constexpr int64_t BLOCK_ROWS = 264, LEAST_COLS = 32, GROUP_COLS = 64, WIDEST = 1
 constexpr int64_t STRIP_BYTES = 512 << 10, SEGMENT_BYTES = 8192, PART_BYTES = 4096;
 constexpr int64_t WIDEST_IN_STREAMS = 256, CHUNK_ROWS = 2 * BLOCK_ROWS;
 
-static bool is_packed(const Matrix &m) { return m.format == INT8 || m.format == INT4; }
+static bool is_packed(const Matrix &m) {
+    return (m.format & 255) == INT8 || (m.format & 255) == INT4;
+}
 
 // Few rows: those of one tile. Quantized weights become numbers in registers only where that is
 // faster than a strip that was unpacked.
@@ -226,9 +228,9 @@ template <typename T> struct Unpacked : Scratch<T> {
         const Matrix &m = *strip.matrix;
         const RowLayout row = strip.layout();
         const auto *at = (const uint8_t *)strip.begin<T>();
-        of_kind(m.format, m.group, [&](auto bits, auto group) {
+        of_kind(m.format, m.group, [&](auto code, auto group) {
             for (int64_t c = 0; c < strip.width; c++)
-                unpack_row<bits.value, group.value>(this->data + c * spaced<T>(m.depth), at + c * row.bytes,
+                unpack_row<code.value, group.value>(this->data + c * spaced<T>(m.depth), at + c * row.bytes,
                                                     row, [](int64_t) {});
         });
     }
@@ -240,12 +242,12 @@ static void few_rows_packed(const Work<bf16, O> &work, const Strip &strip, const
     const Matrix &m = *strip.matrix;
     const RowLayout row = strip.layout();
     const Place<bf16, O> p = place(work, strip, 0, work.rows);
-    of_kind(m.format, m.group, [&](auto bits, auto group) {
+    of_kind(m.format, m.group, [&](auto code, auto group) {
         of_height(work.rows, [&](auto r, auto cols) {
             // codes of 8 bits take more registers on their way
-            constexpr int R = r.value, C = bits.value == 8 && R > 6 ? 2 : cols.value;
+            constexpr int R = r.value, C = bits_of(code) == 8 && R > 6 ? 2 : cols.value;
             const char *first = strip.begin<bf16>();
-            if (packed_strip<R, C, bits.value, group.value>(p, (const uint8_t *)first, row,
+            if (packed_strip<R, C, code.value, group.value>(p, (const uint8_t *)first, row,
                                                             strip.width, after))
                 return;
             tiles<R, places(C)>(p, Unpacked<bf16>(strip).data, spaced<bf16>(m.depth), 0, strip.width, 0, m.depth, nullptr,

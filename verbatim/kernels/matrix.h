@@ -5,6 +5,7 @@
 
 namespace vb {
 
+// INT4 and INT8: of the codes; the encoding of weight_packing.py is added 256 times.
 enum Format : int32_t { FLOAT = 0, BF16 = 1, INT4 = 4, INT8 = 8, INT4_A8 = 20, INT8_A8 = 24 };
 
 // w[cols, depth], as nn.Linear stores it; or w[depth, cols].

@@ -1,7 +1,7 @@
-// Rows in 8 or 4 bits, made numbers again: low + scale * code for each group of a row.
+// Rows in 8 or 4 bits, made numbers again: low + scale * number(code) for each group of a row.
 //
-// `verbatim/model/quantize.py` tells how they lie, and `groups.py` says the same in torch, bit for
-// bit: the product is exact in a float (8 bits times 8), so the sum is rounded once whether it is fused or not.
+// `verbatim/model/weight_packing.py` tells how they lie, and `groups.py` says the same in torch, bit for
+// bit: the sum is rounded once on every machine, fused or not.
 #pragma once
 
 #include <algorithm>
@@ -36,123 +36,255 @@ static inline void put_all(bf16 *p, f32x16 v) {
     std::memcpy(p, &bits, sizeof bits);
 }
 
-static inline float bf16_at(const uint8_t *p) {
-    bf16 x;
-    std::memcpy(&x, p, sizeof x);
-    return to_float(x);
+static inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
-// How a row lies: its codes, then (scale, low) of each group. In 4 bits, byte i of a group holds its
-// elements i (low half) and i + ceil(size / 2).
-struct RowLayout {
-    int64_t depth, whole, code_bytes, bytes;
-    int rest;
-    RowLayout(int64_t depth, int bits, int group)
-        : depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
-          bytes(code_bytes + (depth + group - 1) / group * 4), rest((int)(depth % group)) {}
+// ---- codes, and heads of groups ----
+
+// `Encoding` of weight_packing.py.
+enum Encoding : int { AFFINE, ZERO_POINT, SIGNED, E4M3, NF4, FP4, MXFP4 };
+
+// The kinds of codes that kernels are compiled for: integers of 4 or 8 bits, a place in a table of
+// sixteen numbers, FP8.
+enum Code : int { BITS4 = 4, BITS8 = 8, TABLE = 20, FP8 = 24 };
+constexpr int bits_of(int code) { return code & 15; }
+
+// What a code of 4 bits stands for, by encoding; zeros where that is the code itself.
+alignas(64) static const float NUMBERS[7][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {},
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
+     0.7229568362236023f, 1.0f},
+    {0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f, 0.3333333432674408f, 0.5f,
+     0.1666666716337204f, 0.25f, -0.0f, -0.0052083334885537624f, -0.6666666865348816f, -1.0f,
+     -0.3333333432674408f, -0.5f, -0.1666666716337204f, -0.25f},
+    {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
 };
 
-template <int BITS, int GROUP, typename T>
-static INLINE inline void whole_group(T *out, const uint8_t *codes, const uint8_t *head) {
-    const f32x16 s = splat(bf16_at(head)), l = splat(bf16_at(head + 2));
-    if (BITS == 8) {
-        for (int i = 0; i < GROUP; i += 16)
-            put_all(out + i, fma(s, to_floats(load_codes(codes + i)), l));
+// How a row lies: its codes, then the head of each group. In 4 bits, byte i of a group holds its
+// elements i (low half) and i + ceil(size / 2).
+struct RowLayout {
+    int bits, encoding, head_bytes;
+    int64_t depth, whole, code_bytes, bytes;
+    int rest;
+    RowLayout(int64_t depth, int format, int group)
+        : bits(bits_of(format)), encoding(format >> 8), head_bytes(encoding == MXFP4 ? 2 : 4),
+          depth(depth), whole(depth / group), code_bytes((depth * bits + 7) / 8),
+          bytes(code_bytes + (depth + group - 1) / group * head_bytes), rest((int)(depth % group)) {}
+    const float *numbers() const { return NUMBERS[encoding]; }
+};
+
+// FP8 numbers are read as half floats, which are 2^8 smaller: their scales are as much larger.
+constexpr float FP8_SCALE = 256.0f;
+
+struct Head {
+    float scale, low;
+};
+
+// Of the word of a head; one of two bytes is in its upper half. A zero point shifts: its product with
+// the scale is exact. -0 leaves the sign of what it is added to.
+static inline Head head_of(int encoding, int bits, uint32_t word) {
+    switch (encoding) {
+    case AFFINE: return {float_of(word << 16), float_of(word & 0xffff0000u)};
+    case ZERO_POINT: {
+        const float scale = float_of(word & 0xffffff00u);
+        return {scale, -(scale * (float)(word & 0xff))};
+    }
+    case SIGNED: return {float_of(word), -(float_of(word) * (float)(1 << (bits - 1)))};
+    case E4M3: return {float_of(word) * FP8_SCALE, -0.0f};
+    default: return {float_of(word), -0.0f};
+    }
+}
+
+static inline Head head_at(const RowLayout &row, const uint8_t *p) {
+    uint32_t word = 0;
+    if (row.head_bytes == 4) std::memcpy(&word, p, 4);
+    else std::memcpy((char *)&word + 2, p, 2);
+    return head_of(row.encoding, row.bits, word);
+}
+
+// The heads of sixteen groups.
+struct Heads {
+    static constexpr int COUNT = 16;
+    alignas(64) float scale[COUNT], low[COUNT];
+#if defined(__AVX512BF16__)
+    // Returns whether the instructions that round to bf16 serve. They take a denormal number for zero.
+    // None can come of a scale that is 0 or at least 2^-117 and a low that is 0 or at least 2^-126: no
+    // number but zero is smaller than 2^-9, and sums are zero or a multiple of 2^-125. (The products
+    // take a denormal weight for zero too, but the numbers just below 2^-126 are rounded up to it.)
+    INLINE inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
+        const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
+        __m512i words;
+        if (row.head_bytes == 4) words = _mm512_maskz_loadu_epi32(there, heads);
+        else
+            words = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, heads)), 16);
+        __m512 s = (__m512)words, l = _mm512_set1_ps(-0.0f);
+        switch (row.encoding) {
+        case AFFINE:
+            s = (__m512)_mm512_slli_epi32(words, 16);
+            l = (__m512)_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000));
+            break;
+        case ZERO_POINT: {
+            const __m512i mask = _mm512_set1_epi32(0xff);
+            s = (__m512)_mm512_andnot_si512(mask, words);
+            l = _mm512_fnmadd_ps(s, _mm512_cvtepi32_ps(_mm512_and_si512(words, mask)), l);
+            break;
+        }
+        case SIGNED: l = _mm512_fnmadd_ps(s, _mm512_set1_ps((float)(1 << (row.bits - 1))), l); break;
+        }
+        const auto below = [](__m512 v, int bits) {  // less one: zero becomes the largest
+            const __m512i size = _mm512_and_si512((__m512i)v, _mm512_set1_epi32(0x7fffffff));
+            const __m512i one = _mm512_set1_epi32(1);
+            return _mm512_cmplt_epu32_mask(_mm512_sub_epi32(size, one), _mm512_set1_epi32(bits - 1));
+        };
+        const bool quick = !(below(s, 0x05000000) | below(l, 0x00800000));
+        if (row.encoding == E4M3) s = _mm512_mul_ps(s, _mm512_set1_ps(FP8_SCALE));
+        _mm512_store_ps(scale, s);
+        _mm512_store_ps(low, l);
+        return quick;
+    }
+#else
+    inline bool read(const RowLayout &row, const uint8_t *heads, int64_t count) {
+        for (int i = 0; i < std::min<int64_t>(COUNT, count); i++) {
+            const Head head = head_at(row, heads + i * row.head_bytes);
+            scale[i] = head.scale, low[i] = head.low;
+        }
+        return false;
+    }
+#endif
+};
+
+// ---- weights in float ----
+
+// low + scale * number, rounded once.
+static INLINE inline f32x16 weights_of(f32x16 scale, f32x16 numbers, f32x16 low) {
+#if defined(__FMA__) || defined(__AVX512F__)
+    return fma(scale, numbers, low);
+#else  // the product and the sum are exact in double, or the sum is as far from a tie as in a float
+    typedef double f64x16 __attribute__((vector_size(128)));
+    const auto wide = [](f32x16 v) { return __builtin_convertvector(v, f64x16); };
+    return __builtin_convertvector(wide(scale) * wide(numbers) + wide(low), f32x16);
+#endif
+}
+
+// FP8 (E4M3) over 2^8.
+#if defined(__AVX512F__)
+static INLINE inline f32x16 from_fp8(u8x16 codes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
+    return (f32x16)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+}
+#elif defined(__AVX2__)
+static INLINE inline f32x16 from_fp8(u8x16 codes) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)codes), 7);
+    const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
+    __m256 out[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                     _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+    f32x16 v;
+    std::memcpy(&v, out, sizeof v);
+    return v;
+}
+#endif
+
+static inline float from_fp8(uint8_t code) {
+    const float size = float_of((uint32_t)(code & 0x7f) << 20) * 0x1p112f;
+    return code & 0x80 ? -size : size;
+}
+
+template <int CODE> static INLINE inline f32x16 numbers_of(u8x16 codes, const float *table) {
+    if constexpr (CODE == TABLE) {
+#if defined(__AVX512F__)
+        const __m512i places = _mm512_cvtepu8_epi32((__m128i)codes);
+        return (f32x16)_mm512_permutexvar_ps(places, _mm512_load_ps(table));
+#else
+        float out[16];
+        for (int i = 0; i < 16; i++) out[i] = table[codes[i]];
+        return load(out);
+#endif
+    } else if constexpr (CODE == FP8) {
+#if defined(__AVX2__)
+        return from_fp8(codes);
+#else
+        float out[16];
+        for (int i = 0; i < 16; i++) out[i] = from_fp8((uint8_t)codes[i]);
+        return load(out);
+#endif
+    } else {
+        return to_floats(codes);
+    }
+}
+
+template <int CODE> static inline float weight_of(const Head &head, int code, const float *table) {
+    const float number = CODE == TABLE ? table[code] : CODE == FP8 ? from_fp8((uint8_t)code) : (float)code;
+    return (float)((double)head.scale * number + head.low);
+}
+
+template <int CODE, int GROUP, typename T>
+static INLINE inline void whole_group(T *out, const uint8_t *codes, const Head &head,
+                                      const float *table) {
+    const f32x16 s = splat(head.scale), l = splat(head.low);
+    const auto put = [&](int at, u8x16 code) INLINE {
+        put_all(out + at, weights_of(s, numbers_of<CODE>(code, table), l));
+    };
+    if (bits_of(CODE) == 8) {
+        for (int i = 0; i < GROUP; i += 16) put(i, load_codes(codes + i));
     } else {
         for (int i = 0; i < GROUP / 2; i += 16) {
             const u8x16 both = load_codes(codes + i);
-            put_all(out + i, fma(s, to_floats(both & 15), l));
-            put_all(out + i + GROUP / 2, fma(s, to_floats(both >> 4), l));
+            put(i, both & 15);
+            put(i + GROUP / 2, both >> 4);
         }
     }
 }
 
-template <int BITS, typename T>
-static inline void short_group(T *out, const uint8_t *codes, int size, const uint8_t *head) {
-    const float scale = bf16_at(head), low = bf16_at(head + 2);
+template <int CODE, typename T>
+static inline void short_group(T *out, const uint8_t *codes, int size, const Head &head,
+                               const float *table) {
     const int half = (size + 1) / 2;
     for (int i = 0; i < size; i++) {
-        const int code = BITS == 8 ? codes[i] : i < half ? codes[i] & 15 : codes[i - half] >> 4;
-        put(out + i, low + scale * (float)code);
+        const int code = bits_of(CODE) == 8 ? codes[i] : i < half ? codes[i] & 15 : codes[i - half] >> 4;
+        put(out + i, weight_of<CODE>(head, code, table));
     }
 }
 
 #if defined(__AVX512BF16__)
 
-// The instructions that round to bf16 take a denormal number for zero. None can come of heads whose
-// scale is 0 or at least 2^-117 and whose low is 0 or at least 2^-126: code 0 gives low itself, and
-// any other sum is zero or a multiple of 2^-125. (The products take a denormal weight for zero too,
-// but the numbers just below 2^-126 are rounded up to it.)
-static inline bool rounds_quickly(const uint8_t *heads, int64_t groups) {
-    const __m512i limits = _mm512_set1_epi32(0x007f04ff);  // less one: zero becomes the largest
-    const __m512i one = _mm512_set1_epi16(1), magnitude = _mm512_set1_epi16(0x7fff);
-    __mmask32 slow = 0;
-    for (int64_t g = 0; g < groups; g += 16) {
-        const __mmask16 left = (__mmask16)((1u << std::min<int64_t>(16, groups - g)) - 1);
-        const __m512i head = _mm512_maskz_loadu_epi32(left, heads + g * 4);
-        const __m512i low = _mm512_sub_epi16(_mm512_and_si512(head, magnitude), one);
-        slow |= _mm512_cmplt_epu16_mask(low, limits);
-    }
-    return !slow;
-}
-
-// A group's scale and low, in every lane.
-struct Head {
-    __m512 scale, low;
-    static INLINE inline Head at(const uint8_t *head) {
-        int32_t both;
-        std::memcpy(&both, head, 4);
-        return of(_mm512_set1_epi32(both));
-    }
-    static INLINE inline Head of(__m512i both) {
-        return {(__m512)_mm512_slli_epi32(both, 16),
-                (__m512)_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000))};
-    }
-};
-
-// The heads of sixteen groups as floats, so that each takes but two loads.
-struct Heads {
-    static constexpr int COUNT = 16;
-    alignas(64) float scale[COUNT], low[COUNT];
-    INLINE inline void read(const uint8_t *heads, int64_t count) {
-        const __mmask16 there = (__mmask16)((1u << std::min<int64_t>(COUNT, count)) - 1);
-        const Head all = Head::of(_mm512_maskz_loadu_epi32(there, heads));
-        _mm512_store_ps(scale, all.scale);
-        _mm512_store_ps(low, all.low);
-    }
-    INLINE inline Head operator[](int i) const {
-        return {_mm512_set1_ps(scale[i]), _mm512_set1_ps(low[i])};
-    }
-};
-
 // A group's weights, in steps of 32 along K.
-template <int BITS, int GROUP> struct Group;
+template <int BITS, int CODE, int GROUP> struct Group;
 
-template <int GROUP> struct Group<8, GROUP> {
+template <int CODE, int GROUP> struct Group<8, CODE, GROUP> {
     const uint8_t *codes;
-    Head head;
+    __m512 scale, low;
     Group() = default;
-    INLINE inline Group(const uint8_t *codes, const Head &head) : codes(codes), head(head) {}
-    INLINE inline __m512 sixteen(int i) const {
-        const __m128i code = _mm_loadu_si128((const __m128i *)(codes + i));
-        const __m512 number = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(code));
-        return _mm512_fmadd_ps(head.scale, number, head.low);
-    }
+    INLINE inline Group(const uint8_t *codes, const Heads &heads, int i, __m512)
+        : codes(codes), scale(_mm512_set1_ps(heads.scale[i])), low(_mm512_set1_ps(heads.low[i])) {}
     INLINE inline __m512bh step(int i) const {
-        return _mm512_cvtne2ps_pbh(sixteen(32 * i + 16), sixteen(32 * i));
+        const uint8_t *at = codes + 32 * i;
+        const auto sixteen = [&](int k) INLINE {
+            const f32x16 numbers = numbers_of<CODE>(load_codes(at + k), nullptr);
+            return _mm512_fmadd_ps(scale, (__m512)numbers, low);
+        };
+        return _mm512_cvtne2ps_pbh(sixteen(16), sixteen(0));
     }
 };
 
-// The sixteen numbers that there are, found by their codes. They are there twice, so that the bit
+// The sixteen weights that there are, found by their codes. They are there twice, so that the bit
 // above a code may be anything.
-template <int GROUP> struct Group<4, GROUP> {
+template <int CODE, int GROUP> struct Group<4, CODE, GROUP> {
     const uint8_t *codes;
-    __m512i numbers;
+    __m512i weights;
     Group() = default;
-    INLINE inline Group(const uint8_t *codes, const Head &head) : codes(codes) {
-        const __m512 all = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512 values = _mm512_fmadd_ps(head.scale, all, head.low);
-        numbers = (__m512i)_mm512_cvtne2ps_pbh(values, values);
+    INLINE inline Group(const uint8_t *codes, const Heads &heads, int i, __m512 numbers)
+        : codes(codes) {
+        const __m512 scale = _mm512_set1_ps(heads.scale[i]), low = _mm512_set1_ps(heads.low[i]);
+        const __m512 values = _mm512_fmadd_ps(scale, numbers, low);
+        weights = (__m512i)_mm512_cvtne2ps_pbh(values, values);
     }
     INLINE inline __m512bh step(int i) const {
         constexpr int STEPS = GROUP / 64;
@@ -166,78 +298,101 @@ template <int GROUP> struct Group<4, GROUP> {
             words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)at));
             if (i >= STEPS) words = _mm512_srli_epi16(words, 4);
         }
-        return (__m512bh)_mm512_permutexvar_epi16(words, numbers);
+        return (__m512bh)_mm512_permutexvar_epi16(words, weights);
     }
 };
 
-template <int BITS, int GROUP>
-static INLINE inline void quick_group(bf16 *out, const uint8_t *codes, const uint8_t *head) {
-    const Group<BITS, GROUP> group(codes, Head::at(head));
-    for (int i = 0; i < GROUP / 32; i++)
-        _mm512_storeu_si512(out + 32 * i, (__m512i)group.step(i));
+template <int CODE, int GROUP>
+static INLINE inline void quick_group(bf16 *out, const uint8_t *codes, const Heads &heads, int i,
+                                      const float *table) {
+    const Group<bits_of(CODE), CODE, GROUP> group(codes, heads, i, _mm512_load_ps(table));
+    for (int step = 0; step < GROUP / 32; step++)
+        _mm512_storeu_si512(out + 32 * step, (__m512i)group.step(step));
 }
 #else
-static inline bool rounds_quickly(const uint8_t *, int64_t) { return false; }
-template <int BITS, int GROUP>
-static inline void quick_group(bf16 *, const uint8_t *, const uint8_t *) {}
+template <int CODE, int GROUP>
+static inline void quick_group(bf16 *, const uint8_t *, const Heads &, int, const float *) {}
 #endif
-template <int BITS, int GROUP>
-static inline void quick_group(float *, const uint8_t *, const uint8_t *) {}
+template <int CODE, int GROUP>
+static inline void quick_group(float *, const uint8_t *, const Heads &, int, const float *) {}
 
 // One row, `depth` numbers. `fetch(i)` is called for each group, to bring something into the cache.
-template <int BITS, int GROUP, typename T, typename Fetch>
+template <int CODE, int GROUP, typename T, typename Fetch>
 static inline void unpack_row(T *out, const uint8_t *codes, const RowLayout &row, Fetch fetch) {
     const uint8_t *head = codes + row.code_bytes;
-    if (sizeof(T) == 2 && rounds_quickly(head, row.whole)) {
-        for (int64_t g = 0; g < row.whole; g++, codes += GROUP * BITS / 8, head += 4, out += GROUP)
-            fetch(g), quick_group<BITS, GROUP>(out, codes, head);
-    } else {
-        for (int64_t g = 0; g < row.whole; g++, codes += GROUP * BITS / 8, head += 4, out += GROUP)
-            fetch(g), whole_group<BITS, GROUP>(out, codes, head);
+    const float *table = row.numbers();
+    Heads heads;
+    for (int64_t g = 0; g < row.whole; g += Heads::COUNT, head += Heads::COUNT * row.head_bytes) {
+        const int count = (int)std::min<int64_t>(Heads::COUNT, row.whole - g);
+        const bool quick = heads.read(row, head, count) && sizeof(T) == 2;
+        for (int i = 0; i < count; i++, codes += GROUP * bits_of(CODE) / 8, out += GROUP) {
+            fetch(g + i);
+            if (quick) quick_group<CODE, GROUP>(out, codes, heads, i, table);
+            else whole_group<CODE, GROUP>(out, codes, Head{heads.scale[i], heads.low[i]}, table);
+        }
     }
-    if (row.rest) short_group<BITS>(out, codes, row.rest, head);
+    if (!row.rest) return;
+    head = codes - row.whole * GROUP * bits_of(CODE) / 8 + row.code_bytes;
+    short_group<CODE>(out, codes, row.rest, head_at(row, head + row.whole * row.head_bytes), table);
 }
 
 constexpr int64_t STRIP = 512;  // columns whose heads stay in the first cache
 
 // Columns `begin` to `end`, at most STRIP of them, of a group of `size` rows of w[depth, cols]: its
-// scales, lows, then codes. `out_stride` is from row to row.
-template <int BITS, typename T>
-static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, int size, int64_t cols,
-                           int64_t begin, int64_t end) {
-    const uint8_t *scales = group + begin * 2, *lows = scales + cols * 2;
-    const uint8_t *codes = group + cols * 4;
+// heads (scales, then lows, where those are apart), then codes. `out_stride` is from row to row.
+template <int CODE, typename T>
+static void unpack_columns(T *out, int64_t out_stride, const uint8_t *group, const RowLayout &layout,
+                           int size, int64_t cols, int64_t begin, int64_t end) {
+    const uint8_t *codes = group + cols * layout.head_bytes;
+    const float *table = layout.numbers();
     const int half = (size + 1) / 2;
     const int64_t width = end - begin;
     float s[STRIP], l[STRIP];
-    for (int64_t c = 0; c < width; c++)
-        s[c] = bf16_at(scales + c * 2), l[c] = bf16_at(lows + c * 2);
+    for (int64_t c = 0; c < width; c++) {
+        Head head;
+        if (layout.encoding == AFFINE) {
+            uint16_t pair[2];
+            std::memcpy(pair, group + (begin + c) * 2, 2);
+            std::memcpy(pair + 1, group + (cols + begin + c) * 2, 2);
+            head = {to_float(pair[0]), to_float(pair[1])};
+        } else {
+            head = head_at(layout, group + (begin + c) * layout.head_bytes);
+        }
+        s[c] = head.scale, l[c] = head.low;
+    }
     for (int i = 0; i < size; i++) {
-        const bool upper = BITS == 4 && i >= half;
+        const bool upper = bits_of(CODE) == 4 && i >= half;
         const uint8_t *from = codes + (upper ? i - half : i) * cols + begin;
         T *to = out + i * out_stride;
         int64_t c = 0;
         for (; c + 16 <= width; c += 16) {
             u8x16 code = load_codes(from + c);
-            if (BITS == 4) code = upper ? code >> 4 : code & 15;
-            put_all(to + c, fma(load(s + c), to_floats(code), load(l + c)));
+            if (bits_of(CODE) == 4) code = upper ? code >> 4 : code & 15;
+            put_all(to + c, weights_of(load(s + c), numbers_of<CODE>(code, table), load(l + c)));
         }
         for (; c < width; c++) {
-            const int code = BITS == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
-            put(to + c, l[c] + s[c] * (float)code);
+            const int code = bits_of(CODE) == 8 ? from[c] : upper ? from[c] >> 4 : from[c] & 15;
+            put(to + c, weight_of<CODE>(Head{s[c], l[c]}, code, table));
         }
     }
 }
 
-// f(bits, group), both as constants.
-template <typename F> static inline void of_kind(int bits, int group, F f) {
-    const auto sized = [&](auto b) {
-        if (group == 32) f(b, std::integral_constant<int, 32>());
-        else if (group == 64) f(b, std::integral_constant<int, 64>());
-        else f(b, std::integral_constant<int, 128>());
-    };
-    if (bits == 8) sized(std::integral_constant<int, 8>());
-    else sized(std::integral_constant<int, 4>());
+// f(code), a constant.
+template <typename F> static inline void of_code(int format, F f) {
+    const int encoding = format >> 8;
+    if (encoding == E4M3) f(std::integral_constant<int, FP8>());
+    else if (encoding > E4M3) f(std::integral_constant<int, TABLE>());
+    else if (bits_of(format) == 8) f(std::integral_constant<int, BITS8>());
+    else f(std::integral_constant<int, BITS4>());
+}
+
+// f(code, group), both as constants.
+template <typename F> static inline void of_kind(int format, int group, F f) {
+    of_code(format, [&](auto code) {
+        if (group == 32) f(code, std::integral_constant<int, 32>());
+        else if (group == 64) f(code, std::integral_constant<int, 64>());
+        else f(code, std::integral_constant<int, 128>());
+    });
 }
 
 }  // namespace

@@ -10,47 +10,51 @@ namespace {
 
 // Columns' sums over all of K, each stream fetched ahead. False where the numbers need the slow
 // rounding.
-template <int R, int C, int BITS, int GROUP, typename O>
+template <int R, int C, int CODE, int GROUP, typename O>
 static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16, O> &p,
                                       const uint8_t *const (&w)[C], const RowLayout &row,
                                       int64_t next) {
-    constexpr int BYTES = GROUP * BITS / 8;
+    constexpr int BITS = bits_of(CODE), BYTES = GROUP * BITS / 8;
+    const __m512 numbers = _mm512_load_ps(row.numbers());
     const int64_t split = row.bytes - AHEAD_BYTES, over = next + AHEAD_BYTES - row.bytes;
     const bf16 *x = p.x;
     Heads heads[C];
+    bool quick = true;
     for (int64_t g = 0, at = 0; g < row.whole; g++, at += BYTES, x += GROUP * R) {
         const int i = (int)(g % Heads::COUNT);
         if (i == 0)
             each<C>([&](auto c) INLINE {
-                heads[c].read(w[c] + row.code_bytes + g * 4, row.whole - g);
+                const uint8_t *at = w[c] + row.code_bytes + g * row.head_bytes;
+                quick &= heads[c].read(row, at, row.whole - g);
             });
         const int64_t ahead = at + (at < split ? AHEAD_BYTES : over);
-        Group<BITS, GROUP> groups[C];
+        Group<BITS, CODE, GROUP> groups[C];
         each<C>([&](auto c) INLINE {
             for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(w[c] + ahead + b);
-            groups[c] = {w[c] + at, heads[c][i]};
+            groups[c] = {w[c] + at, heads[c], i, numbers};
         });
         each<GROUP / 32>([&](auto step) INLINE {
             __m512bh weights[C];
             each<C>([&](auto c) INLINE { weights[c] = groups[c].step(step); });
             each<R>([&](auto r) INLINE {
-                const __m512bh numbers = load_step(x + 32 * (step * R + r));
-                each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), numbers, weights[c]); });
+                const __m512bh inputs = load_step(x + 32 * (step * R + r));
+                each<C>([&](auto c) INLINE { acc.of(r, c) = mac(acc.of(r, c), inputs, weights[c]); });
             });
         });
     }
+    if (!quick) return false;
     for (int c = 0; c < C; c++) {
-        if (!rounds_quickly(w[c] + row.code_bytes, row.whole)) return false;
         for (int64_t b = row.code_bytes; b < row.bytes; b += 64)
             __builtin_prefetch(w[c] + b + over);
     }
     if (row.rest) {
-        bf16 numbers[C][GROUP];
+        bf16 last[C][GROUP];
         const bf16 *rest[C];
         for (int c = 0; c < C; c++) {
             const uint8_t *codes = w[c] + row.whole * BYTES;
-            short_group<BITS>(numbers[c], codes, row.rest, w[c] + row.code_bytes + row.whole * 4);
-            rest[c] = numbers[c];
+            const uint8_t *head = w[c] + row.code_bytes + row.whole * row.head_bytes;
+            short_group<CODE>(last[c], codes, row.rest, head_at(row, head), row.numbers());
+            rest[c] = last[c];
         }
         steps(acc, x, STEP<bf16>, R, rest, 0, row.rest, Later<0>{});
     }
@@ -58,7 +62,7 @@ static INLINE inline bool packed_sums(Accumulators<R, C> &acc, const Place<bf16,
 }
 
 // As lone_strip: the rows are interleaved. False, with some columns or none stored, where the numbers need the slow rounding.
-template <int R, int C, int BITS, int GROUP, typename O>
+template <int R, int C, int CODE, int GROUP, typename O>
 static NOINLINE bool packed_strip(const Place<bf16, O> &p, const uint8_t *weights,
                                   const RowLayout &layout, int64_t width, const char *after) {
     const RowLayout row = layout;
@@ -69,7 +73,7 @@ static NOINLINE bool packed_strip(const Place<bf16, O> &p, const uint8_t *weight
         begins(w, (const uint8_t *)first, apart, at.count);
         Accumulators<R, C> acc;
         acc.clear();
-        all = all && packed_sums<R, C, BITS, GROUP>(acc, p, w, row, next);
+        all = all && packed_sums<R, C, CODE, GROUP>(acc, p, w, row, next);
         if (all) finish_all(p, at, acc);
     });
     return all;

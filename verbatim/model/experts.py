@@ -98,7 +98,7 @@ class Stack(NamedTuple):
         tensor: Any = self.weight[0][self.weight[1]]
         biases = self.bias[0].get(self.bias[1])
         first = matrix_at(tensor, biases, dtype, self.cols, self.depth, self.packing)
-        first.transposed = self.transposed and first.format < 16
+        first.transposed = self.transposed and not (self.packing and self.packing.interleaved)
         first.stride = self.cols if self.transposed else self.depth
         if self.packing is None:
             step = self.cols * self.depth * tensor.element_size()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError
-from verbatim.model.weight_packing import HEAD_BYTES, WeightPacking, stretches
+from verbatim.model.weight_packing import TABLES, Encoding, WeightPacking, stretches
 
 LARGEST = 2.0**126  # largest weight, so that a group's range is finite
 PIECE = 1 << 20  # elements packed at once
@@ -24,35 +24,105 @@ def unfit(name: str) -> ModelError:
     )
 
 
-def _encode(x: Tensor, dim: int, bits: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize groups to bytes (two codes per byte with 4 bits), with scale and low as bf16."""
+def _encode(
+    x: Tensor, dim: int, packing: WeightPacking, name: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Quantize groups to codes in bytes (two per byte with 4 bits), and the parts of their heads.
+
+    The parts are int16 or int32, and follow one another in a row, but lie apart in columns.
+    """
+    bits, encoding = packing.quantization.bits, packing.encoding
     levels = 2**bits - 1
     low, high = x.aminmax(dim=dim, keepdim=True)
-    if not bool((torch.maximum(high, -low) <= LARGEST).all()):  # a NaN is not, either
+    peak = torch.maximum(high, -low)
+    if not bool((peak <= LARGEST).all()):  # a NaN is not, either
         raise unfit(name)
-    low = _round_down(low + 0.0)  # -0 becomes 0
-    scale = _round_up((high - low) / levels + 0.0)
-    code = (x - low).div_(scale).round_().clamp_(0, levels)
-    code = code.masked_fill_(scale == 0, 0).to(torch.uint8)
-    if bits == 4:
-        size = code.shape[dim]
-        half = (size + 1) // 2
-        first, last = code.narrow(dim, 0, half).clone(), code.narrow(dim, half, size - half)
-        first.narrow(dim, 0, size - half).bitwise_or_(last << 4)
-        code = first
-    return code, _as_bf16(scale), _as_bf16(low)
+    zero: Tensor | float = 0.0
+    if encoding is Encoding.AFFINE:
+        zero = low = _round_down(low + 0.0)  # -0 becomes 0
+        scale = _round_up((high - low) / levels + 0.0)
+        code = ((x - low) / scale).round()
+    elif encoding is Encoding.ZERO_POINT:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = _round_up((high - low) / levels, 8)
+        zero = torch.where(scale > 0, -low / scale, 0).round()
+        code = (x / scale).round() + zero
+    elif encoding is Encoding.SIGNED:
+        scale = peak / (levels // 2)
+        code = (x / scale).round() + (levels + 1) // 2
+    elif encoding is Encoding.FP8:
+        scale = peak / 448
+        code = (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        table = TABLES[encoding].to(x.device)
+        scale = peak / table.max()
+        if encoding is Encoding.MXFP4:
+            scale = scale.log2().ceil().exp2()
+        order = table.argsort()
+        middles = (table[order][1:] + table[order][:-1]) / 2
+        code = order[torch.bucketize((x / scale).contiguous(), middles)]
+    if encoding not in (Encoding.FP8, *TABLES):
+        code = code.clamp_(0, levels)
+    code = code.masked_fill(scale == 0, 0).to(torch.uint8)
+    if encoding is Encoding.AFFINE:
+        return halved(code, dim, bits), (_upper_half(scale), _upper_half(low))
+    return halved(code, dim, bits), (heads_of(scale, zero, encoding),)
 
 
-def _decode(code: Tensor, scale: Tensor, low: Tensor, dim: int, size: int, bits: int) -> Tensor:
-    """Dequantize groups of `size` elements to float32."""
+def halved(code: Tensor, dim: int, bits: int) -> Tensor:
+    """Put codes of 4 bits two in a byte: those of the first half of a group below those of the second."""
+    if bits == 8:
+        return code
+    half = (code.shape[dim] + 1) // 2
+    first, last = code.narrow(dim, 0, half), code.narrow(dim, half, code.shape[dim] - half)
+    out = first.clone()
+    out.narrow(dim, 0, last.shape[dim]).bitwise_or_(last << 4)
+    return out
+
+
+def heads_of(scale: Tensor, zero: Tensor | float, encoding: Encoding) -> Tensor:
+    """Return the heads of groups, but those of `AFFINE`, as int32 or int16.
+
+    Args:
+        scale: float32. What an encoding has no room for is rounded off.
+        zero: of `ZERO_POINT`: 0 to 255.
+    """
+    if encoding is Encoding.ZERO_POINT:
+        upper = (scale.view(torch.int32) + 0x80) & ~0xFF
+        return torch.bitwise_or(upper, torch.as_tensor(zero).to(torch.int32))
+    return _upper_half(scale) if encoding is Encoding.MXFP4 else scale.view(torch.int32)
+
+
+def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPacking) -> Tensor:
+    """Dequantize groups of `size` elements to float32.
+
+    Args:
+        heads: int32 or int16, with one element along `dim`, or two of `AFFINE`.
+    """
+    bits, encoding = packing.quantization.bits, packing.encoding
     if bits == 4:
         code = torch.cat([code & 15, code >> 4], dim).narrow(dim, 0, size)
-    return low.float() + scale.float() * code
+    if encoding is Encoding.AFFINE:
+        scale, low = heads.view(torch.bfloat16).split(1, dim)
+        return low.float() + scale.float() * code
+    number = code.float()
+    if encoding is Encoding.ZERO_POINT:
+        scale, number = (heads & ~0xFF).view(torch.float32), number - (heads & 0xFF)
+    else:
+        scale = heads.view(torch.bfloat16 if encoding is Encoding.MXFP4 else torch.float32).float()
+    if encoding is Encoding.SIGNED:
+        number = number - 2 ** (bits - 1)
+    elif encoding is Encoding.FP8:
+        number = code.view(torch.float8_e4m3fn).float()
+    elif encoding in TABLES:
+        number = TABLES[encoding].to(code.device)[code.int()]
+    return scale * number
 
 
-def _round_up(x: Tensor) -> Tensor:
-    """Round to the next bf16 away from zero, in float32."""
-    return (x.view(torch.int32) + 0xFFFF & _HIGH_BITS).view(torch.float32)
+def _round_up(x: Tensor, bits: int = 16) -> Tensor:
+    """Round away from zero so that the lowest `bits` bits are zero: 16 give a bf16, in float32."""
+    mask = (1 << bits) - 1
+    return (x.view(torch.int32) + mask & ~mask).view(torch.float32)
 
 
 def _round_down(x: Tensor) -> Tensor:
@@ -61,14 +131,16 @@ def _round_down(x: Tensor) -> Tensor:
     return torch.where(x < 0, _round_up(x), truncated)
 
 
-def _as_bf16(x: Tensor) -> Tensor:
-    """Convert float32 values that are exact in bf16, bit for bit."""
-    return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+def _upper_half(x: Tensor) -> Tensor:
+    """Return float32 values that are exact in bf16 as int16, bit for bit."""
+    return (x.view(torch.int32) >> 16).to(torch.int16)
 
 
-def _as_heads(data: Tensor) -> Tensor:
-    """Return bytes at any address as bf16."""
-    return data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+def _as_heads(data: Tensor, packing: WeightPacking) -> Tensor:
+    """Return bytes at any address as the integers of `_encode`."""
+    wide = packing.encoding not in (Encoding.AFFINE, Encoding.MXFP4)
+    whole = data.clone(memory_format=torch.contiguous_format)
+    return whole.view(torch.int32 if wide else torch.int16)
 
 
 # ---- [..., N, K] ----
@@ -76,7 +148,7 @@ def _as_heads(data: Tensor) -> Tensor:
 
 def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
     """Quantize `weight` `[..., N, K]` into `out`, `[packing.nbytes]` uint8."""
-    depth, bits = packing.depth, packing.quantization.bits
+    depth = packing.depth
     target = out.view(packing.vectors, packing.vector_bytes)
     rows = weight.reshape(packing.vectors, depth)
     step = max(1, PIECE // depth)
@@ -85,9 +157,9 @@ def pack_rows(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) ->
         codes, heads, at = [], [], 0
         for count, size in stretches(depth, packing.quantization.group_size):
             groups = x[:, at : at + count * size].reshape(len(x), count, size)
-            code, scale, low = _encode(groups, -1, bits, name)
+            code, head = _encode(groups, -1, packing, name)
             codes.append(code.flatten(1))
-            heads.append(torch.cat([scale, low], -1).view(torch.uint8).flatten(1))
+            heads.append(torch.cat(head, -1).view(torch.uint8).flatten(1))
             at += count * size
         torch.cat(codes + heads, 1, out=target[begin : begin + step])
 
@@ -101,16 +173,17 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
     for begin in range(0, len(source), step):
         rows = source[begin : begin + step]
         codes = rows[:, : (depth * bits + 7) // 8]
-        heads = _as_heads(rows[:, codes.shape[1] :])
+        heads = _as_heads(rows[:, codes.shape[1] :], packing)
+        each = packing.head_bytes // heads.element_size()
         at, code_at, head_at = 0, 0, 0
         for count, size in stretches(depth, packing.quantization.group_size):
             nbytes = (size * bits + 7) // 8
             code = codes[:, code_at : code_at + count * nbytes].reshape(len(rows), count, nbytes)
-            head = heads[:, head_at : head_at + 2 * count].reshape(len(rows), count, 2)
-            groups = _decode(code, head[..., :1], head[..., 1:], -1, size, bits)
+            head = heads[:, head_at : head_at + each * count].reshape(len(rows), count, each)
+            groups = _decode(code, head, -1, size, packing)
             target[begin : begin + step, at : at + count * size] = groups.flatten(1)
             at, code_at = at + count * size, code_at + count * nbytes
-            head_at += 2 * count
+            head_at += each * count
 
 
 # ---- [..., K, N] ----
@@ -118,14 +191,13 @@ def unpack_rows(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
 
 def pack_columns(weight: Tensor, packing: WeightPacking, name: str, out: Tensor) -> None:
     """Quantize `weight` `[..., K, N]` into `out`, `[packing.nbytes]` uint8."""
-    bits, width = packing.quantization.bits, packing.shape[-1]
-    at = 0
+    width, at = packing.shape[-1], 0
     for matrix in weight.reshape(-1, packing.depth, width):
         row = 0
         for count, size in _pieces(packing):
             groups = matrix[row : row + count * size].float().reshape(count, size, width)
-            code, scale, low = _encode(groups, -2, bits, name)
-            heads = torch.cat([scale, low], -2).view(torch.uint8)
+            code, head = _encode(groups, -2, packing, name)
+            heads = torch.cat(head, -2).view(torch.uint8)
             made = torch.cat([heads.flatten(1), code.flatten(1)], 1).flatten()
             out[at : at + len(made)] = made
             at, row = at + len(made), row + count * size
@@ -139,12 +211,12 @@ def unpack_columns(packed: Tensor, packing: WeightPacking, out: Tensor) -> None:
     for matrix in out.view(-1, packing.depth, width):
         row = 0
         for count, size in _pieces(packing):
-            nbytes = width * (HEAD_BYTES + (size * bits + 7) // 8)
+            head_bytes = width * packing.head_bytes
+            nbytes = head_bytes + width * ((size * bits + 7) // 8)
             groups = packed[at : at + count * nbytes].view(count, nbytes)
-            heads = _as_heads(groups[:, : width * HEAD_BYTES])
-            scale, low = heads.view(count, 2, width).split(1, 1)
-            code = groups[:, width * HEAD_BYTES :].reshape(count, -1, width)
-            made = _decode(code, scale, low, -2, size, bits)
+            heads = _as_heads(groups[:, :head_bytes], packing).view(count, -1, width)
+            code = groups[:, head_bytes:].reshape(count, -1, width)
+            made = _decode(code, heads, -2, size, packing)
             matrix[row : row + count * size] = made.view(-1, width)
             at, row = at + count * nbytes, row + count * size
 

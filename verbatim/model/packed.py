@@ -66,7 +66,7 @@ class PackedLinear(_OneWeight, nn.Module):
         return products.packed_linear(x, self.packed, self.packing, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.packing.quantization.name}"
+        return f"{self.in_features}, {self.out_features}, {self.packing.name}"
 
 
 class PackedConv1D(_OneWeight, nn.Module):
@@ -94,7 +94,7 @@ class PackedConv1D(_OneWeight, nn.Module):
         return products.linear(x, self.weight.t(), self.bias)
 
     def extra_repr(self) -> str:
-        return f"nf={self.nf}, nx={self.nx}, {self.packing.quantization.name}"
+        return f"nf={self.nf}, nx={self.nx}, {self.packing.name}"
 
 
 class PackedEmbedding(_OneWeight, nn.Embedding):  # type: ignore[override]

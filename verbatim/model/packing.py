@@ -57,11 +57,9 @@ def choose_packings(
 
     tables = dict.fromkeys(_tables(inner_model(module)))  # `in` a list would compare numbers
     exact = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
-    for path, layer in module.named_modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            columns = _columns(path, layer, name, parameter)
-            if columns is not None and parameter not in tables and parameter not in exact:
-                add(parameter, quantization, columns)
+    for parameter, columns in matrices_of(module).items():
+        if parameter not in tables and parameter not in exact:
+            add(parameter, quantization, columns)
     if quantization.of_head is not None:
         for table in tables:
             add(table, quantization.of_head, False)
@@ -76,6 +74,19 @@ def choose_packings(
             f"activations in 8 bits need; {quantization.of_weights.name} leaves them as they are"
         )
     return found
+
+
+def matrices_of(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Return the matrices that multiply hidden states, and whether by columns (`[K, N]`), or by rows.
+
+    The matrices that choose experts are not among them.
+    """
+    return {
+        parameter: columns
+        for path, layer in module.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if (columns := _columns(path, layer, name, parameter)) is not None
+    }
 
 
 def _tables(inner: Any) -> list[nn.Parameter]:
@@ -118,17 +129,25 @@ class PackingReport:
     """The quantized weights of a model, and their errors.
 
     Attributes:
+        quantization: the user's; None: all are held as the checkpoint has them.
         packed: names, and how each lies.
         exact: names of matrices that stayed as they are.
         squares: of each packed one: the sums of its squared errors and of its squares.
         rounded: names of those that lie as they are, and are read as if they were packed.
     """
 
-    quantization: Quantization
+    quantization: Quantization | None
     packed: dict[str, WeightPacking]
     exact: list[str]
     squares: dict[str, tuple[float, float]] = field(default_factory=dict)
     rounded: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the format; those of all weights, if they are the checkpoint's."""
+        if self.quantization is not None:
+            return self.quantization.name
+        return "+".join(sorted({packing.name for packing in self.packed.values()}))
 
     def info(self) -> dict[str, Any]:
         """Return plain values, for `LLM.info`."""
@@ -142,7 +161,7 @@ class PackingReport:
             every = [sum(sums) for sums in zip(*self.squares.values(), strict=True)]
             errors = {"relative_error": _ratio(*every), "worst": f"{worst}: {error[worst]:.2g}"}
         return {
-            "format": self.quantization.name,
+            "format": self.name,
             "packed": _patterns(self.packed),
             **({"rounded": _patterns(self.rounded)} if self.rounded else {}),
             "exact": _patterns(self.exact),
@@ -155,7 +174,7 @@ class PackingReport:
 
     def _of_activations(self) -> dict[str, Any]:
         """Return the weights that are multiplied with quantized activations."""
-        bits = self.quantization.activation_bits
+        bits = None if self.quantization is None else self.quantization.activation_bits
         if bits is None:
             return {}
         names = [name for name, packing in self.packed.items() if packing.multiplies_codes]

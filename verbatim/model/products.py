@@ -167,11 +167,6 @@ def _multiply(name: str | None, dtype: torch.dtype) -> _Function | None:
     return function
 
 
-def packing_format(packing: WeightPacking) -> int:
-    """`vb::Format` of kernels/matrix.h."""
-    return packing.quantization.bits + (16 if packing.interleaved else 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A weight [N, K] quantized, as `quantize.pack` makes it: rows, one matrix; or interleaved."""
@@ -244,7 +239,7 @@ def linear_many(
         if isinstance(weight, Packed):
             assert weight.data.is_contiguous() and weight.data.shape == (weight.packing.nbytes,)
             matrix.data = weight.data.data_ptr()
-            matrix.format = packing_format(weight.packing)
+            matrix.format = weight.packing.format
             matrix.group = weight.packing.quantization.group_size
         else:
             matrix.data, matrix.stride = weight.data_ptr(), weight.stride(0)

@@ -29,7 +29,7 @@ from torch import Tensor
 from verbatim import kernels
 from verbatim.model import groups
 from verbatim.model.groups import unfit
-from verbatim.model.weight_packing import WeightPacking
+from verbatim.model.weight_packing import Encoding, WeightPacking
 
 _SUFFIX = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -41,7 +41,8 @@ def pack(
 
     Args:
         name: name of the weight, for errors.
-        backend: as in `unpack`; columns are packed by torch. All give the same bits.
+        backend: as in `unpack`; columns and encodings of checkpoints are packed by torch. All give the
+            same bits.
 
     Raises:
         ModelError: a NaN, an infinity, or a number too large.
@@ -64,7 +65,8 @@ def _pack(
     out = torch.empty(packing.nbytes, dtype=torch.uint8)
     if not weight.numel():
         return out, (0.0, 0.0)
-    function = None if packing.columns else _pack_function(backend)
+    by_torch = packing.columns or packing.encoding is not Encoding.AFFINE
+    function = None if by_torch else _pack_function(backend)
     with torch.no_grad():
         if function is not None and weight.is_cpu and weight.dtype in _SUFFIX:
             squares = (ctypes.c_double * 2)()
@@ -121,7 +123,7 @@ def unpack(
         out.data_ptr(),
         packed.data_ptr(),
         *shape,
-        packing.quantization.bits,
+        packing.format,
         packing.quantization.group_size,
         _SUFFIX[packing.dtype],
         torch.get_num_threads(),

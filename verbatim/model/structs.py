@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from verbatim.kernels.options import NormKind
 from verbatim.model.norms import Norm
 from verbatim.model.packed import PackedLinear
-from verbatim.model.products import Matrix, packing_format
+from verbatim.model.products import Matrix
 from verbatim.model.weight_packing import WeightPacking
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -99,7 +99,7 @@ def matrix_at(
         raise NotFusable(f"a packed weight of it stands for {packing.dtype}")
     at = address_of(data, torch.uint8)
     group = packing.quantization.group_size
-    return Matrix(at, at_bias, cols, depth, depth, packing_format(packing), group)
+    return Matrix(at, at_bias, cols, depth, depth, packing.format, group)
 
 
 def matrix_of(linear: Any, dtype: torch.dtype) -> Matrix:

@@ -4,27 +4,66 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
 from verbatim.model.quantization import Quantization
 
-HEAD_BYTES = 4  # (scale, low) of a group, two bf16
+
+class Encoding(IntEnum):
+    """What a code and the head of its group stand for; each is exact for the formats it is named after.
+
+    A weight is the float32 value, rounded once to the model's dtype.
+    """
+
+    # low + scale * code, both bf16: `pack`, of `quantization=`.
+    AFFINE = 0
+    # scale * (code - zero): a float32 whose lowest 8 bits are zero, and hold the zero point instead.
+    ZERO_POINT = 1
+    # scale * (code - 2^(bits - 1)), float32.
+    SIGNED = 2
+    # scale * FP8 (E4M3), float32.
+    FP8 = 3
+    # scale * one of 16 numbers (`TABLES`), float32; MXFP4: bf16.
+    NF4 = 4
+    FP4 = 5
+    MXFP4 = 6
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (
+    *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+    *(0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+)
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+TABLES = {
+    Encoding.NF4: torch.tensor(_NF4),
+    Encoding.FP4: torch.tensor((*_FP4, *(-x for x in _FP4))),
+    Encoding.MXFP4: torch.tensor((*_E2M1, *(-x for x in _E2M1))),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPacking:
     """The byte layout of one quantized parameter.
 
-    `[..., N, K]` (as in nn.Linear) is stored row by row: the codes of a row, then (scale, low) of each of
-    its groups. `[..., K, N]` (as in GPT-2) is stored group by group: N scales, N lows, then the codes row
-    by row. With 4 bits, byte i of a group has its elements i (low half) and i + ceil(size / 2).
+    `[..., N, K]` (as in nn.Linear) is stored row by row: the codes of a row, then the head of each of its
+    groups. `[..., K, N]` (as in GPT-2) is stored group by group: N heads (of `AFFINE`: N scales, N lows),
+    then the codes row by row. With 4 bits, byte i of a group has its elements i (low half) and
+    i + ceil(size / 2).
 
     Attributes:
         shape, dtype: of the parameter.
         columns: K is the second to last dimension; else the last.
         interleaved: the layout for integer products (`integers.py`), matrix by matrix. `pack` and `unpack`
             do not support it.
+        encoding: of codes and heads.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +71,7 @@ class WeightPacking:
     quantization: Quantization
     columns: bool = False
     interleaved: bool = False
+    encoding: Encoding = Encoding.AFFINE
 
     def __post_init__(self) -> None:
         assert len(self.shape) >= 2 and self.dtype.is_floating_point
@@ -40,6 +80,26 @@ class WeightPacking:
     def multiplies_codes(self) -> bool:
         """True if activations are quantized, too."""
         return self.quantization.activation_bits is not None
+
+    @property
+    def name(self) -> str:
+        """The format's name, such as "fp8-g128"."""
+        kind = self.quantization
+        if self.encoding is Encoding.AFFINE:
+            return kind.name
+        is_integer = self.encoding in (Encoding.ZERO_POINT, Encoding.SIGNED)
+        name = f"int{kind.bits}" if is_integer else self.encoding.name.lower()
+        return f"{name}-g{kind.group_size}"
+
+    @property
+    def format(self) -> int:
+        """`vb::Format` of kernels/matrix.h."""
+        return self.quantization.bits + 16 * self.interleaved + 256 * self.encoding
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a group's scale, and what goes with it."""
+        return 2 if self.encoding is Encoding.MXFP4 else 4
 
     @property
     def depth(self) -> int:
@@ -60,7 +120,7 @@ class WeightPacking:
     def vector_bytes(self) -> int:
         """Bytes per vector of K elements."""
         groups = -(-self.depth // self.quantization.group_size)
-        return (self.depth * self.quantization.bits + 7) // 8 + groups * HEAD_BYTES
+        return (self.depth * self.quantization.bits + 7) // 8 + groups * self.head_bytes
 
     @property
     def vector_words(self) -> int:

@@ -18,11 +18,11 @@ from verbatim.model.dcp.folder import fingerprints as dcp_fingerprints
 from verbatim.model.integers import interleave
 from verbatim.model.loader import Checkpoint, LoadedModel, Skeleton, fingerprints
 from verbatim.model.packed import hold_packed, placeholder, replace_children
-from verbatim.model.packing import PackingReport, choose_packings, owners
+from verbatim.model.packing import PackingReport, choose_packings, matrices_of, owners
 from verbatim.model.quantization import Quantization
 from verbatim.model.quantize import pack_and_measure
 from verbatim.model.weight_packing import WeightPacking
-from verbatim.weights.formats import as_stored, stored_packing
+from verbatim.weights.formats.stored import held_packing
 from verbatim.weights.lazy import Held, LazyWeight, Stored, materialize, sources
 from verbatim.weights.packed_cache import THREADS, PackedCache, read_stored
 from verbatim.weights.skeleton import open_skeleton
@@ -40,7 +40,7 @@ def open_weights(open_: Opener, quantization: Quantization | None) -> LoadedMode
     With `quantization`, the quantized weights of a folder with safetensors, or of a DCP folder, are cached
     for the next time. Any other model is loaded as it is first.
 
-    Weights that are stored packed (`stored_packing`) are held as they are stored.
+    Weights that are stored packed (`held_packing`) are held as they are stored.
 
     Raises:
         ModelError: it can't be opened, or has NaN, an infinity or a number too large to be quantized.
@@ -106,7 +106,7 @@ def load_weights(
 ) -> PackingReport | None:
     """Read weights into a module, and quantize those that `quantization` is for.
 
-    Weights that are stored packed stay as they are stored, whatever `quantization` is.
+    Weights that are stored packed stay as they are stored, unless `quantization` has fewer bits.
 
     At most `THREADS` weights are in memory whole and unquantized at the same time.
 
@@ -122,13 +122,13 @@ def load_weights(
     """
     cuts = cuts or {}
     packings = {} if quantization is None else choose_packings(module, quantization)
+    matrices = matrices_of(module)
     weights: dict[nn.Parameter, _Weight] = {}
     for name, parameter in module.named_parameters():
         if parameter in lazy_weights:
             lazy, packing = lazy_weights.pop(parameter), packings.get(parameter)
-            stored = stored_packing(lazy)
-            if stored is not None:
-                packing, lazy = as_stored(stored[0], packing), stored[1]
+            stored = held_packing(lazy, packing, matrices.get(parameter))
+            packing, lazy = stored or (packing, lazy)
             weights[parameter] = _Weight(name, parameter, lazy, packing, stored is not None)
     for _, layer, name, parameter in owners(module):
         if parameter in weights:
@@ -137,10 +137,8 @@ def load_weights(
     give_back_freed()
     _assign(module, weights, cuts)
     packed = {w.name: w for w in weights.values() if w.packing is not None}
-    if quantization is None:
-        if not packed:
-            return None
-        quantization = next(w.packing.quantization for w in packed.values() if w.packing)
+    if not packed:
+        return None
     return PackingReport(
         quantization,
         {name: w.kept[next(iter(w.cuts))][1] for name, w in packed.items()},

@@ -17,7 +17,7 @@ from torch import Tensor
 from verbatim.errors import ModelError, NotSupported
 from verbatim.model import products
 from verbatim.untrusted import read_json
-from verbatim.weights.formats import Decoded
+from verbatim.weights.formats.stored import Decoded
 from verbatim.weights.lazy import Computed, LazyWeight, Stored
 
 _PREFIX = "base_model.model."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verbatim.model.experts import runs_flat
-from verbatim.model.integers import interleave, pack_as_held
+from verbatim.model.integers import pack_as_held
 from verbatim.model.packed import hold_packed, placeholder, replace_children
 from verbatim.model.packing import PackingReport, owners
 from verbatim.model.quantization import Quantization
@@ -19,7 +19,7 @@ from verbatim.model.weight_packing import WeightPacking
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.units import Slot, Units
 from verbatim.weights.files import read_whole
-from verbatim.weights.formats import stored_packing
+from verbatim.weights.formats.stored import stored_packing
 from verbatim.weights.lazy import Held, materialize
 
 
@@ -34,7 +34,7 @@ class Compression:
         exact: matrices that are not quantized.
     """
 
-    quantization: Quantization
+    quantization: Quantization | None
     packed: list[Slot]
     rounded: list[Slot]
     exact: list[Slot]
@@ -69,13 +69,11 @@ class Compression:
                     self.rounded.append(slot)
                     continue
             stored = stored_packing(slot.lazy)
-            if stored is None:
+            if stored is not None and stored[0] == slot.packing:
+                packed = materialize(stored[1], read_whole).flatten()
+            else:
                 weight = materialize(slot.lazy, read_whole)
                 packed, self.squares[slot.name] = pack_as_held(weight, slot.packing, slot.name)
-            else:
-                packed = materialize(stored[1], read_whole).flatten()
-                if slot.packing.interleaved:
-                    packed, _ = interleave(packed, replace(slot.packing, interleaved=False))
             on_disk = slot.tier == "disk"
             slot.lazy = scratch.keep(slot.name, packed) if on_disk else Held(packed)
             slot.in_place = False
@@ -90,7 +88,7 @@ class Compression:
 def choose(
     units: Units,
     module: nn.Module,
-    quantization: Quantization,
+    quantization: Quantization | None,
     packings: Mapping[nn.Parameter, WeightPacking],
 ) -> Compression:
     """Choose which slots are quantized, and how, without reading anything.
@@ -106,7 +104,8 @@ def choose(
             continue
         interleaves = packing.multiplies_codes
         if slot.rows_only or (slot in units.held and not interleaves):
-            if stored_packing(slot.lazy) is not None:  # decoded, the numbers are the same
+            stored = stored_packing(slot.lazy)
+            if stored is not None and stored[0] == packing:  # decoded, the numbers are the same
                 continue
             slot.rounding = packing
             rounded_.append(slot)

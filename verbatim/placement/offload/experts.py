@@ -429,6 +429,6 @@ def _shape_of(layer: ExpertLayer) -> Any:
     found: list[Any] = []
     for key, stack in layer.stacks.items():
         parameter, packing = stack.slot.parameter, stack.slot.packing
-        kind = None if packing is None else packing.quantization
+        kind = None if packing is None else (packing.format, packing.quantization)
         found.append((key, parameter.shape[1:], parameter.dtype, stack.nbytes, kind))
     return tuple(found)

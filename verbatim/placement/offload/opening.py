@@ -19,7 +19,7 @@ from verbatim.model.early_exit import EarlyExit, open_draft_layers
 from verbatim.model.hidden import head_of
 from verbatim.model.loader import LoadedModel
 from verbatim.model.mtp_source import Mtp, mtp_size
-from verbatim.model.packing import choose_packings
+from verbatim.model.packing import choose_packings, matrices_of
 from verbatim.model.spec import ModelSpec, inner_model
 from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.compress import Compression, choose
@@ -36,7 +36,7 @@ from verbatim.placement.offload.trace import Trace
 from verbatim.placement.offload.units import Units, find_units
 from verbatim.placement.offload.weights import Weights
 from verbatim.placement.options import EngineOptions, Placed
-from verbatim.weights.formats import as_stored, stored_packing
+from verbatim.weights.formats.stored import held_packing
 
 
 def open_offloaded(
@@ -221,14 +221,15 @@ def units_of(
     assert loaded.lazy_weights is not None
     units, kind = find_units(loaded.module, loaded.lazy_weights), options.quantization
     packings = {} if kind is None else choose_packings(loaded.module, kind)
+    matrices = matrices_of(loaded.module)
     for parameter, lazy in loaded.lazy_weights.items():
-        if (stored := stored_packing(lazy)) is not None:
-            packings[parameter] = as_stored(stored[0], packings.get(parameter))
-            kind = kind or packings[parameter].quantization
+        stored = held_packing(lazy, packings.get(parameter), matrices.get(parameter))
+        if stored is not None:
+            packings[parameter] = stored[0]
     units.split_experts()
     if offload.weights is None or offload.weights[2]:
         split_head(units, head_of(inner_model(loaded.module)), packings)
-    return units, None if kind is None else choose(units, loaded.module, kind, packings)
+    return units, choose(units, loaded.module, kind, packings) if packings else None
 
 
 def groups_of(units: Units, slots: Mapping[tuple[int, int], int]) -> list[list[int]]:

@@ -1,0 +1,79 @@
+"""Quantized checkpoints: the lazy weight of each matrix, from what its format stores.
+
+`decode` replaces the tensors of a quantized matrix (codes, scales, zero points) by one lazy weight under the
+name of the plain matrix, so everything that reads lazy weights reads a quantized checkpoint. Codes keep their
+bits: they are laid out anew (`Encoding` of `model/weight_packing.py`), and a matrix held packed and one held
+decoded are bit for bit the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbatim.errors import ModelError, VerbatimError
+from verbatim.untrusted import reason
+from verbatim.weights.formats.bitsandbytes import read_bitsandbytes
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
+from verbatim.weights.formats.compressed import read_compressed
+from verbatim.weights.formats.fp8 import read_fp8, read_mxfp4
+from verbatim.weights.formats.gptq import read_awq, read_gptq
+from verbatim.weights.lazy import LazyWeight, Stored
+
+# By `quant_method`, as in `QUANTIZATIONS` of `untrusted.py`.
+_FORMATS: dict[str, Callable[[QuantizedCheckpoint], Iterator[tuple[str, LazyWeight]]]] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fp8,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
+}
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a transformers config, or of a model inside it."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        found = getattr(part, "quantization_config", None)
+        if found is not None:
+            return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def forget_quantization(config: Any) -> None:
+    """Remove every `quantization_config`, so that transformers builds plain modules."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None and "quantization_config" in part.__dict__:
+            del part.quantization_config
+
+
+def decode(
+    folder: Path, stored: Mapping[str, Stored], quantization: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, LazyWeight]:
+    """Return the lazy weights of a quantized checkpoint, by the names of the plain model.
+
+    Args:
+        stored: the tensors of its files.
+        quantization: the `quantization_config` of its config.json.
+        dtype: of the decoded weights.
+
+    Raises:
+        NotSupported: a variant of the format that is not read.
+        ModelError: tensors of a matrix are missing, or of another shape than the format says.
+    """
+    # `check_config` allows no other.
+    reader = _FORMATS[quantization.get("quant_method") or "bitsandbytes"]
+    checkpoint = QuantizedCheckpoint(folder, dict(stored), quantization, dtype)
+    try:
+        decoded = dict(reader(checkpoint))
+    except VerbatimError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelError(
+            f"{folder}: its quantization_config is damaged: {reason(error)}"
+        ) from error
+    return {**checkpoint.left, **decoded}

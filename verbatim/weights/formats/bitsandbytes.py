@@ -1,0 +1,84 @@
+"""bitsandbytes: int8 by rows, NF4 and FP4 in blocks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.model.weight_packing import TABLES, Encoding
+from verbatim.weights.files import read_whole
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
+from verbatim.weights.formats.compressed import unsigned
+from verbatim.weights.lazy import LazyWeight
+
+
+def read_bitsandbytes(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix."""
+
+    def codes(weight: Tensor, scales: Tensor) -> Any:
+        return unsigned(weight), scales.float()[:, None] / 127, 0.0
+
+    for name in checkpoint.names(".SCB"):
+        weight = f"{name}.weight"
+        parts = checkpoint.take(weight), checkpoint.take(f"{name}.SCB")
+        shape = parts[0].shape
+        if parts[0].dtype is not torch.int8 or parts[1].shape != shape[:1]:
+            raise checkpoint.wrong(weight)
+        checkpoint.drop(f"{name}.weight_format")
+        yield weight, checkpoint.grouped(weight, shape, Encoding.SIGNED, 8, 0, codes, parts)
+    for kind in (Encoding.NF4, Encoding.FP4):
+        for name in checkpoint.names(f".quant_state.bitsandbytes__{kind.name.lower()}"):
+            yield name, _four_bits(checkpoint, name, kind)
+
+
+def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> LazyWeight:
+    state = read_whole(
+        checkpoint.take(f"{name}.quant_state.bitsandbytes__{kind.name.lower()}")
+    ).flatten()
+    try:
+        fields = json.loads(bytes(state.tolist()))
+        shape = tuple(int(n) for n in fields["shape"])
+        block = int(fields["blocksize"])
+        nested = int(fields.get("nested_blocksize") or 0)
+        offset = float(fields.get("nested_offset") or 0)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ModelError(f"{checkpoint.folder}: the quant_state of {name} is damaged") from None
+    keys = ["", ".absmax", ".quant_map"]
+    keys += [".nested_absmax", ".nested_quant_map"] if nested else []
+    parts = tuple(checkpoint.take(f"{name}{key}") for key in keys)
+    numel = torch.Size(shape).numel()
+    peaks = -(-numel // block) if block > 0 else -1
+    if len(shape) != 2 or parts[0].nbytes != -(-numel // 2) or parts[2].shape != (16,):
+        raise checkpoint.wrong(name)
+    if torch.Size(parts[1].shape).numel() != peaks:
+        raise checkpoint.wrong(f"{name}.absmax")
+
+    def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
+        data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
+        code = torch.stack([data >> 4, data & 15], -1).flatten()[:numel]
+        peaks = absmax.flatten()
+        if nests:
+            outer = nests[0].repeat_interleave(nested)[: len(peaks)]
+            peaks = nests[1][peaks.int()] * outer + offset
+        return code, peaks
+
+    def codes(words: Tensor, absmax: Tensor, _: Tensor, *nests: Tensor) -> Any:
+        code, peaks = flat(words, absmax, *nests)
+        return code.view(shape), peaks.repeat_interleave(block // size).view(shape[0], -1), 0.0
+
+    def values(words: Tensor, absmax: Tensor, table: Tensor, *nests: Tensor) -> Tensor:
+        code, peaks = flat(words, absmax, *nests)
+        return (table[code.int()] * peaks.repeat_interleave(block)[:numel]).view(shape)
+
+    # Blocks run on from row to row; a group of ours lies in one block.
+    size = math.gcd(block, shape[1])
+    known = torch.equal(read_whole(parts[2]).float(), TABLES[kind])
+    if not known or size % 32:
+        return checkpoint.rounded(shape, values, parts, name)
+    return checkpoint.grouped(name, shape, kind, 4, size, codes, parts)

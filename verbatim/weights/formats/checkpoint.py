@@ -1,0 +1,164 @@
+"""The tensors of a quantized checkpoint, and how codes of a format become the packed layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError, NotSupported
+from verbatim.model.groups import halved, heads_of
+from verbatim.model.quantization import GROUP_SIZES, Quantization
+from verbatim.model.quantize import pack
+from verbatim.model.weight_packing import Encoding, WeightPacking, stretches
+from verbatim.weights.formats.stored import Grouped
+from verbatim.weights.lazy import Computed, LazyWeight, Stored
+
+# Of the tensors of a matrix: codes `[N, K]`, scales `[N, groups]`, zero points of `ZERO_POINT`.
+Codes = Callable[..., tuple[Tensor, Tensor, Tensor | float]]
+_LARGEST = 2.0**118  # a scale; FP8 scales are multiplied by 2^8
+
+
+@dataclass(slots=True)
+class QuantizedCheckpoint:
+    """The tensors of a quantized checkpoint.
+
+    Attributes:
+        left: tensors that no format has taken: those of unquantized modules.
+        quantization: `quantization_config` of config.json.
+        dtype: of decoded weights.
+    """
+
+    folder: Path
+    left: dict[str, Stored]
+    quantization: Mapping[str, Any]
+    dtype: torch.dtype
+
+    def names(self, suffix: str) -> list[str]:
+        """Return the names that end in `suffix`, without it."""
+        return [name.removesuffix(suffix) for name in self.left if name.endswith(suffix)]
+
+    def take(self, name: str) -> Stored:
+        """Remove and return a tensor."""
+        if name not in self.left:
+            raise ModelError(f"{self.folder} lacks {name}, which its quantization needs")
+        return self.left.pop(name)
+
+    def take_if_there(self, name: str) -> tuple[Stored, ...]:
+        """Remove and return a tensor, or nothing."""
+        return (self.left.pop(name),) if name in self.left else ()
+
+    def drop(self, *names: str) -> None:
+        """Remove what is not needed for the weights, if it is there."""
+        for name in names:
+            self.left.pop(name, None)
+
+    def option(self, name: str, default: Any, *allowed: Any) -> Any:
+        """Return an option of the quantization.
+
+        Raises:
+            NotSupported: it is not one of `allowed`.
+        """
+        value = self.quantization.get(name, default)
+        if allowed and value not in allowed:
+            raise NotSupported(
+                f"{self.folder}: config.json: {name}={str(value)[:80]!r} of its quantization is not "
+                f"supported: must be one of {list(allowed)}"
+            )
+        return value
+
+    def group_size(self, depth: int, size: int) -> int | None:
+        """Return the largest of our group sizes that `size` (at most 0: all of a row) is made of."""
+        sizes = [size] * (size in GROUP_SIZES) + sorted(GROUP_SIZES, reverse=True)
+        return next((g for g in sizes if size <= 0 or size >= depth or size % g == 0), None)
+
+    def grouped(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        encoding: Encoding,
+        bits: int,
+        size: int,
+        codes: Codes,
+        parts: tuple[Stored, ...],
+        *,
+        columns: bool = False,
+    ) -> LazyWeight:
+        """Return the lazy weight of codes in groups.
+
+        Args:
+            size: elements of a group; at most 0: all of a row.
+        """
+        depth = shape[-2 if columns else -1]
+        group = self.group_size(depth, size)
+        if group is None:
+            raise NotSupported(
+                f"{self.folder}: {name} has groups of {size}: must be a multiple of {GROUP_SIZES[0]}"
+            )
+        kind = Quantization(bits, group, None)
+        packing = WeightPacking(shape, self.dtype, kind, columns, encoding=encoding)
+        repeat = -(-depth // group) if size <= 0 or size >= depth else size // group
+        one, full_name = replace(packing, shape=shape[-2:]), f"{self.folder}: {name}"
+
+        def compute(*tensors: Tensor) -> Tensor:
+            code, scale, zero = codes(*tensors)
+            if not bool((scale.float().abs() <= _LARGEST).all()):
+                raise ModelError(f"{full_name} has scales that are NaN, infinite or too large")
+            if isinstance(zero, Tensor) and not 0 <= int(zero.min()) <= int(zero.max()) < 256:
+                raise ModelError(f"{full_name} has zero points that are not from 0 to 255")
+            heads = heads_of(scale.float().contiguous(), zero, encoding)
+            return _laid_out(code, heads.repeat_interleave(repeat, -1), one)
+
+        return Computed(Grouped(full_name, packing, compute), parts, {}, None)
+
+    def rounded(
+        self,
+        shape: tuple[int, ...],
+        values: Callable[..., Tensor],
+        parts: tuple[Stored, ...],
+        name: str,
+    ) -> LazyWeight:
+        """Return the lazy weight of values that are rounded to 8 bits in groups of 32."""
+        packing = WeightPacking(shape, self.dtype, Quantization(8, 32, None))
+
+        def compute(*tensors: Tensor) -> Tensor:
+            return pack(values(*tensors).to(self.dtype).contiguous(), packing, name)
+
+        return Computed(Grouped(f"{self.folder}: {name}", packing, compute), parts, {}, None)
+
+    def wrong(self, name: str) -> ModelError:
+        """Return the error for a tensor of another shape."""
+        return ModelError(f"{self.folder}: {name} has not the shape that its quantization says")
+
+
+def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
+    """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
+    bits, group = packing.quantization.bits, packing.quantization.group_size
+    pieces, at = [], 0
+    for count, size in stretches(packing.depth, group):
+        part = code[:, at : at + count * size].unflatten(-1, (count, size))
+        pieces.append(halved(part, -1, bits))
+        at += count * size
+    heads = heads[:, : -(-packing.depth // group)]
+    if not packing.columns:
+        parts = [piece.flatten(1) for piece in pieces]
+        return torch.cat([*parts, heads.contiguous().view(torch.uint8)], 1).flatten()
+    rows, at = [], 0
+    for piece in pieces:  # [N, groups, bytes]
+        count = piece.shape[1]
+        head = heads[:, at : at + count].t().contiguous().view(torch.uint8)
+        rows.append(torch.cat([head, piece.movedim(0, -1).flatten(1)], 1).flatten())
+        at += count
+    return torch.cat(rows)
+
+
+def nibbles(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, the lowest bits first."""
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data
+    return torch.stack([data & 15, data >> 4], -1).flatten(-2)

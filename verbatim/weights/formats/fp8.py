@@ -1,0 +1,121 @@
+"""FP8 with one scale for a tensor, a row or a block; MXFP4 with one for 32 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError, NotSupported
+from verbatim.model.weight_packing import Encoding
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
+from verbatim.weights.formats.stored import Decoded
+from verbatim.weights.lazy import Computed, LazyWeight
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def scaled(
+    checkpoint: QuantizedCheckpoint, name: str, scale: str, block: list[int] | None
+) -> LazyWeight:
+    """Return the lazy weight of FP8 values times their scales.
+
+    It is packed, unless it is E5M2 or has blocks of another size along K than a group can have.
+
+    Args:
+        block: rows and columns of a block; None: a scale for the tensor or for each row.
+    """
+    parts = checkpoint.take(name), checkpoint.take(scale)
+    shape, blocks = parts[0].shape, parts[1].shape
+    if block and len(blocks) == len(shape):
+        # The last block of a dimension may be short.
+        sizes = [1] * (len(shape) - 2) + list(block)
+    elif len(blocks) == len(shape):
+        if any(m and n % m for n, m in zip(shape, blocks, strict=True)):
+            raise NotSupported(
+                f"{checkpoint.folder}: config.json names no size for the blocks of {name}, and "
+                f"{list(shape)} is no multiple of its {list(blocks)} scales"
+            )
+        sizes = [-(-n // max(1, m)) for n, m in zip(shape, blocks, strict=True)]
+    else:
+        sizes = []
+    if (sizes and any(-(-n // b) != m for n, b, m in zip(shape, sizes, blocks, strict=True))) or (
+        not sizes and torch.Size(blocks).numel() not in (1, shape[0])
+    ):
+        raise checkpoint.wrong(scale)
+
+    def by_rows(scales: Tensor, rows: int) -> Tensor:
+        """Return the scales of each row of a matrix: `[N, blocks of K]`."""
+        if not sizes:
+            return scales.view(-1, 1).expand(rows, 1)
+        if len(scales) == 1:
+            return scales.expand(rows, -1)
+        return scales.repeat_interleave(sizes[-2], 0)[:rows]
+
+    def codes(weight: Tensor, scales: Tensor) -> Any:
+        code = weight.view(torch.uint8)
+        if bool((code & 127 == 127).any()):
+            raise ModelError(f"{checkpoint.folder}: {name} has numbers that are NaN")
+        return code, by_rows(scales.float(), len(code)), 0.0
+
+    def values(weight: Tensor, scales: Tensor) -> Tensor:
+        scales = scales.float()
+        if not bool(scales.isfinite().all()):
+            raise ModelError(f"{checkpoint.folder}: {scale} has numbers that are NaN or infinite")
+        if not sizes:
+            scales = scales.view(-1, *[1] * (len(shape) - 1))
+        for dim, size in enumerate(sizes):
+            if size > 1 and scales.shape[dim] > 1:
+                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+        return (weight.float() * scales).to(checkpoint.dtype)
+
+    size = sizes[-1] if sizes else 0
+    matrices = len(shape) == 2 or (len(shape) == 3 and blocks[:1] == shape[:1])
+    is_e4m3 = parts[0].dtype is torch.float8_e4m3fn
+    if is_e4m3 and matrices and checkpoint.group_size(shape[-1], size):
+        return checkpoint.grouped(name, shape, Encoding.FP8, 8, size, codes, parts)
+    return Computed(Decoded(shape, checkpoint.dtype, values), parts, {}, None)
+
+
+def read_fp8(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each FP8 matrix."""
+    block = checkpoint.quantization.get("weight_block_size")
+    for suffix in ("_scale_inv", "_scale"):
+        for name in checkpoint.names(suffix):
+            if (stored := checkpoint.left.get(name)) is not None and stored.dtype in FP8:
+                yield name, scaled(checkpoint, name, f"{name}{suffix}", block)
+                # Of a layer, or of a matrix of fused experts.
+                for prefix in (name.removesuffix("weight"), f"{name}_"):
+                    kinds = ("activation_scale", "input_scale", "input_scale_ub")
+                    checkpoint.drop(*(prefix + kind for kind in kinds))
+    finish_fp8(checkpoint)
+
+
+def finish_fp8(checkpoint: QuantizedCheckpoint) -> None:
+    """Drop the scales of a quantized KV cache, which are not used, and refuse weights without scales."""
+    for suffix in ("k_scale", "v_scale", "q_scale"):
+        checkpoint.drop(*(f"{name}.{suffix}" for name in checkpoint.names(f".{suffix}")))
+    for name, stored in checkpoint.left.items():
+        if stored.dtype in FP8:
+            raise ModelError(f"{checkpoint.folder} lacks the scales of {name}, which is FP8")
+
+
+def read_mxfp4(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each stack of experts."""
+
+    def codes(blocks: Tensor, exponents: Tensor) -> Any:
+        code = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3)
+        return code, torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127), 0.0
+
+    for name in checkpoint.names("_blocks"):
+        blocks = checkpoint.take(f"{name}_blocks")
+        parts = blocks, checkpoint.take(f"{name}_scales")
+        if blocks.shape[:-1] != parts[1].shape or blocks.shape[-1:] != (16,):
+            raise checkpoint.wrong(f"{name}_blocks")
+        *outer, width, groups, _ = blocks.shape
+        # transformers keeps these experts as [experts, K, N].
+        shape = (*outer, groups * 32, width)
+        kind = Encoding.MXFP4
+        yield name, checkpoint.grouped(name, shape, kind, 4, 32, codes, parts, columns=True)

@@ -1,0 +1,98 @@
+"""GPTQ and AWQ: codes in int32, a zero point and an fp16 scale for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError
+from verbatim.model.weight_packing import Encoding
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, nibbles
+from verbatim.weights.lazy import LazyWeight, Stored
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word
+
+
+def _take(
+    checkpoint: QuantizedCheckpoint, name: str, by_columns: bool, bits: int, size: int
+) -> tuple[tuple[int, int], tuple[Stored, ...]]:
+    """Return the shape of a matrix and its tensors: words, zero points, scales.
+
+    Args:
+        by_columns: a word has codes of several columns, as in AWQ; else of several rows.
+        size: of a group; at most 0: all of K.
+    """
+    keys, per_word = ("qweight", "qzeros", "scales"), 32 // bits
+    words, zeros, scales = (checkpoint.take(f"{name}.{key}") for key in keys)
+    if any(part.dtype is not torch.int32 or len(part.shape) != 2 for part in (words, zeros)):
+        raise checkpoint.wrong(f"{name}.qweight")
+    depth, width = words.shape
+    shape = (width * per_word, depth) if by_columns else (width, depth * per_word)
+    groups = -(-shape[1] // size) if size > 0 else 1
+    if scales.shape != (groups, shape[0]) or zeros.shape != (groups, -(-shape[0] // per_word)):
+        raise checkpoint.wrong(f"{name}.scales")
+    return shape, (words, zeros, scales)
+
+
+def read_gptq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix."""
+    bits = checkpoint.option("bits", None, 4, 8)
+    size = checkpoint.option("group_size", 128)
+    version = checkpoint.option("checkpoint_format", "gptq", "gptq", "gptq_v2")
+    ordered = bool(checkpoint.option("desc_act", False))
+
+    def zeros_of(zeros: Tensor, scales: Tensor) -> Tensor:
+        zero: Tensor = nibbles(zeros, bits)[:, : scales.shape[1]].int() + (version == "gptq")
+        return zero
+
+    def codes(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor | None = None) -> Any:
+        code = nibbles(words.t(), bits)
+        groups = torch.arange(code.shape[1]) // (size if size > 0 else code.shape[1])
+        if order is not None and not torch.equal(order.to(groups.dtype), groups):
+            raise ModelError(
+                f"{checkpoint.folder}: its g_idx reorders groups, and config.json says desc_act=false"
+            )
+        return code, scales.t(), zeros_of(zeros, scales).t()
+
+    def values(words: Tensor, zeros: Tensor, scales: Tensor, order: Tensor) -> Tensor:
+        code, groups = nibbles(words.t(), bits).t().float(), order.long()
+        if not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
+            raise ModelError(f"{checkpoint.folder}: a g_idx names groups that are not there")
+        matrix: Tensor = scales.float()[groups] * (code - zeros_of(zeros, scales)[groups])
+        return matrix.t()
+
+    for name in checkpoint.names(".qweight"):
+        shape, parts = _take(checkpoint, name, False, bits, size)
+        order = checkpoint.take_if_there(f"{name}.g_idx")
+        if (ordered and not order) or any(part.shape != shape[1:] for part in order):
+            raise checkpoint.wrong(f"{name}.g_idx")
+        weight, parts = f"{name}.weight", parts + order
+        if ordered:
+            yield weight, checkpoint.rounded(shape, values, parts, weight)
+        else:
+            kind = Encoding.ZERO_POINT
+            yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)
+
+
+def read_awq(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield the lazy weight of each matrix."""
+    bits = checkpoint.option("bits", checkpoint.quantization.get("w_bit"), 4)
+    size = checkpoint.option("group_size", checkpoint.quantization.get("q_group_size", 128))
+    checkpoint.option("version", "gemm", "gemm", "GEMM")
+    order = torch.tensor(_AWQ_ORDER).argsort()
+
+    def columns(words: Tensor) -> Tensor:
+        found: Tensor = nibbles(words, bits).unflatten(-1, (-1, 8))[..., order].flatten(-2).t()
+        return found
+
+    def codes(words: Tensor, zeros: Tensor, scales: Tensor) -> Any:
+        return columns(words), scales.t(), columns(zeros).int()
+
+    for name in checkpoint.names(".qweight"):
+        weight = f"{name}.weight"
+        shape, parts = _take(checkpoint, name, True, bits, size)
+        kind = Encoding.ZERO_POINT
+        yield weight, checkpoint.grouped(weight, shape, kind, bits, size, codes, parts)

@@ -1,0 +1,125 @@
+"""Lazy weights of quantized matrices: decoded, or as the packed bytes that a layer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import ModelError, VerbatimError
+from verbatim.model.quantize import unpack
+from verbatim.model.weight_packing import WeightPacking
+from verbatim.untrusted import reason
+from verbatim.weights.lazy import Computed, LazyWeight
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """Computes a matrix from the stored tensors of its format.
+
+    Attributes:
+        shape, dtype: of the matrix.
+        compute: returns it from the tensors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute: Callable[..., Tensor]
+
+    def __call__(self, *parts: Tensor) -> Tensor:
+        return self.compute(*parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped:
+    """Computes a matrix from the stored tensors of its format, through the packed layout.
+
+    Attributes:
+        name: of the matrix, for errors.
+        packing: of the matrix.
+        compute: returns the packed bytes of a matrix `[N, K]` or `[K, N]` from its tensors. Those of a stack
+            are cut along the first dimension, as unpacked codes take several times the memory.
+    """
+
+    name: str
+    packing: WeightPacking
+    compute: Callable[..., Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.packing.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.packing.dtype
+
+    def pack(self, *parts: Tensor) -> Tensor:
+        """Return the packed bytes: `[..., N, vector_bytes]` by rows, `[..., matrix_bytes]` by columns."""
+        shape, packing = self.packing.shape, self.packing
+        outer = shape[:-1] if not packing.columns else shape[:-2]
+        try:
+            if len(shape) == 2:
+                return self.compute(*parts).view(*outer, -1)
+            out = torch.empty(shape[0], packing.nbytes // shape[0], dtype=torch.uint8)
+            for row, *own in zip(out, *parts, strict=True):
+                row.copy_(self.compute(*own))
+            return out.view(*outer, -1)
+        except VerbatimError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise ModelError(
+                f"the tensors of {self.name} do not fit its format: {reason(error)}"
+            ) from error
+
+    def __call__(self, *parts: Tensor) -> Tensor:
+        return unpack(self.pack(*parts).flatten(), self.packing)
+
+
+def stored_packing(lazy: LazyWeight) -> tuple[WeightPacking, LazyWeight] | None:
+    """Return the packing that a lazy weight has in its file, and the lazy weight of its packed bytes.
+
+    A stack or concatenation of packed matrices along any dimension but K is packed as well.
+    None of any other weight.
+    """
+    if not isinstance(lazy, Computed):
+        return None
+    if isinstance(lazy.func, Grouped):
+        return lazy.func.packing, replace(lazy, func=lazy.func.pack)
+    if lazy.func not in (_aten.stack.default, _aten.cat.default):
+        return None
+    pairs = [pair for part in lazy.args[0] if (pair := stored_packing(part)) is not None]
+    packings, parts = [packing for packing, _ in pairs], [part for _, part in pairs]
+    if len(pairs) < len(lazy.args[0]) or packings[0].columns:
+        return None
+    dim, first = lazy.args[1] if len(lazy.args) > 1 else 0, packings[0]
+    shape = list(first.shape)
+    if not 0 <= dim <= len(shape) - 2:
+        return None
+    if lazy.func is _aten.stack.default:
+        shape.insert(dim, len(packings))
+    else:
+        shape[dim] = sum(packing.shape[dim] for packing in packings)
+    if any(replace(packing, shape=first.shape) != first for packing in packings):
+        return None
+    return replace(first, shape=tuple(shape)), replace(lazy, args=(parts, dim))
+
+
+def held_packing(
+    lazy: LazyWeight, wanted: WeightPacking | None, columns: bool | None
+) -> tuple[WeightPacking, LazyWeight] | None:
+    """Return `stored_packing` of a weight that is held as it is stored; None: it is decoded.
+
+    Args:
+        wanted: the packing that the user's quantization has for it. It is used instead if it takes fewer
+            bits, or quantizes activations.
+        columns: as a layer multiplies with it (`matrices_of`); None: with another operation.
+    """
+    stored = stored_packing(lazy)
+    if stored is None or stored[0].columns is not columns:
+        return None
+    fewer = wanted and wanted.quantization.bits < stored[0].quantization.bits
+    return None if fewer or (wanted and wanted.multiplies_codes) else stored
