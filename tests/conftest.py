@@ -84,7 +84,8 @@ def poisoned_kv(monkeypatch: pytest.MonkeyPatch) -> None:
         # Looked up when it is called, as tests replace it.
         poison_blocks(pool, store, lambda blocks: store.poison(blocks), store.num_blocks)
         if (states := store.states) is not None:
-            poison_blocks(opened.scheduler.states.pool, store, states.poison, states.num_slots)
+            slots = opened.scheduler.states.pool
+            poison_blocks(slots, store, states.poison, states.num_slots, states)
         return opened
 
     monkeypatch.setattr(opening, "open_engine", poisoned)

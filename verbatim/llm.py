@@ -27,7 +27,7 @@ from verbatim.params import SamplingParams
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.runner import Clustered
 from verbatim.placement.offload.choice import Offload
-from verbatim.placement.options import EngineOptions, engine_options
+from verbatim.placement.options import DEFAULT_FOLDER_BYTES, EngineOptions, engine_options
 from verbatim.placement.parallel.choice import PipelineParallel, Ranked
 from verbatim.prompts import as_params, as_prompts
 from verbatim.protocols import Runner
@@ -72,6 +72,10 @@ class LLM:
             that its class lists as ignorable, MTP layers and other modalities. "ignore" opens it.
         prefix_cache: reuse the K and V of shared prompt prefixes. For a live module, whose weights may
             change at any time, only while requests are running.
+        prefix_folder: a folder for cached prefixes, so that they survive a restart; None keeps them in
+            memory only. Several processes may share it. Not supported for a live module, and with
+            `trust_remote_code`.
+        prefix_folder_bytes: size of that folder: bytes, or "20GB". What was used longest ago is deleted.
         config: the model of a torch.distributed.checkpoint (DCP) folder, which requires it: KempnerForge's
             TOML (a path that ends in .toml), a transformers config, or the folder, config.json or hub id of
             one. None for every other format.
@@ -124,6 +128,8 @@ class LLM:
         max_unread: int = 65_536,
         max_length: int | None = None,
         prefix_cache: bool = True,
+        prefix_folder: str | os.PathLike[str] | None = None,
+        prefix_folder_bytes: int | str = DEFAULT_FOLDER_BYTES,
         fused: bool = True,
         deterministic: bool | str = "auto",
         num_threads: int | None = None,
@@ -151,6 +157,8 @@ class LLM:
             max_waiting=max_waiting,
             max_length=max_length,
             prefix_cache=prefix_cache,
+            prefix_folder=prefix_folder,
+            prefix_folder_bytes=prefix_folder_bytes,
             num_threads=num_threads,
             fused=fused,
             device=placed,

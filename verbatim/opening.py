@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +18,9 @@ from verbatim.engine.engine import Engine
 from verbatim.engine.handle import Collective, EngineHandle
 from verbatim.engine.recompute import recompute_batches
 from verbatim.engine.scheduler import Scheduler
-from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.errors import EngineClosed, InvalidRequest, NotSupported
 from verbatim.kv.blocks import BlockPool
+from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
 from verbatim.model.decoder import Decoder
 from verbatim.model.early_exit import EarlyExit, open_draft_layers
@@ -42,6 +44,7 @@ from verbatim.placement.parallel.opening import (
 from verbatim.placement.resident import move, open_resident
 from verbatim.protocols import Runner
 from verbatim.text.tokenizer import Tokenizer
+from verbatim.weights.identity import files_digest
 
 _PROMPT_LOGITS_BYTES = 256 * 2**20  # limit for the logits of one chunk of prompt log-probs
 
@@ -76,6 +79,7 @@ def open_engine(
     config = module.config if with_caches else inner_model(module).config
     named = (config.max_seq_len, "max_seq_len") if with_caches else max_length_of(config)
     limit = resolve_length(options, *named)
+    files = None if options.prefix_folder is None else _identify(loaded, options, source)
     placed = _open_placed(loaded, placement, options, drafts.draft, source, limit[0], weak)
     runner, options = placed.runner, placed.options
     try:
@@ -96,6 +100,8 @@ def open_engine(
         )
         if isinstance(runner, Clustered):
             _enable_recovery(runner, handle.scheduler)
+        if files is not None:
+            _open_prefix_folder(handle, options, files)
         return handle
     except BaseException:
         runner.close()
@@ -145,6 +151,39 @@ def _open_placed(
         )
     drafting = open_draft_layers(layers, decoder, loaded)
     return Placed(open_resident(decoder, loaded, options, limit, drafting), options)
+
+
+def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource | None) -> str:
+    """Return what identifies a model's weights in the names of files with prefixes."""
+    what = f"prefix_folder={str(options.prefix_folder)!r}"
+    if loaded.live or source is None:
+        raise NotSupported(f"{what}: a live module's weights may change without notice")
+    if source.trust_remote_code:
+        raise NotSupported(f"{what}: with trust_remote_code, the model's code may change")
+    return files_digest(loaded)
+
+
+def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str) -> None:
+    """Let the engine find prefixes in files, and write them."""
+    scheduler, info, path = handle.scheduler, handle.info(), options.prefix_folder
+    assert path is not None
+    # Approximate attention, and the heads of a rank.
+    placed = info.get("attention"), info.get("ranks")
+    kept_as = options.block_size, repr(options.quantization), placed
+    model = f"{files} {info['numerics_key']} {kept_as}"
+    pools = {"blocks": scheduler.pool}
+    if scheduler.states.pool is not None:
+        pools["states"] = scheduler.states.pool
+    folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)
+    call = weakref.WeakMethod(handle.call)  # the thread must not keep the handle
+
+    def between_steps(work: Callable[[], Any]) -> Any:
+        if (handle_call := call()) is None:
+            raise EngineClosed("the LLM is gone")
+        return handle_call(work)
+
+    folder.between_steps = between_steps
+    scheduler.prefixes.folder = folder
 
 
 def _enable_recovery(runner: Clustered, scheduler: Scheduler) -> None:

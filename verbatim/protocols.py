@@ -71,6 +71,24 @@ class Runner(Protocol):
         """
         ...
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        """Copy what is kept between two steps, to be kept elsewhere.
+
+        Args:
+            kind: "blocks": K, V and records by block; "states": states of recurrent layers by slot.
+
+        Returns:
+            `[n, bytes]` uint8 on the CPU; None: a part of the model is lost just now.
+
+        Raises:
+            NotSupported: this placement can't.
+        """
+        ...
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        """Write what `read_cache` returned, of any blocks or slots; return False where it returns None."""
+        ...
+
     def look_again(self) -> None:
         """Follow a live module that was edited since it was opened.
 

@@ -65,7 +65,11 @@ class Spy:
         pool = llm.engine.scheduler.pool
         stores = self.mtp.stores
         poison_blocks(
-            pool, self.mtp, lambda blocks: [s.poison(blocks) for s in stores], pool.num_blocks
+            pool,
+            self.mtp,
+            lambda blocks: [s.poison(blocks) for s in stores],
+            pool.num_blocks,
+            self.mtp.hidden,
         )
         run, propose = self.mtp.run, proposer.propose
 

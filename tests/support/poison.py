@@ -6,14 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 
-def poison_blocks(pool: Any, copier: Any, poison: Callable[[list[int]], Any], count: int) -> None:
+def poison_blocks(
+    pool: Any, copier: Any, poison: Callable[[list[int]], Any], count: int, writer: Any = None
+) -> None:
     """Poison all `count` blocks now, and from now on those that are freed or newly taken.
 
     Args:
         pool: the engine's block pool.
         copier: whose `copy_blocks` each forward begins with.
         poison: fills blocks with NaN.
+        writer: whose `write_blocks` fills blocks from elsewhere; None: `copier`.
     """
+    writer = copier if writer is None else writer
+    write = writer.write_blocks
     take, discard, copy = pool.take, pool._discard, copier.copy_blocks
     stale: set[int] = set()  # blocks that changed hands since the last forward
 
@@ -32,5 +37,10 @@ def poison_blocks(pool: Any, copier: Any, poison: Callable[[list[int]], Any], co
         poison(sorted(stale - {target for _, target in copies}))
         stale.clear()
 
+    def noted_write(blocks: list[int], contents: list[Any]) -> None:
+        stale.difference_update(blocks)
+        write(blocks, contents)
+
     poison(list(range(count)))
     pool.take, pool._discard, copier.copy_blocks = noted_take, noted_discard, copy_then_poison
+    writer.write_blocks = noted_write

@@ -219,6 +219,8 @@ MODEL = (
     Option("max_length", int, _ENGINE, "Maximum tokens of prompt and completion together."),
     Option("kv_memory", str, _ENGINE, 'Memory of the KV cache: "512MB", "40%" or bytes.'),
     Option("kv_dtype", str, _ENGINE, "KV cache dtype: auto, float32, bfloat16, int8 or int4."),
+    Option("prefix_folder", str, _ENGINE, "Folder for cached prefixes, which survive a restart."),
+    Option("prefix_folder_bytes", str, _ENGINE, "Size of that folder. Default: 10GB.", "AMOUNT"),
     Option(
         "quantization",
         str,

@@ -17,6 +17,7 @@ from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.sessions import Sessions
 from verbatim.engine.work import Chunk, Schedule
 from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
+from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.protocols import Forward, Runner
 from verbatim.shield import Shield
 
@@ -62,6 +63,11 @@ class Engine:
     def sessions(self) -> Sessions:
         """The session caches."""
         return self.scheduler.sessions
+
+    @property
+    def prefix_folder(self) -> PrefixFolder | None:
+        """The files of cached prefixes; None: they are kept in memory only."""
+        return self.scheduler.prefixes.folder
 
     @property
     def has_work(self) -> bool:
@@ -267,6 +273,8 @@ class Engine:
     def _use_new_weights(self, version: int | None, *, restart: bool) -> None:
         """Discard all KV after a change of weights, and restart or continue the active requests."""
         self._stamp = self.runner.stamp() if self.live else None
+        if self.prefix_folder is not None:
+            self.prefix_folder.stop("the weights were updated")
         self.weight_version = self.weight_version + 1 if version is None else version
         self.evict_all()
         for request, _ in self._active.values():
@@ -315,6 +323,7 @@ class Engine:
             "preemptions": self.scheduler.num_preemptions,
             "weight_version": self.weight_version,
             "cached_tokens": self.scheduler.prefixes.num_hits,
+            "prefix_folder": None if self.prefix_folder is None else self.prefix_folder.stats(),
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "blocks_used": pool.num_used,

@@ -523,7 +523,13 @@ class EngineHandle:
         return self.call(read, when_closed=True)
 
     def close(self) -> None:
-        """End running requests as "abort" and close the runner; a second call does nothing."""
+        """End running requests as "abort" and close the runner; a second call does nothing.
+
+        Prefixes that are not in files yet are written first.
+        """
+        self._refuse_inside()
+        if self._engine.prefix_folder is not None and not self.closed:
+            self._engine.prefix_folder.finish()
         self.call(self._close, when_closed=True)
         self._stop_thread()
 

@@ -307,7 +307,9 @@ class Scheduler:
         """Start a waiting sequence, preempting others if its priority allows; return whether it runs."""
         was_parked = sequence in self._parked
         if not was_parked:
-            self.prefixes.attach(sequence)
+            # Else it might not start, and read the same files again in each step.
+            can_start = len(self.running) < self.max_sequences
+            self.prefixes.attach(sequence, load=can_start)
         chunk = self._chunk(sequence, budget)
         if not chunk.num_rows or not self._make_room(sequence, chunk.num_rows, budget):
             if not was_parked:

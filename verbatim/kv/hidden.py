@@ -43,6 +43,14 @@ class HiddenStore:
         """Return a copy of the states at `slots` `[T]`: `[T, H]`."""
         return self.rows.index_select(0, slots)
 
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Copy whole blocks: one tensor, `[n, block_size, H]`."""
+        return [self._blocks()[blocks]]
+
+    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
+        """Write whole blocks, given as `read_blocks` returns them."""
+        self._blocks()[blocks] = contents[0].to(self.rows.device)
+
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to)."""
         if copies:

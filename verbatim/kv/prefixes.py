@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verbatim.core import Sequence
 from verbatim.kv.blocks import BlockPool, chain_key, root_key
+from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.kv.states import StateSlots
 
 
@@ -13,7 +14,12 @@ class Prefixes:
     Only full blocks are shared, and at least one row of a sequence is always computed, for its next
     token. Sequences with replayed choices are excluded, as their K and V do not follow from ids alone,
     and so are those of private sessions, with K and V from before the cache was cleared.
+
+    Attributes:
+        folder: prefixes in files, from an earlier run or evicted; None: there are none.
     """
+
+    folder: PrefixFolder | None = None
 
     def __init__(
         self, pool: BlockPool, states: StateSlots, block_size: int, *, enabled: bool
@@ -28,18 +34,53 @@ class Prefixes:
         ] = {}  # keys of blocks that a running prefill will fill
         self._in_flight_of: dict[Sequence, list[bytes]] = {}
 
-    def attach(self, sequence: Sequence) -> None:
-        """Attach the longest cached prefix to a sequence without blocks."""
+    def attach(self, sequence: Sequence, *, load: bool = False) -> None:
+        """Attach the longest cached prefix to a sequence without blocks.
+
+        Args:
+            load: read more of it from files, if there is room for the whole sequence.
+        """
         if not self._is_shareable(sequence):
             return
         keys = self._reusable_keys(sequence)
         found = self.pool.find(keys)
+        if load and self.folder is not None:
+            self._load(self.folder, sequence, keys, found)
+            found = self.pool.find(keys)
         blocks = found[: self.states.longest(keys[: len(found)])]
+        self._note("blocks", keys[: len(blocks)], 0)
+        if blocks and self.states.enabled:
+            self._note("states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
         self.pool.share(blocks)
         self.states.attach(sequence, len(blocks) * self.block_size, keys[: len(blocks)])
         sequence.blocks = blocks
         sequence.num_computed = len(blocks) * self.block_size
         sequence.num_indexed = len(blocks)
+
+    def _load(
+        self, folder: PrefixFolder, sequence: Sequence, keys: list[bytes], found: list[int]
+    ) -> None:
+        """Cache what the files have of a prefix, beyond the blocks `found` in memory."""
+        self.pool.share(found)  # or they might be evicted for others
+        needed = -(-sequence.num_tokens // self.block_size) - len(found)
+        if self.pool.num_free >= needed and self.states.num_free(3) == 3:
+            usable = len(found) + folder.leading(keys[len(found) :])
+            has_state = False
+            if self.states.pool is not None:
+                state = self.states.pool.has
+                while usable and not (has_state := state(keys[usable - 1])):
+                    if folder.has("states", keys[usable - 1]):
+                        break
+                    usable -= 1
+            count = folder.load("blocks", keys[len(found) : usable])
+            if self.states.enabled and not has_state and len(found) + count >= usable > 0:
+                folder.load("states", keys[usable - 1 : usable])
+        self.pool.give_back(found)
+
+    def _note(self, kind: str, keys: list[bytes], first: int) -> None:
+        """Have entries of the cache written to files, if there is a folder for them."""
+        if self.folder is not None and keys:
+            self.folder.note(kind, keys, first)
 
     def in_flight(self, sequence: Sequence) -> bytes | None:
         """Return the key of the last block of its prefix that another sequence will compute, or None."""
@@ -80,12 +121,16 @@ class Prefixes:
                 sequence.blocks[i] = block
                 sequence.truncate_draft_cache(i * self.block_size)
         sequence.num_indexed = full
+        self._note("blocks", keys[first:full], first)
         self._snapshot(sequence, first, full)
         return self._drop(sequence, set(keys[first:full]))
 
     def withdraw(self, sequence: Sequence) -> list[bytes]:
         """Unregister a sequence that lost its blocks; return its keys still in flight."""
         sequence.num_indexed = 0
+        if sequence.snapshot is not None and self.states.pool is not None:
+            if self.states.pool.has(sequence.snapshot):
+                self._note("states", [sequence.snapshot], len(sequence.keys))
         return self._drop(sequence, None)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
@@ -115,7 +160,9 @@ class Prefixes:
             if position >= sequence.request.num_input_tokens:
                 if sequence.snapshot is not None:
                     self.states.drop(sequence.snapshot)
-                sequence.snapshot = key
+                sequence.snapshot = key  # the last one is written to a file
+            else:
+                self._note("states", [key], blocks)
 
     def drop_cached(self) -> None:
         """Drop what is cached and not used."""

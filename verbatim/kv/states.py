@@ -68,6 +68,15 @@ class StateStore:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def read_blocks(self, slots: list[int]) -> list[Tensor]:
+        """Copy slots: one tensor `[n, *shape]` for each recurrent operation."""
+        return [tensor[slots] for tensor in self.tensors]
+
+    def write_blocks(self, slots: list[int], contents: list[Tensor]) -> None:
+        """Write slots, given as `read_blocks` returns them."""
+        for tensor, content in zip(self.tensors, contents, strict=True):
+            tensor[slots] = content.to(tensor.device)
+
     def poison(self, slots: Iterable[int]) -> None:
         """Fill slots with NaN, so that tests detect reads of states that were not written."""
         poisoned = [slot for slot in slots if slot != ZERO_STATE]

@@ -143,6 +143,16 @@ class KVStore:
             k[target] = k[source]
             v[target] = v[source]
 
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Copy whole blocks: K and V of each layer in turn, `[n, KV head, token, width]`."""
+        return [tensor[blocks] for pair in self.layers for tensor in pair]
+
+    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
+        """Write whole blocks, given as `read_blocks` returns them."""
+        tensors = [tensor for pair in self.layers for tensor in pair]
+        for tensor, content in zip(tensors, contents, strict=True):
+            tensor[blocks] = content.to(tensor.device)
+
     def poison(self, blocks: list[int]) -> None:
         """Fill `blocks` with NaN, so that tests detect reads of unwritten K and V."""
         for k, v in self.layers:

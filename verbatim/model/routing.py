@@ -140,6 +140,14 @@ class ChoiceStore:
         if copies and self._ids is not None:
             self.ids[[b for _, b in copies]] = self.ids[[a for a, _ in copies]]
 
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Copy whole blocks: one tensor, `[n, block_size, layers, k]`."""
+        return [self.ids[blocks]]
+
+    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
+        """Write whole blocks, given as `read_blocks` returns them."""
+        self.ids[blocks] = contents[0].to(self.ids.device)
+
     def write(self, slots: Tensor, ids: Tensor, layers: slice = slice(None)) -> None:
         """Put `ids` `[T, layers, k]`, or those of some layers, at `slots` `[T]`."""
         self.ids.flatten(0, 1)[slots.to(self.ids.device), layers] = ids.to(self.ids)

@@ -151,6 +151,12 @@ class ExternalRunner:
     def check_replay(self, name: str) -> None:
         self.choices[name].check(f"its {name} can't be replayed")
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        raise NotSupported(f"{self._name} keeps K and V itself, if at all")
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        raise NotSupported(f"{self._name} keeps K and V itself, if at all")
+
     def look_again(self) -> None:
         """Do nothing: the module's own forward is called each time."""
 

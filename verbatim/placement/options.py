@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verbatim.device import CPU, Device
-from verbatim.errors import OutOfBlocks
+from verbatim.errors import InvalidRequest, OutOfBlocks
 from verbatim.kv.quantized import KVDtype, settle_kv_dtype
 from verbatim.model.quantization import Quantization, settle_quantization
-from verbatim.options import memory_bytes, positive, switch, thread_count
+from verbatim.options import budget, memory_bytes, positive, switch, thread_count
 from verbatim.protocols import Runner
 
 _MAX_BATCH_TOKENS = 2048
 _MAX_FREE_BLOCKS = 1 << 20  # of a model that keeps nothing in them and names no limit
 _SNAPSHOTS = 64  # slots of recurrent states for cached prefixes, beside those of running sequences
+DEFAULT_FOLDER_BYTES = "10GB"  # of prefixes in files
 DEFAULT_KV_SHARE = 0.4  # of the memory that is available when the model is opened
 
 
@@ -34,6 +37,8 @@ class EngineOptions:
     quantization: Quantization | None = None  # of the weights
     default_batch_tokens: bool = False  # max_batch_tokens was not given, so a plan may choose it
     fused: bool = True
+    prefix_folder: Path | None = None
+    prefix_folder_bytes: int = 0
     prompt_rows: int | None = None  # of logits, for prompt log-probs and drafts; None: 256 MB
     device: Device = CPU
 
@@ -112,6 +117,8 @@ def engine_options(
     max_waiting: int | None = None,
     max_length: int | None = None,
     prefix_cache: bool = True,
+    prefix_folder: Any = None,
+    prefix_folder_bytes: int | str = DEFAULT_FOLDER_BYTES,
     num_threads: int | None = None,
     fused: bool = True,
     device: Device = CPU,
@@ -134,9 +141,21 @@ def engine_options(
         max_waiting=None if max_waiting is None else positive("max_waiting", max_waiting),
         max_length=None if max_length is None else positive("max_length", max_length),
         prefix_cache=switch("prefix_cache", prefix_cache),
+        prefix_folder=_prefix_folder(prefix_folder, prefix_cache),
+        prefix_folder_bytes=budget("prefix_folder_bytes", prefix_folder_bytes),
         num_threads=thread_count(num_threads),
         quantization=settle_quantization(quantization),
         default_batch_tokens=max_batch_tokens is None,
         fused=switch("fused", fused),
         device=device,
     )
+
+
+def _prefix_folder(value: Any, prefix_cache: bool) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InvalidRequest(f"prefix_folder={value!r}: must be a path")
+    if not prefix_cache:
+        raise InvalidRequest(f"prefix_folder={value!r}: not supported with prefix_cache=False")
+    return Path(os.path.expanduser(value))

@@ -14,6 +14,7 @@ from verbatim.batch import Batch, Choices, Draws, SamplePlan
 from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
+from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.states import open_states
 from verbatim.kv.store import KVStore, bytes_per_token, make_store
@@ -22,7 +23,7 @@ from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.loader import Checkpoint, LoadedModel
 from verbatim.model.packing import PackingReport
 from verbatim.model.patching import threads
-from verbatim.model.routing import open_records, read_record
+from verbatim.model.routing import Records, open_records, read_record
 from verbatim.model.spec import inner_model
 from verbatim.model.weights import weight_info, writes_to
 from verbatim.options import dtype_name
@@ -129,6 +130,20 @@ class Resident:
     def record(self, name: str, block_table: list[int], num_tokens: int) -> Tensor:
         return read_record(name, self.choices[name], self._records, block_table, num_tokens)
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        return read_rows(self._kept(kind), numbers)
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        write_rows(self._kept(kind), numbers, rows)
+        return True
+
+    def _kept(self, kind: str) -> list[BlockStore]:
+        """Return the stores of what follows from a prefix's ids."""
+        if kind == "states":
+            assert self.store.states is not None
+            return [self.store.states]
+        return kept_by_block(self.store, self._records, self.draft_layers)
+
     def check_replay(self, name: str) -> None:
         with threads(self._num_threads):
             self.decoder.check_replay(name)
@@ -214,6 +229,16 @@ class Resident:
         self.store.release()
         self.draft_layers.close()
         self.decoder.close()
+
+
+def kept_by_block(store: KVStore, records: Records, drafts: DraftLayers) -> list[BlockStore]:
+    """Return the stores of what the blocks of a prefix hold.
+
+    Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
+    from the hidden states.
+    """
+    others: list[BlockStore | None] = [records.get("routing"), drafts.hidden]
+    return [store, *(other for other in others if other is not None)]
 
 
 def move(loaded: LoadedModel, device: Device) -> None:

@@ -7,8 +7,12 @@ import json
 import os
 from typing import Any
 
+import torch
+import transformers
+
+from verbatim._version import __version__
 from verbatim.errors import ModelError
-from verbatim.model.loader import LoadedModel
+from verbatim.model.loader import LoadedModel, fingerprints
 from verbatim.weights.lazy import Stored, sources, stamp_of
 
 _GLIMPSES = 1024  # tensors at most that a fingerprint looks into
@@ -36,12 +40,38 @@ def fingerprint(loaded: LoadedModel) -> str:
         lines |= {f"{s.path.name} {s.offset} {_glimpse(s).hex()}" for s in some}
     except OSError as error:
         raise ModelError(f"its weights can't be read: {error}") from None
-    module: Any = loaded.module
-    config = dict(module.config.to_dict())
-    for name in ("_name_or_path", "transformers_version"):  # where it was loaded from, and by whom
-        config.pop(name, None)
-    lines.add(json.dumps(config, sort_keys=True, default=str))
+    lines.add(_config_line(loaded.module))
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def files_digest(loaded: LoadedModel) -> str:
+    """Return a digest that changes with the files of a model's weights, its config and what computes it.
+
+    Files are told by name, size and times; nobody can set the time of the last change. A copy of the files
+    is another model.
+    """
+    if loaded.lazy_weights is not None:
+        paths = {s.path for lazy in loaded.lazy_weights.values() for s in sources(lazy)}
+    else:
+        assert loaded.checkpoint is not None
+        folder = loaded.checkpoint.folder
+        paths = {folder / name for name in loaded.checkpoint.fingerprints(folder)}
+    if loaded.adapter is not None:
+        paths |= {loaded.adapter / name for name in fingerprints(loaded.adapter)}
+    files = sorted((p.name, p.stat()) for p in paths)
+    plain = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files]
+    module: Any = loaded.module
+    versions = [__version__, torch.__version__, transformers.__version__]
+    described = [plain, versions, type(module).__name__, _config_line(module)]
+    return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
+
+
+def _config_line(module: Any) -> str:
+    """Return a module's config as text, without where it was loaded from, and by whom."""
+    config = dict(module.config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return json.dumps(config, sort_keys=True, default=str)
 
 
 def _glimpse(stored: Stored) -> bytes:

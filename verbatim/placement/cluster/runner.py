@@ -231,6 +231,12 @@ class Clustered:
         if name == "routing":
             self._each("check_replay")
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        raise NotSupported("placement=Cluster: each stage keeps K and V of its own layers")
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        raise NotSupported("placement=Cluster: each stage keeps K and V of its own layers")
+
     def look_again(self) -> None:
         """Do nothing: the stages have no other users."""
 

@@ -208,6 +208,33 @@ class TieredKVStore(KVStore):
             self.traffic.bytes_read += layer.load(self._buffers[0], len(copies), read)
             self.traffic.bytes_written += layer.save(self._buffers[0], len(copies), write)
 
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        self._cancel()
+        in_memory, found = self.memory.read_blocks(blocks), list[Tensor]()
+        for i in range(len(self.tiers)):
+            if i not in self._on_disk:
+                found += in_memory[2 * self.place[i] : 2 * self.place[i] + 2]
+                continue
+            layer, buffer = self._on_disk[i], self._buffers[0]
+            self.traffic.bytes_read += layer.load(buffer, len(blocks), extents(enumerate(blocks)))
+            found += [x.clone() for x in layer.staged.attach(buffer, len(blocks)).layers[0]]
+            layer.staged.detach()
+        return found
+
+    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
+        self._cancel()
+        places = sorted(self.place, key=self.place.__getitem__)
+        self.memory.write_blocks(blocks, [contents[2 * i + j] for i in places for j in (0, 1)])
+        for i, layer in self._on_disk.items():
+            buffer = self._buffers[0]
+            staged = layer.staged.attach(buffer, len(blocks)).layers[0]
+            for own, content in zip(staged, contents[2 * i : 2 * i + 2], strict=True):
+                own.copy_(content)
+            layer.staged.detach()
+            self.traffic.bytes_written += layer.save(
+                buffer, len(blocks), extents(enumerate(blocks))
+            )
+
     def poison(self, blocks: list[int]) -> None:
         self._cancel()
         self.memory.poison(blocks)

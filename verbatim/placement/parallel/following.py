@@ -80,6 +80,12 @@ class Following:
         if name == "routing" and self._replay_reason is not None:
             raise NotSupported(self._replay_reason)
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        raise self._refused("K and V")
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        raise self._refused("K and V")
+
     def look_again(self) -> None:
         """Do nothing: the module has no other users."""
 

@@ -1,0 +1,43 @@
+"""Blocks of K and V, of records and of states as rows of bytes, to be kept elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class BlockStore(Protocol):
+    """What is kept by block, or by slot."""
+
+    def read_blocks(self, blocks: list[int]) -> list[Tensor]:
+        """Copy whole blocks: tensors of `n` entries each."""
+        ...
+
+    def write_blocks(self, blocks: list[int], contents: list[Tensor]) -> None:
+        """Write whole blocks, given as `read_blocks` returns them."""
+        ...
+
+
+def read_rows(stores: Sequence[BlockStore], blocks: list[int]) -> Tensor:
+    """Copy some blocks of all these stores: `[n, bytes]` uint8 on the CPU."""
+    parts = [part for store in stores for part in store.read_blocks(blocks)]
+    rows = [part.flatten(1).contiguous().view(torch.uint8).cpu() for part in parts]
+    return torch.cat(rows, dim=1) if rows else torch.empty(len(blocks), 0, dtype=torch.uint8)
+
+
+def write_rows(stores: Sequence[BlockStore], blocks: list[int], rows: Tensor) -> None:
+    """Write blocks, given as `read_rows` returns them."""
+    begin = 0
+    for store in stores:
+        contents = []
+        for like in store.read_blocks([]):
+            end = begin + like.shape[1:].numel() * like.element_size()
+            # A copy: a view in another dtype has to begin at a multiple of its size.
+            own = rows[:, begin:end].clone(memory_format=torch.contiguous_format).flatten()
+            contents.append(own.view(like.dtype).view(len(blocks), *like.shape[1:]))
+            begin = end
+        store.write_blocks(blocks, contents)
+    assert begin == rows.shape[1], (begin, rows.shape)

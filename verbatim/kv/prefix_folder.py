@@ -1,0 +1,294 @@
+"""Cached prefixes in files, so that they survive a restart.
+
+Each block, and each state of recurrent layers, is a file: a digest, then the bytes as the runner gives them.
+Its name is a hash of the model, of all that decides the bits, and of the ids up to its end, so nothing is
+found by another model. A file that is not what its name and digest say counts as missing, and is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbatim.errors import InvalidRequest, VerbatimError
+from verbatim.kv.blocks import BlockPool
+from verbatim.protocols import Runner
+
+Entry = tuple[str, bytes]  # "blocks" or "states", and the key of a prefix
+
+_DIGEST_BYTES = 32
+_COPIED = 4 << 20  # bytes copied between two steps
+_PAUSE_S = 0.02  # between two of these copies
+_READ = 32 << 20  # bytes read at once
+_MAX_PENDING = 1 << 17  # entries; further ones are not kept
+_FLUSH_S = 30.0  # for writing what is left at the end
+_FORSAKEN_S = 600.0  # after which a temporary file belongs to a process that was killed
+# A block counts as a second older for each block before it, so that prefixes lose their ends first.
+_AGE_NS = 10**9
+_log = logging.getLogger("verbatim")
+
+
+class PrefixFolder:
+    """A folder of cached prefixes, which several processes may share.
+
+    A thread copies new blocks between two steps, a few at a time, and writes them. It ends when there are no
+    more. The budget is kept by deleting the files that were written or used longest ago.
+
+    Args:
+        path: created for the owner alone, if it is missing.
+        max_bytes: of all files together; each further process may exceed it by a sixteenth.
+        model: identifies the model, and all that decides the bits of K and V.
+        pools: of the "blocks", and of the slots of "states".
+
+    Attributes:
+        between_steps: calls a function while no step runs.
+
+    Raises:
+        InvalidRequest: the folder can't be used.
+        NotSupported: the runner's K and V can't be read.
+    """
+
+    between_steps: Callable[[Callable[[], Any]], Any]
+
+    def __init__(
+        self, path: Path, max_bytes: int, model: str, runner: Runner, pools: Mapping[str, BlockPool]
+    ) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self._runner, self._pools = runner, pools
+        self._nbytes: dict[str, int] = {}
+        for kind in pools:
+            first = runner.read_cache(kind, [0])
+            assert first is not None
+            self._nbytes[kind] = first.shape[1]
+        self._model = f"{model} {self._nbytes}".encode()
+        self._counts = dict.fromkeys(("hits", "misses", "bytes_read", "bytes_written"), 0)
+        self._off: str | None = None  # why nothing is read and written any more
+        self._full: str | None = None  # why nothing is written any more
+        self._pending: dict[Entry, int] = {}  # entries to write, or to mark as used; their depth
+        self._lock = threading.Lock()  # of `_pending` and `_thread`
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self._room = 0  # bytes that may be written until the folder is looked through again
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = path.stat()
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise InvalidRequest(
+                    f"prefix_folder={str(path)!r}: must belong to this user, and be closed to others "
+                    "(chmod 700): it holds what prompts are made of"
+                )
+            self._sweep(0)
+        except OSError as error:
+            raise InvalidRequest(f"prefix_folder={str(path)!r}: {error.strerror}") from None
+
+    def stats(self) -> dict[str, Any]:
+        """Return blocks found and not found, bytes, and why it is off; plain values."""
+        return {**self._counts, "off": self._off or self._full}
+
+    # ---- reading, by the owner of the engine
+
+    def has(self, kind: str, key: bytes) -> bool:
+        """Return whether there is a file, which may still be damaged."""
+        return self._off is None and self._file(kind, key).exists()
+
+    def leading(self, keys: list[bytes]) -> int:
+        """Return for how many leading keys there are files of blocks."""
+        found = next((i for i, key in enumerate(keys) if not self.has("blocks", key)), len(keys))
+        self._counts["misses"] += len(keys) - found
+        return found
+
+    def load(self, kind: str, keys: list[bytes]) -> int:
+        """Read entries into free blocks or slots, and cache them; stop at the first that is missing.
+
+        Returns:
+            The number of entries read.
+        """
+        pool, nbytes = self._pools[kind], self._nbytes[kind]
+        count, done = max(1, _READ // max(1, nbytes)), 0
+        while done < len(keys):
+            some = keys[done : done + count]
+            rows = torch.empty(len(some), nbytes, dtype=torch.uint8)
+            whole = 0
+            while whole < len(some) and self._read(kind, some[whole], rows[whole]):
+                whole += 1
+            numbers = pool.take(whole)
+            is_written = not whole or self._runner.write_cache(kind, numbers, rows[:whole])
+            if is_written:
+                pairs = zip(numbers, some[:whole], strict=True)
+                numbers = [pool.remember(number, key) for number, key in pairs]
+            pool.give_back(numbers)
+            done += whole if is_written else 0
+            if whole < len(some) or not is_written:
+                break
+        if kind == "blocks":
+            self._counts["hits"] += done
+            self._counts["misses"] += len(keys) - done
+        self._counts["bytes_read"] += done * nbytes
+        return done
+
+    def _read(self, kind: str, key: bytes, into: Tensor) -> bool:
+        """Read one file; return whether it is there and whole."""
+        path, view = self._file(kind, key), into.numpy().data
+        try:
+            with path.open("rb", buffering=0) as file:
+                is_whole = os.fstat(file.fileno()).st_size == _DIGEST_BYTES + len(view)
+                digest = file.read(_DIGEST_BYTES) if is_whole else b""
+                done = 0
+                while is_whole and done < len(view):
+                    count = file.readinto(view[done:])
+                    done, is_whole = done + count, count > 0
+            if is_whole and digest == _digest(path.name, view):
+                return True
+            path.unlink()  # or it would never be written again
+        except OSError:
+            pass
+        return False
+
+    # ---- writing
+
+    def note(self, kind: str, keys: Iterable[bytes], first: int) -> None:
+        """Have entries written soon, or marked as used where they are.
+
+        Args:
+            first: number of blocks before the first of them.
+        """
+        with self._lock:
+            if self._off is not None or self._full is not None:
+                return
+            for depth, key in enumerate(keys, first):
+                if len(self._pending) < _MAX_PENDING:
+                    self._pending[kind, key] = depth
+            if self._pending and self._thread is None:
+                # Not a daemon: it would copy tensors while the interpreter ends.
+                thread = threading.Thread(target=self._run, name="verbatim-prefixes", daemon=False)
+                with suppress(RuntimeError):  # the interpreter ends, and starts no threads
+                    thread.start()
+                    self._thread = thread
+
+    def stop(self, reason: str) -> None:
+        """Read and write nothing from now on."""
+        with self._lock:
+            self._off = self._off or reason
+            self._pending.clear()
+
+    def finish(self) -> None:
+        """Write what is left, and stop. The caller must not own the engine."""
+        self._hurry.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_FLUSH_S)
+        self.stop("closed")
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._thread = None
+                    return
+                kind = next(iter(self._pending))[0]
+                count = max(1, _COPIED // max(1, self._nbytes[kind]))
+                entries = [entry for entry in self._pending if entry[0] == kind][:count]
+                depths = {key: self._pending.pop((kind, key)) for _, key in entries}
+            try:
+                self._save(kind, depths)
+            except VerbatimError:  # the engine is closed
+                self.stop("closed")
+            except OSError as error:
+                self._full = f"{self.path} can't be written: {error.strerror or error}"
+                _log.warning("prefix_folder: %s; prefixes are no longer written", self._full)
+                with self._lock:
+                    self._pending.clear()
+
+    def _save(self, kind: str, depths: dict[bytes, int]) -> None:
+        """Write those of these entries that have no file, and mark the others as used."""
+        missing = [key for key, depth in depths.items() if not _touch(self._file(kind, key), depth)]
+        if not missing:
+            return
+
+        def copy() -> tuple[list[bytes], Tensor | None]:
+            pool = self._pools[kind]
+            # After an update of the weights, the same keys stand for other contents.
+            cached = [key for key in missing if self._off is None and pool.has(key)]
+            numbers = [pool.find([key])[0] for key in cached]
+            return cached, self._runner.read_cache(kind, numbers) if numbers else None
+
+        keys, rows = self.between_steps(copy)
+        for key, row in zip(keys, [] if rows is None else rows, strict=rows is not None):
+            self._write(self._file(kind, key), row.numpy().data, depths[key])
+        self._hurry.wait(_PAUSE_S)
+
+    def _write(self, path: Path, data: memoryview, depth: int) -> None:
+        size = _DIGEST_BYTES + len(data)
+        if size > self.max_bytes:
+            return
+        if size > self._room:
+            self._sweep(size)
+        handle, temporary = tempfile.mkstemp(dir=self.path, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                for piece in (memoryview(_digest(path.name, data)), data):
+                    done = 0
+                    while done < len(piece):
+                        done += file.write(piece[done:])
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _touch(path, depth)
+        self._room -= size
+        self._counts["bytes_written"] += size
+
+    def _sweep(self, size: int) -> None:
+        """Delete the files that were not used for longest, until `size` more bytes fit, and `.part` files."""
+        found, total = [], 0
+        for entry in os.scandir(self.path):
+            with suppress(FileNotFoundError):  # another process was faster
+                status = entry.stat(follow_symlinks=False)
+                if entry.name.endswith(".kv"):
+                    found.append((status.st_mtime_ns, status.st_size, entry.path))
+                    total += status.st_size
+                elif entry.name.endswith(".part") and status.st_mtime < time.time() - _FORSAKEN_S:
+                    os.unlink(entry.path)
+        if total + size > self.max_bytes:
+            for _, nbytes, path in sorted(found):
+                if total + size <= self.max_bytes - self.max_bytes // 16:
+                    break
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                total -= nbytes
+        self._room = min(self.max_bytes - total, max(size, self.max_bytes // 16))
+
+    def _file(self, kind: str, key: bytes) -> Path:
+        name = hashlib.blake2b(self._model + kind.encode() + key, digest_size=32).hexdigest()
+        return self.path / f"{name}.kv"
+
+
+def _digest(name: str, data: memoryview) -> bytes:
+    digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+def _touch(path: Path, depth: int) -> bool:
+    """Mark a file as used now; return whether it is there."""
+    used = time.time_ns() - depth * _AGE_NS
+    try:
+        os.utime(path, ns=(used, used))
+    except FileNotFoundError:
+        return False
+    return True
