@@ -299,14 +299,14 @@ def test_an_engine_that_fails_ends_the_run_and_loses_no_line(llm, monkeypatch, t
 def test_an_error_nobody_foresaw_is_that_of_its_line(answer, monkeypatch):
     from verbatim.serve import completions
 
-    plain = completions.Asked.answer
+    plain = completions.CompletionRequest.answer
 
     async def odd(self, key):
         if self.params.seed == 1:
             raise LookupError("odd")
         return await plain(self, key)
 
-    monkeypatch.setattr(completions.Asked, "answer", odd)
+    monkeypatch.setattr(completions.CompletionRequest, "answer", odd)
     _, records = answer(some(3))
     found = {r["custom_id"]: r["response"] for r in records}
     assert found["r1"]["status_code"] == 500

@@ -14,16 +14,24 @@ from support.serving import Served, serving
 from support.tool_templates import (
     BARE,
     DEEPSEEK,
+    GLM,
+    GLM_47,
+    HARMONY,
     HERMES,
+    KIMI,
     MISTRAL,
     MISTRAL_ARGS,
     PYTHONIC,
+    QWEN_CODER,
     tokenizer,
 )
 from verbatim import LLM
 from verbatim.errors import VerbatimError
-from verbatim.serve.fields import Function, Tool
-from verbatim.serve.tools import Dropped, ParsedCall, Reader, Reasoning, ToolUse, split_parts
+from verbatim.serve.channels import ChannelReader
+from verbatim.serve.fields import Function
+from verbatim.serve.marks import Dropped
+from verbatim.serve.reader import Reader, Reasoning, split_parts
+from verbatim.serve.tools import ParsedCall, ToolUse
 
 KINDS = {
     "text": lambda: tokenizer(HERMES, added=False),
@@ -34,6 +42,10 @@ KINDS = {
     "args": lambda: tokenizer(MISTRAL_ARGS, added=True, special=True),
     "deepseek": lambda: tokenizer(DEEPSEEK, added=True),
     "pythonic": lambda: tokenizer(PYTHONIC, added=False),
+    "qwen-coder": lambda: tokenizer(QWEN_CODER, added=True),
+    "glm": lambda: tokenizer(GLM, added=True),
+    "kimi": lambda: tokenizer(KIMI, added=True, special=True),
+    "harmony": lambda: tokenizer(HARMONY, added=True, special=True),
 }
 
 
@@ -41,11 +53,13 @@ KINDS = {
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """A model that says anything at all."""
     # Flat at the head, so that a mark is not too unlikely and nothing is sure.
+    hf = KINDS[request.param]()
     module = toys.make_toy(
-        "llama", vocab_size=264, eos_token_id=1, bos_token_id=0, max_position_embeddings=4096
-    )
+        "llama", vocab_size=max(264, len(hf)), eos_token_id=1, bos_token_id=0,
+        max_position_embeddings=4096,
+    )  # fmt: skip
     with (
-        LLM(module, tokenizer=KINDS[request.param](), max_length=4096) as llm,
+        LLM(module, tokenizer=hf, max_length=4096) as llm,
         serving(llm) as server,
     ):
         server.kind = request.param
@@ -150,7 +164,7 @@ def test_a_stream_calls_what_the_whole_calls(served, choice):
             assert told == one["logprobs"]["content"]
         if "stop" in choice or body["max_tokens"] == 20:  # a call cut short is the text it is
             assert not calls
-            assert one["message"]["content"]
+            assert one["message"]["content"] or one["message"]["reasoning_content"]
 
 
 def test_responses_call_and_take_what_the_tool_said(served):
@@ -159,10 +173,18 @@ def test_responses_call_and_take_what_the_tool_said(served):
         "input": "Hi", "tools": tools, "tool_choice": {"type": "function", "name": "weather"},
         "seed": 1, "max_output_tokens": 200, "temperature": 1.0,
     }  # fmt: skip
+    harmony = served.kind == "harmony"
+    if harmony:  # short messages of reasoning
+        end = served.llm.tokenizer.hf.convert_tokens_to_ids("<|end|>")
+        body["logit_bias"] = {str(end): 8.0}
     told = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
     error = served.refused("/v1/responses", body | told)  # a call's tokens belong to no text
     assert "logprobs" in error["message"] and "tools" in error["message"]
-    served.post("/v1/responses", **(body | told | {"tool_choice": "none", "max_output_tokens": 3}))
+    without = body | told | {"tool_choice": "none", "max_output_tokens": 3}
+    if harmony:
+        assert "reasoning" in served.refused("/v1/responses", without)["message"]
+    else:
+        served.post("/v1/responses", **without)
     whole = served.post("/v1/responses", **body)
     events = served.stream("/v1/responses", **body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -174,10 +196,11 @@ def test_responses_call_and_take_what_the_tool_said(served):
     (call,) = [item for item in whole["output"] if item["type"] == "function_call"]
     jsonschema.validate(json.loads(call["arguments"]), SCHEMAS["weather"])
     kinds = [event["type"] for event in events if "item" in event or "arguments" in event["type"]]
-    assert kinds == [
+    assert kinds[-4:] == [
         "response.output_item.added", "response.function_call_arguments.delta",
         "response.function_call_arguments.done", "response.output_item.done",
     ]  # fmt: skip
+    assert harmony or len(kinds) == 4
     back = [
         {"role": "user", "content": "Hi"}, call,
         {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
@@ -227,12 +250,12 @@ def test_what_can_not_be_called_is_refused(served, change, said):
     assert said in answer.text
 
 
-def tool(name: str, **schema: Any) -> Tool:
-    return Tool(type="function", function=Function(name=name, parameters=schema or None))
+def tool(name: str, **schema: Any) -> Function:
+    return Function(name=name, parameters=schema or None)
 
 
 def use(**how: Any) -> ToolUse:
-    found = ToolUse.settle([tool("f"), tool("g")], None, None, how.pop("template", HERMES))
+    found = ToolUse.resolve([tool("f"), tool("g")], None, None, how.pop("template", HERMES))
     assert found is not None
     return found
 
@@ -292,6 +315,15 @@ OUTPUTS = {
     '{"a": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{"b": "]"}<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
     PYTHONIC: '[f(a=1), g(b="]")]',
+    KIMI: '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+    '<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"b": "]"}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    QWEN_CODER: "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=g>\n<parameter=b>\n]\n</parameter>\n</function>\n</tool_call>",
+    GLM: "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>g\n<arg_key>b</arg_key>\n<arg_value>]</arg_value>\n</tool_call>",
+    GLM_47: "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    "<tool_call>g<arg_key>b</arg_key><arg_value>]</arg_value></tool_call>",
 }
 
 
@@ -309,8 +341,76 @@ def test_calls_of_each_family_are_read(number, before):
         said, _, calls = split_parts([*parts, *reader.push("", last=True)])
         assert said == before.strip()
         assert [(c.name, c.arguments) for c in calls] == [("f", '{"a": 1}'), ("g", '{"b": "]"}')]
+    assert {call.id for call in calls} >= (
+        {"functions.f:0", "functions.g:1"} if template == KIMI else set()
+    )
     cut = Reader(used).push(text[:-1], last=True)  # is the text it is
-    assert split_parts(cut) == (text[:-1] if text[-1] != "}" else cut[0], "", [])
+    if not used.format.repeats and text[-1] != "}":
+        assert split_parts(cut) == (text[:-1], "", [])
+
+
+RAW = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "flag": {"type": "boolean"},
+        "list": {"type": "array", "items": {"type": "string"}},
+        "any": {},
+        "kind": {"$ref": "#/$defs/Kind"},
+    },
+    "$defs": {"Kind": {"enum": ["a", "b"], "type": "string"}},
+}
+WRITTEN = {  # as a model writes them without quotes: what they are
+    "text": ('5 </tool_call>\n "', '5 </tool_call>\n "'),
+    "maybe": ("null", None),
+    "flag": ("True", True),
+    "list": ('["</arg_value>"]', ["</arg_value>"]),
+    "any": ('{"a": 1}', {"a": 1}),
+    "kind": ("b", "b"),
+}
+
+
+@pytest.mark.parametrize("template", [QWEN_CODER, GLM, GLM_47], ids=["qwen", "glm", "glm-4.7"])
+def test_strings_without_quotes_are_read_by_their_schema(template):
+    used = ToolUse.resolve([tool("f", **RAW)], None, None, template)
+    form = used.format.arguments
+    written = "".join(
+        form.head.replace("NAME", name) + text + form.tail for name, (text, _) in WRITTEN.items()
+    )
+    form = used.format
+    text = f"{form.begin}{form.head.replace('NAME', 'f')}{written}{form.tail}{form.end}"
+    for size in (1, 5, 1000):
+        reader, parts = Reader(used), []
+        for start in range(0, len(text), size):
+            parts += reader.push(text[start : start + size])
+        (call,) = split_parts([*parts, *reader.push("", last=True)])[2]
+        assert json.loads(call.arguments) == {name: value for name, (_, value) in WRITTEN.items()}
+
+
+CHANNELS = {
+    "<|channel|>analysis<|message|>A\nB<|end|><|start|>assistant<|channel|>final<|message|>Text": (
+        "A\nB", "Text", []),
+    "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+    '<|constrain|>json<|message|>{"a": 1}<|call|>': ("A", "", ['{"a": 1}']),
+    '<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant to=functions.g<|channel|>commentary json'
+    '<|message|>{"b": 2}': ("", "Wait.", ['{"b": 2}']),
+    "Text": ("", "Text", []),
+    "<|channel|>analysis<|message|>A <|en": ("A <|en", "", []),
+    '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a': (
+        "", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a', []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CHANNELS)
+def test_channels_of_gpt_oss_are_reasoning_text_and_calls(text):
+    used = use(template=HARMONY)
+    for size in (1, 2, 3, 1000):
+        reader, parts = ChannelReader(used), []
+        for start in range(0, len(text), size):
+            parts += reader.push(text[start : start + size])
+        said, thought, calls = split_parts([*parts, *reader.push("", last=True)])
+        assert (thought, said, [call.arguments for call in calls]) == CHANNELS[text]
 
 
 def test_pythonic_arguments_become_json():
@@ -332,7 +432,7 @@ def test_pythonic_arguments_become_json():
     ],
 )
 def test_what_keyword_arguments_can_not_be_held_to_is_refused(schema, words):
-    found = ToolUse.settle([tool("f", **schema)], None, None, PYTHONIC)
+    found = ToolUse.resolve([tool("f", **schema)], None, None, PYTHONIC)
     with pytest.raises(VerbatimError, match=words):
         found.grammar()
 

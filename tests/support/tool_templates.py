@@ -29,10 +29,36 @@ MISTRAL_ARGS = (
 DEEPSEEK = (
     "{% if tools %}<｜tool▁calls▁begin｜> ```json {{ tools | tojson }}\n{% endif %}" + MESSAGES
 )
+KIMI = "{% if tools %}<|tool_calls_section_begin|> {{ tools | tojson }}\n{% endif %}" + MESSAGES
+QWEN_CODER = (
+    "{% if tools %}Call <tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n"
+    "</function>\n</tool_call> of {{ tools | tojson }}\n{% endif %}" + MESSAGES
+)
+GLM = (
+    "{% if tools %}<tool_call>name\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n"
+    "</tool_call> {{ tools | tojson }}\n{% endif %}" + MESSAGES
+)
+GLM_47 = GLM.replace("\n<arg", "<arg").replace("\n</tool", "</tool")
+HARMONY = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{%- for m in messages -%}<|start|>{{ m.role }}{% if m.thinking %}<|channel|>analysis<|message|>"
+    "{{ m.thinking }}<|end|>{% endif %}<|message|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 PYTHONIC = "{% if tools %}[name(key=value)] {{ tools | tojson }}\n{% endif %}" + MESSAGES
 _DEEPSEEK_MARKS = "tool▁calls▁begin tool▁call▁begin tool▁sep tool▁call▁end tool▁calls▁end".split()
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 MARKS += tuple(f"<｜{mark}｜>" for mark in _DEEPSEEK_MARKS)
+MARKS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_CHANNEL_MARKS = "start channel constrain message end call return".split()
+_KIMI_MARKS = (
+    "tool_calls_section_begin tool_call_begin tool_call_argument_begin tool_call_end".split()
+)
+FAMILIES = {
+    KIMI: tuple(f"<|{mark}|>" for mark in [*_KIMI_MARKS, "tool_calls_section_end"]),
+    HARMONY: tuple(f"<|{mark}|>" for mark in _CHANNEL_MARKS),
+}
 THINKING = MESSAGES.replace(
     "{{ m.content }}",
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
@@ -50,7 +76,8 @@ def tokenizer(template: str, *, added: bool, special: bool = False) -> PreTraine
     backend.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
     if added:
         add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(mark) for mark in MARKS if mark in template])
+        marks = FAMILIES.get(template, [mark for mark in MARKS if mark in template])
+        add([AddedToken(mark) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     hf.chat_template = template
     return hf

@@ -17,16 +17,20 @@ from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
-from verbatim.serve import chat, completions, messages, native, responses
+from verbatim.serve import native
 from verbatim.serve.bodies import BodyRoute, refusal_of_body
+from verbatim.serve.chat import ChatRequest
+from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import ClientGone, Json, Refusal, refusal_of
 from verbatim.serve.events import answered, streamed
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.guard import Guard
+from verbatim.serve.messages import MessagesRequest
 from verbatim.serve.messages_fields import CountTokens, Messages
 from verbatim.serve.metrics import Counted
 from verbatim.serve.native import Detokenize, Generate, Score, Tokenize
 from verbatim.serve.places import places_of
+from verbatim.serve.responses import ResponsesRequest
 from verbatim.serve.responses_fields import Responses
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
@@ -90,38 +94,38 @@ def _client(http: Request) -> Client:
     return Client(str(getattr(http.state, "key", "")), address)
 
 
-async def _told(
+async def _answer(
     http: Request,
-    asked: completions.Asked | chat.Asked | responses.Asked | messages.Asked,
+    request: CompletionRequest | ChatRequest | ResponsesRequest | MessagesRequest,
     stream: bool | None,
     *,
     done: bool = True,
 ) -> Response:
     if stream:
-        return await streamed(http, asked.events(_client(http)), done=done)
-    return await answered(http, asked.answer(_client(http)))
+        return await streamed(http, request.events(_client(http)), done=done)
+    return await answered(http, request.answer(_client(http)))
 
 
 def _openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_ERRORS, tags=["OpenAI"])
     async def create_completion(http: Request, body: Completions) -> Response:
-        return await _told(http, completions.Asked(service, body), body.stream)
+        return await _answer(http, CompletionRequest(service, body), body.stream)
 
     @app.post("/v1/chat/completions", responses=_ERRORS, tags=["OpenAI"])
     async def create_chat_completion(http: Request, body: ChatCompletions) -> Response:
-        return await _told(http, chat.Asked(service, body), body.stream)
+        return await _answer(http, ChatRequest(service, body), body.stream)
 
     @app.post("/v1/responses", responses=_ERRORS, tags=["OpenAI"])
     async def create_response(http: Request, body: Responses) -> Response:
-        return await _told(http, responses.Asked(service, body), body.stream, done=False)
+        return await _answer(http, ResponsesRequest(service, body), body.stream, done=False)
 
     @app.post("/v1/messages", responses=_ERRORS, tags=["Anthropic"])
     async def create_message(http: Request, body: Messages) -> Response:
-        return await _told(http, messages.Asked(service, body), body.stream, done=False)
+        return await _answer(http, MessagesRequest(service, body), body.stream, done=False)
 
     @app.post("/v1/messages/count_tokens", responses=_ERRORS, tags=["Anthropic"])
     async def count_tokens(http: Request, body: CountTokens) -> Response:
-        return await answered(http, messages.Asked(service, body).count())
+        return await answered(http, MessagesRequest(service, body).count())
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> Response:

@@ -25,11 +25,13 @@ from verbatim.errors import (
 from verbatim.files import lines_of
 from verbatim.llm import LLM
 from verbatim.params import MAX_N
-from verbatim.serve import chat, completions, responses
 from verbatim.serve.bodies import refusal_of_body
+from verbatim.serve.chat import ChatRequest
+from verbatim.serve.completions import CompletionRequest
 from verbatim.serve.errors import Refusal, refusal_of
 from verbatim.serve.fields import ChatCompletions, Completions
 from verbatim.serve.records import Records, check_source
+from verbatim.serve.responses import ResponsesRequest
 from verbatim.serve.responses_fields import Responses
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
@@ -37,9 +39,9 @@ from verbatim.serve.settings import ServeSettings
 MAX_LINE_BYTES = 64 << 20
 MAX_RESPONSE_BYTES = 1 << 30
 _ENDPOINTS: dict[str, tuple[type[BaseModel], Callable[[Service, Any], Any]]] = {
-    "/v1/completions": (Completions, completions.Asked),
-    "/v1/chat/completions": (ChatCompletions, chat.Asked),
-    "/v1/responses": (Responses, responses.Asked),
+    "/v1/completions": (Completions, CompletionRequest),
+    "/v1/chat/completions": (ChatCompletions, ChatRequest),
+    "/v1/responses": (Responses, ResponsesRequest),
 }
 _FIELDS = ("custom_id", "method", "url", "body")
 _SKIPS = 1024  # skipped lines between two rounds of the event loop

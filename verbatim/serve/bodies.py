@@ -110,9 +110,9 @@ def refusal_of_body(
     return Refusal(400, f"{param or 'the body'}: {shown}{first['msg']}", param=param)
 
 
-def _rank(error: Any) -> tuple[bool, bool, int]:
-    depth = len(error["loc"])
-    return error["type"] == "too_long", depth > 1 or error["type"] != "missing", depth
+def _rank(error: Any) -> tuple[bool, bool, int, bool]:
+    depth, given = len(error["loc"]), error["type"] != "missing"
+    return error["type"] == "too_long", depth > 1 or given, depth, given
 
 
 def _param(loc: Sequence[Any], known: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -13,6 +13,8 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES
+from verbatim.serve.answers import Answers
+from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
     check_stream_options,
     finish_reason,
@@ -26,26 +28,32 @@ from verbatim.serve.fields import (
     AssistantMessage,
     ChatCompletions,
     Content,
+    Function,
     Message,
+    NamedFunction,
+    NamedTool,
     PlainFormat,
     SchemaFormat,
     ToolMessage,
 )
+from verbatim.serve.reader import Reader, split_parts
 from verbatim.serve.service import Client, Reservation, Service
-from verbatim.serve.tools import ANY_OBJECT, Answers, Reader, ToolUse, split_parts
+from verbatim.serve.tools import ToolUse
 from verbatim.text.chat import render_chat
 
 
 class Conversation:
-    """A conversation and the parameters of its next turn; shared by chats and responses.
+    """A conversation and the parameters of its next turn; shared by chats, responses and messages.
 
     Args:
-        messages: in the template's format.
+        messages: in OpenAI's format.
         fields: the given fields of SamplingParams.
-        use: the callable tools.
-        tools: in the template's format.
+        functions: the tools.
+        choice: OpenAI's `tool_choice`.
+        several_calls: OpenAI's `parallel_tool_calls`.
         template_kwargs: other variables of the template.
         effort: of the reasoning; "none" turns it off.
+        thinking: turns reasoning on or off, if the template can.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -54,25 +62,34 @@ class Conversation:
     def __init__(
         self,
         service: Service,
-        messages: list[dict[str, Any]],
+        messages: Iterable[Message],
         fields: dict[str, Any],
-        use: ToolUse | None,
-        tools: list[dict[str, Any]] | None,
+        functions: Sequence[Function] = (),
+        choice: str | NamedFunction | None = None,
+        several_calls: bool | None = None,
+        *,
         template_kwargs: dict[str, Any] | None = None,
         effort: str | None = None,
+        thinking: bool | None = None,
     ) -> None:
         self.service = service
-        self._messages = messages
+        self._messages = [message_of(message) for message in messages]
         self._variables = dict(template_kwargs or {})
         if wrong := sorted(self._variables.keys() & _NOT_FOR_CLIENTS):
             raise InvalidRequest(f"chat_template_kwargs.{wrong[0]}: {_NOT_FOR_CLIENTS[wrong[0]]}")
-        template = template_of(service, tools is not None)
-        _fit_messages(messages, template)
+        template = _template(service, bool(functions))
+        use = ToolUse.resolve(functions, choice, several_calls, template, service.marks)
+        _fit_messages(self._messages, template)
         if effort is not None:
             self._variables |= _effort(effort, template)
-        if tools is not None:
-            self._variables["tools"] = tools
-        self.answers = Answers(use, template, service.marks)
+        if thinking is not None and (switch := _thinking_switch(template)) is not None:
+            self._variables[switch] = thinking
+        if functions:
+            self._variables["tools"] = [
+                {"type": "function", "function": function.plain()} for function in functions
+            ]
+        keeps_special = fields.get("skip_special_tokens") is False
+        self.answers = Answers(use, template, service.marks, keeps_special)
         structures = [name for name in STRUCTURES if fields.get(name) is not None]
         if use is not None:
             if structures:
@@ -82,7 +99,7 @@ class Conversation:
             fields["grammar"] = use.grammar()
             structures = ["tools"]
         if self.answers.shows_special:
-            fields.setdefault("skip_special_tokens", False)
+            fields["skip_special_tokens"] = False  # the reader drops the others
         self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields)
 
@@ -96,7 +113,7 @@ class Conversation:
             num_chars=sum(len(message["content"]) for message in self._messages),
         )
         self.answers.note_prompt(tokenizer.decode(ids[-_TAIL_IDS:], False))
-        if self._structure is not None and self.answers.may_reason:
+        if self._structure is not None:
             value = getattr(self.params, self._structure, None)
             grammar = self.answers.grammar(self._structure, value)
             if grammar is not None:
@@ -108,6 +125,10 @@ class Conversation:
         """Render the prompt, and queue the request for its completions."""
         prompt = await self.prompt()
         return await self.service.admit(reservation, [prompt], self.params, client)
+
+    def num_reasoning_tokens(self, result: Result) -> int:
+        """Return the number of tokens of reasoning, for the usage."""
+        return self.answers.num_reasoning_tokens(result, self.service.texts)
 
 
 _TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
@@ -122,7 +143,7 @@ _NOT_FOR_CLIENTS = {
 }
 
 
-def template_of(service: Service, tools: bool) -> str:
+def _template(service: Service, tools: bool) -> str:
     """Return the chat template for conversations with or without tools; "" if there is none."""
     hf = getattr(service.llm.tokenizer, "hf", None)
     template = getattr(hf, "chat_template", None)
@@ -134,7 +155,7 @@ def template_of(service: Service, tools: bool) -> str:
 def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
     """Refuse fields of messages that the template does not use, and leave out earlier reasoning if so."""
     names = ("reasoning_content", "reasoning", "thinking")
-    used = next((name for name in names if re.search(rf"\b{name}\b", template)), None)
+    used = next((name for name in names if re.search(rf"[.'\"]{name}\b", template)), None)
     for index, message in enumerate(messages):
         reasoning = message.pop("reasoning_content", None)
         if used is not None and reasoning is not None:
@@ -148,19 +169,19 @@ def _fit_messages(messages: list[dict[str, Any]], template: str) -> None:
 
 def _effort(effort: str, template: str) -> dict[str, Any]:
     """Return the template's variable for an effort of reasoning."""
-    name = thinking_switch(template)
+    name = _thinking_switch(template)
     if name is None or "reasoning_effort" in template:
         return {"reasoning_effort": effort}
     return {name: effort != "none"}
 
 
-def thinking_switch(template: str) -> str | None:
+def _thinking_switch(template: str) -> str | None:
     """Return the template's variable that turns reasoning on and off, or None."""
     names = ("enable_thinking", "thinking")
     return next((name for name in names if re.search(rf"\b{name}\b", template)), None)
 
 
-class Asked:
+class ChatRequest:
     """A validated chat completion request.
 
     Raises:
@@ -175,21 +196,16 @@ class Asked:
         self.id = f"chatcmpl-{uuid4().hex}"
         self.created = int(time.time())
         service.note_user(self.id, body.user)
-        use = ToolUse.settle(
-            body.tools,
-            body.tool_choice,
-            body.parallel_tool_calls,
-            template_of(service, bool(body.tools)),
-            service.marks,
-        )
+        choice = body.tool_choice
         self.conversation = Conversation(
             service,
-            [message_of(message) for message in body.messages],
+            body.messages,
             _fields(body),
-            use,
-            [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
-            body.chat_template_kwargs,
-            body.reasoning_effort,
+            [tool.function for tool in body.tools or ()],
+            choice.function if isinstance(choice, NamedTool) else choice,
+            body.parallel_tool_calls,
+            template_kwargs=body.chat_template_kwargs,
+            effort=body.reasoning_effort,
         )
 
     async def answer(self, client: Client) -> dict[str, Any]:
@@ -198,7 +214,7 @@ class Asked:
             requests = await self.conversation.admit(reservation, client)
             results = await self.service.results(requests)
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
-        return self._envelope("chat.completion", choices) | {"usage": usage(results)}
+        return self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
@@ -235,7 +251,7 @@ class Asked:
                             seed=requests[0].seed,
                         )
         if with_usage and result is not None:
-            yield self._envelope("chat.completion.chunk", []) | {"usage": usage([result])}
+            yield self._envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
 
     def _pieces(self, delta: Delta, reader: Reader) -> list[dict[str, Any]]:
         """Return the pieces of a delta: its reasoning, its text with log-probs, then its calls."""
@@ -269,6 +285,10 @@ class Asked:
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
         }
+
+    def _usage(self, result: Result) -> dict[str, Any]:
+        details = {"reasoning_tokens": self.conversation.num_reasoning_tokens(result)}
+        return usage([result]) | {"completion_tokens_details": details}
 
     def _finish(self, reason: FinishReason, reader: Reader) -> str | None:
         if reader.num_calls and reason is FinishReason.STOP:

@@ -19,7 +19,7 @@ from verbatim.serve.service import Client, Service
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class Asked:
+class CompletionRequest:
     """A validated completions request.
 
     Raises:

@@ -103,7 +103,7 @@ class Sampling(Strict):
     user: str | None = Field(None, description="User id, written to the server's log.")
     stream: Switch = None
     # Without a meaning here: nothing is stored, and all requests have the same service.
-    metadata: Annotated[dict[str, str], AtMost(MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str | None], AtMost(MAX_METADATA)] | None = None
     store: Switch = Field(None, description="Has no effect: answers are not stored.")
     service_tier: (
         Literal["auto", "default", "flex", "scale", "priority", "standard_only"] | None
@@ -258,6 +258,10 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: Switch = None  # arguments always conform to the schema, with or without it
 
+    def plain(self) -> dict[str, Any]:
+        """Return the function as chat templates know it."""
+        return self.model_dump(include={*Function.model_fields}, exclude_none=True)
+
 
 class Tool(Strict):
     """A tool that the model may use."""
@@ -320,7 +324,7 @@ class ChatCompletions(Sampling):
     top_logprobs: Integer = Field(None, ge=0, le=MAX_TOP)
     stream_options: StreamOptions | None = None
     response_format: Format | None = None
-    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = Field(None, min_length=1)
+    tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Switch = None
     reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")

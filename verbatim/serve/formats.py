@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_DECODER = json.JSONDecoder()
+from verbatim.serve.arguments import PYTHONIC, ArgumentFormat, read_json
+from verbatim.serve.fields import Function
+
+_INDEX = r"(\d{1,6})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,12 @@ class CallFormat:
 
     Attributes:
         mark: what tells a call from text. Text never contains it, or doesn't begin with it (`bare`).
-        head: what precedes a call's arguments, with NAME for the function's name.
+        head: what precedes a call's arguments, with NAME for the function's name, and INDEX for a number,
+            with which the name is the call's id.
         tail: what follows them.
         between: None if several calls repeat everything, with line ends and text between them.
         bare: calls are the whole output, as their mark is common in texts.
-        pythonic: arguments are Python's, `name=value`; else JSON.
+        arguments: None for a JSON object.
     """
 
     mark: str
@@ -30,7 +33,7 @@ class CallFormat:
     end: str
     between: str | None = None
     bare: bool = False
-    pythonic: bool = False
+    arguments: ArgumentFormat | None = None
 
     @property
     def repeats(self) -> bool:
@@ -40,66 +43,71 @@ class CallFormat:
     @property
     def text(self) -> str:
         """All of it, with every mark."""
-        return "".join((self.mark, self.begin, self.head, self.tail, self.end, self.between or ""))
+        parts = [self.mark, self.begin, self.head, self.tail, self.end, self.between or ""]
+        if self.arguments is not None:
+            parts += [self.arguments.head, self.arguments.tail]
+        return "".join(parts)
 
-    def head_of(self, name: str) -> str:
-        return self.head.replace("NAME", name)
-
-    def parse(self, text: str, names: list[str]) -> list[tuple[str, str]] | None:
-        """Return the names and arguments of calls that are all of `text`; None if it is anything else."""
+    def parse(
+        self, text: str, functions: Mapping[str, Function]
+    ) -> list[tuple[str, str, str | None]] | None:
+        """Return (name, arguments, id) of calls that are all of `text`; None if it is anything else."""
         if not text.startswith(self.begin):
             return None
-        calls, at = list[tuple[str, str]](), len(self.begin)
-        while True:
-            name = next((n for n in names if text.startswith(self.head_of(n), at)), None)
-            if name is None:
-                return None
-            at += len(self.head_of(name))
+        names = "|".join(map(re.escape, sorted(functions, key=len, reverse=True)))
+        head = re.escape(self.head).replace("NAME", f"({names})").replace("INDEX", _INDEX)
+        calls, at = list[tuple[str, str, str | None]](), len(self.begin)
+        while match := re.compile(head).match(text, at):
+            name, at = match[1], match.end()
             try:
-                arguments, at = (_keywords if self.pythonic else _json)(text, at)
+                if self.arguments is None:
+                    arguments, at = read_json(text, at)
+                else:
+                    arguments, at = self.arguments.read(text, at, functions[name])
             except (ValueError, RecursionError):
                 return None
             if not text.startswith(self.tail, at):
                 return None
             at += len(self.tail)
-            calls.append((name, arguments))
+            call_id = f"functions.{name}:{match[2]}" if "INDEX" in self.head else None
+            calls.append((name, arguments, call_id))
             if text[at:] == self.end:
                 return calls
             if self.between is None or not text.startswith(self.between, at):
                 return None
             at += len(self.between)
-
-
-def _json(text: str, at: int) -> tuple[str, int]:
-    """Return the JSON at a position, as it is written, and where it ends."""
-    end = _DECODER.raw_decode(text, at)[1]
-    return text[at:end], end
-
-
-def _keywords(text: str, at: int) -> tuple[str, int]:
-    """Return Python's keyword arguments at a position as a JSON object, and where they end."""
-    parts = []
-    while match := re.compile(r"(?:, )?(\w+)=").match(text, at):
-        at = match.end()
-        literal = re.compile("True|False|None").match(text, at)
-        if literal:
-            value, at = _LITERALS[literal[0]], literal.end()
-        else:
-            value, at = _json(text, at)
-        parts.append(f"{json.dumps(match[1])}: {value}")
-    return f"{{{', '.join(parts)}}}", at
+        return None
 
 
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _DEEPSEEK_ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+_KIMI = "<|tool_calls_section_begin|>"
 _PYTHONIC = re.compile(r"\[\w+\(\w+=")
 
 
 def call_format(template: str) -> CallFormat:
     """Return the format that a chat template describes; a bare JSON object if it describes none."""
+    if is_harmony(template):  # gpt-oss
+        head = f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}"
+        return CallFormat(CHANNEL, "", head, "", "")
+    if "<arg_key>" in template:  # GLM 4.5 and 4.6; 4.7
+        line = "\n" if "</arg_key>\n<arg_value>" in template else ""
+        argument = f"{line}<arg_key>NAME</arg_key>{line}<arg_value>"
+        arguments = ArgumentFormat(argument, "</arg_value>", raw=True)
+        end = f"{line}</tool_call>"
+        return CallFormat("<tool_call>", "<tool_call>", "NAME", "", end, arguments=arguments)
+    if "<tool_call>" in template and "<function=" in template:  # Qwen3-Coder, Qwen 3.5, Nemotron 3
+        arguments = ArgumentFormat("<parameter=NAME>\n", "\n</parameter>\n", raw=True)
+        head, tail, end = "<function=NAME>\n", "</function>", "\n</tool_call>"
+        return CallFormat("<tool_call>", "<tool_call>\n", head, tail, end, arguments=arguments)
     if "<tool_call>" in template:  # Hermes, Qwen
         head = '{"name": "NAME", "arguments": '
         return CallFormat("<tool_call>", "<tool_call>\n", head, "}", "\n</tool_call>")
+    if _KIMI in template:
+        head = "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>"
+        return CallFormat(
+            _KIMI, _KIMI, head, "<|tool_call_end|>", "<|tool_calls_section_end|>", between=""
+        )
     if "[TOOL_CALLS]" in template:  # Mistral, newer and older
         if "[ARGS]" in template:
             return CallFormat("[TOOL_CALLS]", "[TOOL_CALLS]", "NAME[ARGS]", "", "", "[TOOL_CALLS]")
@@ -115,7 +123,7 @@ def call_format(template: str) -> CallFormat:
             head, between = f"{call}NAME{separator}", ""
         return CallFormat(section, section, head, end, section_end, between)
     if _PYTHONIC.search(template):  # Llama 3.2 and 4, OLMo 3
-        return CallFormat("[", "[", "NAME(", ")", "]", ", ", bare=True, pythonic=True)
+        return CallFormat("[", "[", "NAME(", ")", "]", ", ", bare=True, arguments=PYTHONIC)
     key = "parameters" if '"parameters":' in template else "arguments"  # Llama 3
     return CallFormat("{", "", f'{{"name": "NAME", "{key}": ', "}", "", bare=True)
 
@@ -133,3 +141,13 @@ _REASONING = (
 def reasoning_marks(template: str) -> tuple[str, str] | None:
     """Return the marks around the reasoning of models with this template; None without reasoning."""
     return next((marks for marks in _REASONING if marks[1] in template), None)
+
+
+# Messages of gpt-oss begin with a header, which names their channel.
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+HARMONY = (START, CHANNEL, CONSTRAIN, MESSAGE, "<|end|>", "<|call|>", "<|return|>")
+
+
+def is_harmony(template: str) -> bool:
+    """Return whether a chat template has the channels of gpt-oss."""
+    return f"{CHANNEL}analysis{MESSAGE}" in template

@@ -10,16 +10,13 @@ from uuid import uuid4
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
-from verbatim.serve.chat import Conversation, message_of, template_of, thinking_switch
+from verbatim.serve.chat import Conversation
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
-    Function,
     FunctionCall,
     NamedFunction,
-    NamedTool,
     PlainMessage,
-    Tool,
     ToolCall,
     ToolMessage,
 )
@@ -35,11 +32,12 @@ from verbatim.serve.messages_fields import (
     ToolUseBlock,
     UserTurn,
 )
+from verbatim.serve.reader import Part, Reasoning
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, Part, Reasoning, ToolUse
+from verbatim.serve.tools import ParsedCall
 
 
-class Asked:
+class MessagesRequest:
     """A validated request for a message, or for the number of its tokens.
 
     Raises:
@@ -51,21 +49,14 @@ class Asked:
         self.service = service
         self.id = f"msg_{uuid4().hex}"
         service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
-        tools = [_tool(tool) for tool in body.tools] if body.tools else None
-        choice, several = _choice(body.tool_choice, tools is not None)
-        template = template_of(service, tools is not None)
-        use = ToolUse.settle(tools, choice, several, template, service.marks)
-        switches = {}
-        if body.thinking is not None and (name := thinking_switch(template)) is not None:
-            switches[name] = body.thinking.type != "disabled"
         self.conversation = Conversation(
             service,
-            [message_of(message) for message in _messages(body)],
+            _messages(body),
             _fields(body),
-            use,
-            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-            switches,
-            None if body.output_config is None else body.output_config.effort,
+            body.tools or (),
+            *_choice(body.tool_choice),
+            effort=None if body.output_config is None else body.output_config.effort,
+            thinking=None if body.thinking is None else body.thinking.type != "disabled",
         )
 
     async def count(self) -> dict[str, Any]:
@@ -127,11 +118,28 @@ class Asked:
             "role": "assistant",
             "model": self.service.name,
             "content": content,
+            "container": None,
+            "stop_details": None,
             "stop_reason": reason,
             "stop_sequence": sequence,
-            "usage": None if result is None else _usage(result),
+            "usage": None if result is None else self._usage(result),
             "system_fingerprint": self.service.fingerprint,
             "seed": None if output is None else output.seed,
+        }
+
+    def _usage(self, result: Result) -> dict[str, Any]:
+        cached = result.num_cached_tokens
+        thinking = self.conversation.num_reasoning_tokens(result)
+        return {
+            "input_tokens": len(result.prompt_token_ids) - cached,
+            "cache_creation": None,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "inference_geo": None,
+            "output_tokens": len(result.outputs[0].token_ids),
+            "output_tokens_details": {"thinking_tokens": thinking},
+            "server_tool_use": None,
+            "service_tier": "standard",
         }
 
 
@@ -174,16 +182,6 @@ def _stop(output: Completion, called: bool) -> tuple[str, str | None]:
     return "tool_use" if called else "end_turn", None
 
 
-def _usage(result: Result) -> dict[str, Any]:
-    cached = result.num_cached_tokens
-    return {
-        "input_tokens": len(result.prompt_token_ids) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": len(result.outputs[0].token_ids),
-    }
-
-
 def _fields(body: CountTokens) -> dict[str, Any]:
     fields = body.sampling()
     if isinstance(body, Messages):
@@ -197,27 +195,15 @@ def _fields(body: CountTokens) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: Any) -> Tool:
-    function = Function(
-        name=tool.name,
-        description=tool.description,
-        parameters=tool.input_schema,
-        strict=tool.strict,
-    )
-    return Tool(type="function", function=function)
-
-
-def _choice(
-    choice: ToolChoice | None, has_tools: bool
-) -> tuple[str | NamedTool | None, bool | None]:
+def _choice(choice: ToolChoice | None) -> tuple[str | NamedFunction | None, bool | None]:
     """Return OpenAI's `tool_choice` and `parallel_tool_calls`."""
     if choice is None:
         return None, None
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidRequest('tool_choice.name: required with type "tool", and only with it')
-    several = False if choice.disable_parallel_tool_use and has_tools else None
+    several = False if choice.disable_parallel_tool_use else None
     if choice.name is not None:
-        return NamedTool(type="function", function=NamedFunction(name=choice.name)), several
+        return NamedFunction(name=choice.name), several
     return {"any": "required"}.get(choice.type, choice.type), several
 
 

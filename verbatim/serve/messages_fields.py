@@ -6,7 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verbatim.serve.fields import MAX_MESSAGES, MAX_TOOLS, AtMost, Effort, Sampling, Strict, Switch
+from verbatim.serve.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AtMost,
+    Effort,
+    Function,
+    Sampling,
+    Strict,
+    Switch,
+)
 
 # Any cached prefix is found, so there is nothing to control.
 CacheControl = Annotated[dict[str, Any], AtMost(8)] | None
@@ -73,14 +82,11 @@ class AssistantTurn(Strict):
 Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
-class InputTool(Strict):
+class InputTool(Function):
     """A tool that the model may use."""
 
     type: Literal["custom"] | None = None
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: Switch = None
+    parameters: dict[str, Any] = Field(alias="input_schema")
     cache_control: CacheControl = None
 
 

@@ -10,34 +10,29 @@ from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
-from verbatim.serve.chat import Conversation, message_of, structure_of, template_of
+from verbatim.serve.chat import Conversation, structure_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
     AssistantMessage,
-    Function,
     FunctionCall,
-    NamedFunction,
-    NamedTool,
     PlainFormat,
     PlainMessage,
-    Tool,
     ToolCall,
     ToolMessage,
 )
+from verbatim.serve.reader import Reasoning
 from verbatim.serve.responses_fields import (
     CallItem,
-    FunctionTool,
     InputMessage,
-    NamedFunctionTool,
     OutputItem,
     ReasoningItem,
     Responses,
 )
 from verbatim.serve.service import Client, Service
-from verbatim.serve.tools import ParsedCall, Reasoning, ToolUse
+from verbatim.serve.tools import ParsedCall
 
 
-class Asked:
+class ResponsesRequest:
     """A validated responses request.
 
     Raises:
@@ -51,26 +46,19 @@ class Asked:
         self.id = f"resp_{uuid4().hex}"
         self.created = int(time.time())
         service.note_user(self.id, body.user)
-        tools = [_tool(tool) for tool in body.tools] if body.tools else None
-        parallel_calls = body.parallel_tool_calls if tools else None
-        use = ToolUse.settle(
-            tools,
-            _choice(body.tool_choice),
-            parallel_calls,
-            template_of(service, tools is not None),
-            service.marks,
-        )
         self.logprobs = bool(body.include)
         self.conversation = Conversation(
             service,
             _messages(body),
             _fields(body),
-            use,
-            [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+            body.tools or (),
+            body.tool_choice,
+            body.parallel_tool_calls,
             effort=None if body.reasoning is None else body.reasoning.effort,
         )
-        what = "tools" if use is not None else "reasoning"
-        if self.logprobs and (use is not None or self.conversation.answers.reasoning is not None):
+        answers = self.conversation.answers
+        if self.logprobs and (answers.use is not None or answers.reasons):
+            what = "reasoning" if answers.use is None else "tools"
             raise NotSupported(
                 f"include=['message.output_text.logprobs'] with {what}: some tokens belong to no text; "
                 f"/v1/chat/completions has logprobs with {what}"
@@ -184,10 +172,25 @@ class Asked:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None if result is None else _usage(result),
+            "usage": None if result is None else self._usage(result),
             "user": body.user,
             "system_fingerprint": self.service.fingerprint,
             "seed": None if output is None else output.seed,
+        }
+
+    def _usage(self, result: Result) -> dict[str, Any]:
+        num_prompt, num_new = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {
+                "cached_tokens": result.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": num_new,
+            "output_tokens_details": {
+                "reasoning_tokens": self.conversation.num_reasoning_tokens(result)
+            },
+            "total_tokens": num_prompt + num_new,
         }
 
 
@@ -312,20 +315,6 @@ def _call_item(call: ParsedCall) -> dict[str, Any]:
     }
 
 
-def _usage(result: Result) -> dict[str, Any]:
-    num_prompt, num_new = len(result.prompt_token_ids), len(result.outputs[0].token_ids)
-    return {
-        "input_tokens": num_prompt,
-        "input_tokens_details": {
-            "cached_tokens": result.num_cached_tokens,
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": num_new,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_prompt + num_new,
-    }
-
-
 def _format(body: Responses) -> dict[str, Any]:
     fmt = None if body.text is None else body.text.format
     return {"type": "text"} if fmt is None else fmt.model_dump(by_alias=True, exclude_none=True)
@@ -347,19 +336,8 @@ def _fields(body: Responses) -> dict[str, Any]:
     return fields | {"json_schema": fmt.schema_}
 
 
-def _choice(choice: str | NamedFunctionTool | None) -> str | NamedTool | None:
-    if isinstance(choice, NamedFunctionTool):
-        return NamedTool(type="function", function=NamedFunction(name=choice.name))
-    return choice
-
-
-def _tool(tool: FunctionTool) -> Tool:
-    plain = tool.model_dump(exclude={"type"})
-    return Tool(type="function", function=Function(**plain))
-
-
-def _messages(body: Responses) -> list[dict[str, Any]]:
-    """Return the conversation in the template's format; consecutive calls become one turn."""
+def _messages(body: Responses) -> list[Any]:
+    """Return the conversation's messages in OpenAI's form; consecutive calls become one turn."""
     messages: list[Any] = []
     if body.instructions is not None:
         messages.append(PlainMessage(role="system", content=body.instructions))
@@ -384,7 +362,7 @@ def _messages(body: Responses) -> list[dict[str, Any]]:
             messages[-1].content = _turn(item).content
         else:
             messages.append(_turn(item))
-    return [message_of(message) for message in messages]
+    return messages
 
 
 def _assistant(messages: list[Any]) -> AssistantMessage:

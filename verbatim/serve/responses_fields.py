@@ -12,6 +12,8 @@ from verbatim.serve.fields import (
     MAX_TOP,
     AtMost,
     Effort,
+    Function,
+    NamedFunction,
     PlainFormat,
     Sampling,
     Strict,
@@ -41,6 +43,7 @@ class InputMessage(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
+    phase: Literal["commentary", "final_answer"] | None = None  # has no effect
     content: str | Annotated[list[InputText], AtMost(MAX_MESSAGES)]
 
 
@@ -84,21 +87,16 @@ class OutputItem(_Item):
     output: str
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Switch = None
 
 
-class NamedFunctionTool(Strict):
+class NamedFunctionTool(NamedFunction):
     """The tool that the model must use."""
 
     type: Literal["function"]
-    name: str
 
 
 class SchemaText(Strict):

@@ -22,10 +22,10 @@ from verbatim.heap import trim_heap
 from verbatim.llm import LLM
 from verbatim.params import MAX_PRIORITY, SamplingParams
 from verbatim.serve.errors import Refusal, too_many
+from verbatim.serve.marks import Marks
 from verbatim.serve.metrics import Metrics
 from verbatim.serve.settings import ServeSettings
 from verbatim.serve.tokens import TokenTexts
-from verbatim.serve.tools import Marks
 
 T = TypeVar("T")
 log = logging.getLogger("verbatim.serve")
