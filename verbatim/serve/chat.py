@@ -16,6 +16,7 @@ from verbatim.params import STRUCTURES
 from verbatim.serve.completions import (
     check_stream_options,
     finish_reason,
+    ids_of,
     stop_reason,
     usage,
     wants_usage,
@@ -170,6 +171,7 @@ class Asked:
     def __init__(self, service: Service, body: ChatCompletions) -> None:
         service.check_model(body.model)
         check_stream_options(body.stream_options, body.stream)
+        service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
         self.service = service
         self.body = body
         self.id = f"chatcmpl-{uuid4().hex}"
@@ -198,7 +200,12 @@ class Asked:
             requests = await self.conversation.admit(reservation, client)
             results = await self.service.results(requests)
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
-        return self._envelope("chat.completion", choices) | {"usage": usage(results)}
+        answer = self._envelope("chat.completion", choices) | {"usage": usage(results)}
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = results[0].prompt_token_ids
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.service.texts.prompt_logprobs(results[0])
+        return answer
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
@@ -214,6 +221,8 @@ class Asked:
                 "finish_reason": None,
             } | rest
             piece = self._envelope("chat.completion.chunk", [choice])
+            if self.body.return_token_ids and "role" in delta:
+                piece["prompt_token_ids"] = requests[0].prompt_ids
             return piece | {"usage": None} if with_usage else piece
 
         with self.service.reserve() as reservation:
@@ -250,6 +259,9 @@ class Asked:
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
         for number, call in enumerate(calls, start=done):
             pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
+        if self.body.return_token_ids and delta.token_ids:
+            pieces = pieces or [{"delta": {}}]
+            pieces[0] |= ids_of(delta)
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
@@ -268,6 +280,7 @@ class Asked:
             "finish_reason": self._finish(output.finish_reason, reader),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
+            **(ids_of(output) if self.body.return_token_ids else {}),
         }
 
     def _finish(self, reason: FinishReason, reader: Reader) -> str | None:
@@ -278,8 +291,12 @@ class Asked:
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        entries = self.service.texts.of_chat(
-            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+        as_ids = self.body.return_tokens_as_token_ids
+        entries = (self.service.id_texts if as_ids else self.service.texts).of_chat(
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            self.body.top_logprobs or 0,
         )
         return {"content": entries, "refusal": None}
 

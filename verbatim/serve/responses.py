@@ -61,6 +61,7 @@ class Asked:
             service.marks,
         )
         self.logprobs = bool(body.include)
+        service.check_logprobs(body.top_logprobs)
         self.conversation = Conversation(
             service,
             _messages(body),
@@ -141,7 +142,10 @@ class Asked:
         if not self.logprobs:
             return []
         return self.service.texts.of_chat(
-            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            self.body.top_logprobs or 0,
         )
 
     def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:
