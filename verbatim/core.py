@@ -246,6 +246,7 @@ class Delta:
     stop_reason: StopReason = None
     result: Result | None = None  # with the last delta of the request
     num_accepted: int = 0  # the first so many of `token_ids` were accepted draft tokens
+    weight_versions: list[int] = field(default_factory=list)  # one per token
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

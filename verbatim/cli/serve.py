@@ -77,6 +77,22 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = True,
+    logprobs_mode: Annotated[
+        str,
+        typer.Option(
+            help="Log-probs of drawn tokens: raw_logprobs (of the model) or processed_logprobs (of the "
+            "distribution drawn from, which TRL needs).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "raw_logprobs",
+    training: Annotated[
+        bool,
+        typer.Option(
+            "--training",
+            help="Let clients pause the engine and replace its weights.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     log_level: Annotated[
         str,
         typer.Option(
@@ -177,6 +193,8 @@ def serve(
         playground=playground,
         docs=docs,
         chat_defaults=chat_defaults,
+        logprobs_mode=logprobs_mode,
+        training=training,
         negative_priorities=negative_priorities,
         **{key: value for key, value in given.items() if value is not None},
     )

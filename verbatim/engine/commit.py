@@ -155,6 +155,7 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
         stop_reason=sequence.stop_reason,
         result=request.result,
         num_accepted=num_accepted,
+        weight_versions=sequence.weight_versions[new],
     )
 
 

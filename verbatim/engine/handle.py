@@ -481,6 +481,10 @@ class EngineHandle:
         """Free all blocks; running requests are recomputed, and nothing is cached any more."""
         self.call(self._engine.evict_all)
 
+    def forget_cached(self) -> None:
+        """Clear the prefix cache; running requests keep their blocks."""
+        self.call(self._engine.scheduler.forget_cached)
+
     def release_sessions(self) -> None:
         """Free the blocks of sessions that have ended, after the step under way."""
         self._send(self._engine.sessions.reclaim)

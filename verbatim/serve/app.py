@@ -34,6 +34,7 @@ from verbatim.serve.responses import ResponsesRequest
 from verbatim.serve.responses_fields import Responses
 from verbatim.serve.service import Client, Service
 from verbatim.serve.settings import ServeSettings
+from verbatim.serve.training import training_routes
 
 log = logging.getLogger("verbatim.serve")
 PAGE = Path(__file__).with_name("page") / "index.html"
@@ -86,6 +87,8 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     _openai(app, service)
     _ours(app, service)
     _operations(app, service)
+    if settings.training:
+        app.include_router(training_routes(service))
     return app
 
 

@@ -18,6 +18,7 @@ from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
     check_stream_options,
     finish_reason,
+    ids_of,
     stop_reason,
     usage,
     wants_usage,
@@ -191,6 +192,7 @@ class ChatRequest:
     def __init__(self, service: Service, body: ChatCompletions) -> None:
         service.check_model(body.model)
         check_stream_options(body.stream_options, body.stream)
+        service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
         self.service = service
         self.body = body
         self.id = f"chatcmpl-{uuid4().hex}"
@@ -214,7 +216,12 @@ class ChatRequest:
             requests = await self.conversation.admit(reservation, client)
             results = await self.service.results(requests)
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
-        return self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
+        answer = self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = results[0].prompt_token_ids
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self.service.texts.prompt_logprobs(results[0])
+        return answer
 
     async def events(self, client: Client) -> AsyncGenerator[Event, None]:
         """Stream the response."""
@@ -230,6 +237,8 @@ class ChatRequest:
                 "finish_reason": None,
             } | rest
             piece = self._envelope("chat.completion.chunk", [choice])
+            if self.body.return_token_ids and "role" in delta:
+                piece["prompt_token_ids"] = requests[0].prompt_ids
             return piece | {"usage": None} if with_usage else piece
 
         with self.service.reserve() as reservation:
@@ -266,6 +275,9 @@ class ChatRequest:
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
         for number, call in enumerate(calls, start=done):
             pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
+        if self.body.return_token_ids and delta.token_ids:
+            pieces = pieces or [{"delta": {}}]
+            pieces[0] |= ids_of(delta)
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
@@ -284,6 +296,7 @@ class ChatRequest:
             "finish_reason": self._finish(output.finish_reason, reader),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
+            **(ids_of(output) if self.body.return_token_ids else {}),
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:
@@ -298,8 +311,12 @@ class ChatRequest:
     def _logprobs(self, piece: Completion | Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        entries = self.service.texts.of_chat(
-            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+        as_ids = self.body.return_tokens_as_token_ids
+        entries = (self.service.id_texts if as_ids else self.service.texts).of_chat(
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            self.body.top_logprobs or 0,
         )
         return {"content": entries, "refusal": None}
 

@@ -37,6 +37,8 @@ class CompletionRequest:
         self.created = int(time.time())
         service.note_user(self.id, body.user)
         check_stream_options(body.stream_options, body.stream)
+        service.check_logprobs(body.logprobs, body.prompt_logprobs, body.stream)
+        self._texts = service.id_texts if body.return_tokens_as_token_ids else service.texts
 
     async def answer(self, client: Client) -> dict[str, Any]:
         """Return the whole response."""
@@ -85,7 +87,8 @@ class CompletionRequest:
     def _choice(
         self, index: int, request: Request, result: Result, output: Completion
     ) -> dict[str, Any]:
-        text, ids, logprobs = output.text, output.token_ids, list[float | None](output.logprobs)
+        text, ids = output.text, output.token_ids
+        logprobs = list[float | None](self.service.logprobs_of(output))
         top = _entries(output.top_logprobs)
         if self.echo:
             text = self._prompt_text(request) + text
@@ -99,23 +102,35 @@ class CompletionRequest:
             "finish_reason": finish_reason(output.finish_reason),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
+            **(
+                {"prompt_token_ids": result.prompt_token_ids, **ids_of(output)}
+                if self.body.return_token_ids
+                else {}
+            ),
+            **(
+                {"prompt_logprobs": self.service.texts.prompt_logprobs(result)}
+                if self.body.prompt_logprobs is not None
+                else {}
+            ),
         }
 
     def _piece(
         self, index: int, request: Request, delta: Delta, offsets: dict[int, int]
     ) -> dict[str, Any] | None:
         """Return the choice of a delta; None if it has no content yet."""
-        text, ids, logprobs = delta.text, delta.token_ids, list[float | None](delta.logprobs)
+        text, ids = delta.text, delta.token_ids
+        logprobs = list[float | None](self.service.logprobs_of(delta))
         top = _entries(delta.top_logprobs)
-        offset = offsets.get(index, 0)
+        offset, is_first = offsets.get(index, 0), index not in offsets
         if self.echo and index not in offsets:
             text = self._prompt_text(request) + text
             ids = request.prompt_ids + ids
             if request.params.prompt_logprobs is not None:
                 logprobs = [None, *request.prompt_logprobs, *logprobs]
                 top = [None, *request.prompt_top_logprobs, *top]
-        offsets[index] = offset + sum(len(self.service.texts.text(i)) for i in ids)
-        if not text and delta.finish_reason is None and self.body.logprobs is None:
+        offsets[index] = offset + sum(len(self._texts.text(i)) for i in ids)
+        tokens = self.body.return_token_ids
+        if not (text or delta.finish_reason or tokens) and self.body.logprobs is None:
             return None
         ended = delta.finish_reason is not None
         return {
@@ -128,6 +143,8 @@ class CompletionRequest:
                 if ended
                 else {}
             ),
+            **({"prompt_token_ids": request.prompt_ids} if tokens and is_first else {}),
+            **(ids_of(delta) if tokens else {}),
         }
 
     def _prompt_text(self, request: Request) -> str:
@@ -141,7 +158,7 @@ class CompletionRequest:
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        return self.service.texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+        return self._texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
 
 
 def _entries(top: list[TopLogprobs] | None) -> list[TopLogprobs | None]:
@@ -162,16 +179,21 @@ def _params(body: Completions) -> SamplingParams:
         if getattr(body, name) is not None:
             fields[name] = getattr(body, name)
     fields["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if fields["max_tokens"] == 0 and not body.echo:
-        raise Refusal(400, "max_tokens=0 requires echo", param="max_tokens")
+    if fields["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
+        raise Refusal(400, "max_tokens=0 requires echo or prompt_logprobs", param="max_tokens")
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
         if body.echo:
-            fields["prompt_logprobs"] = body.logprobs
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return SamplingParams(**fields)
 
 
 # ---- shared with chats
+
+
+def ids_of(piece: Completion | Delta) -> dict[str, Any]:
+    """Return the ids of a piece with the weight version that drew each."""
+    return {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:

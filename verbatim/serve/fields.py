@@ -165,13 +165,52 @@ def _id(text: str) -> int:
     return int(text[:20])
 
 
+class StructuredOutputs(Strict):
+    """A structure under vLLM's names; at most one."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1)
+    choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1)
+
+
+class ForTrainers(Sampling):
+    """What completions and chats return to trainers, under vLLM's names."""
+
+    return_token_ids: Switch = Field(
+        None,
+        description="Return the ids of prompt and completion, and the weight version of each token.",
+    )
+    return_tokens_as_token_ids: Switch = Field(
+        None, description='In log-probs, return "token_id:" and the id in place of a token\'s text.'
+    )
+    prompt_logprobs: Integer = within(
+        "Return the log-probs of the prompt's tokens and of the top N at each.",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+    )
+    structured_outputs: StructuredOutputs | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        found = super().sampling()
+        if self.prompt_logprobs is not None:
+            found["prompt_logprobs"] = self.prompt_logprobs
+        if self.structured_outputs is not None:
+            for name, value in self.structured_outputs.model_dump(exclude_none=True).items():
+                name = "json_schema" if name == "json_" else name
+                if name in found:
+                    raise InvalidRequest(f"structured_outputs.{name}: {name} is set as well")
+                found[name] = value
+        return found
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: Switch = Field(None, description="Send a last chunk with the usage.")
 
 
-class Completions(Sampling):
+class Completions(ForTrainers):
     """A completion request for one prompt or several."""
 
     prompt: str | Prompts[str] | PromptIds | Prompts[PromptIds] = Field(
@@ -310,7 +349,7 @@ Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatCompletions(Sampling):
+class ChatCompletions(ForTrainers):
     """A chat completion request."""
 
     messages: Messages = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import re
@@ -18,6 +19,14 @@ from verbatim.serve.settings import ServeSettings
 OPEN = frozenset({"/health", "/ready", "/"})
 _LARGE_BYTES = 1 << 18
 _BODIES = 16  # as many times `max_body_bytes` may large bodies in progress have
+
+
+def _password(credentials: bytes) -> bytes:
+    """Return the password of HTTP's basic authentication; b"" without one."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 class Guard:
@@ -61,7 +70,9 @@ class Guard:
             return ""
         given = dict(reversed([*headers]))  # the first of equal names
         scheme, _, key = given.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
+        if scheme.lower() == b"basic":  # of clients that only take a URL: http://:KEY@host
+            key = _password(key)
+        elif scheme.lower() != b"bearer":
             key = given.get(b"x-api-key", b"")  # of Anthropic's clients
         if not key:
             raise Refusal(

@@ -47,6 +47,7 @@ class ResponsesRequest:
         self.created = int(time.time())
         service.note_user(self.id, body.user)
         self.logprobs = bool(body.include)
+        service.check_logprobs(body.top_logprobs)
         self.conversation = Conversation(
             service,
             _messages(body),
@@ -129,7 +130,10 @@ class ResponsesRequest:
         if not self.logprobs:
             return []
         return self.service.texts.of_chat(
-            piece.token_ids, piece.logprobs, piece.top_logprobs, self.body.top_logprobs or 0
+            piece.token_ids,
+            self.service.logprobs_of(piece),
+            piece.top_logprobs,
+            self.body.top_logprobs or 0,
         )
 
     def _response(self, items: list[dict[str, Any]], result: Result | None) -> dict[str, Any]:

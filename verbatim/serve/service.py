@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verbatim.core import Delta, Request, Result
+from verbatim.core import Completion, Delta, Request, Result
 from verbatim.engine.admission import Prompt
 from verbatim.errors import InvalidRequest
 from verbatim.heap import trim_heap
@@ -65,7 +65,7 @@ class Service:
         name: the model's name in the API.
         fingerprint: the numerics key; equal keys and seeds give equal tokens.
         chat_defaults: sampling parameters of chats that set none.
-        texts: the texts of single tokens.
+        texts, id_texts: the texts of single tokens; their ids in place of these.
         marks: the tokens that have names in grammars.
         draining: whether new generations are rejected.
 
@@ -81,6 +81,7 @@ class Service:
         self.fingerprint: str = llm.info()["numerics_key"]
         self.chat_defaults = _chat_defaults(llm) if settings.chat_defaults else SamplingParams()
         self.texts = TokenTexts(llm.tokenizer)
+        self.id_texts = TokenTexts(None)
         self.marks = Marks(llm.tokenizer)
         self.metrics = Metrics()
         self.draining = self._trims = False
@@ -130,6 +131,24 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_logprobs(
+        self, num_top: int | None, num_prompt: int | None = None, stream: bool | None = None
+    ) -> None:
+        """Refuse top log-probs of the distribution drawn from, and a stream with log-probs of the prompt."""
+        if num_top and self.settings.logprobs_mode != "raw_logprobs":
+            raise InvalidRequest(
+                f"{num_top} top log-probs: this server reports only those of drawn tokens "
+                f"(--logprobs-mode {self.settings.logprobs_mode})"
+            )
+        if stream and num_prompt is not None:
+            raise InvalidRequest(f"prompt_logprobs={num_prompt} with stream: not supported")
+
+    def logprobs_of(self, piece: Completion | Delta) -> list[float]:
+        """Return the log-probs of drawn tokens that are reported, by `ServeSettings.logprobs_mode`."""
+        if self.settings.logprobs_mode == "raw_logprobs" or piece.sampled_logprobs is None:
+            return piece.logprobs
+        return piece.sampled_logprobs
 
     @staticmethod
     def note_user(answer_id: str, user: str | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from verbatim.errors import InvalidRequest
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # named as vLLM's
 _OPTIONAL = ("max_connections", "max_connections_per_address")
 
 
@@ -38,6 +39,10 @@ class ServeSettings:
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
         chat_defaults: sample chats with the defaults of the model's generation_config.json.
+        logprobs_mode: the log-probs of drawn tokens in OpenAI's endpoints. "raw_logprobs": of the model at
+            temperature 1. "processed_logprobs": of the distribution that was drawn from.
+        training: serve the routes by which a trainer pauses the engine and replaces its weights. Whoever may
+            send requests may then do so.
 
     Raises:
         InvalidRequest: a value out of its range.
@@ -61,6 +66,8 @@ class ServeSettings:
     docs: bool = True
     playground: bool = True
     chat_defaults: bool = True
+    logprobs_mode: str = "raw_logprobs"
+    training: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -83,6 +90,10 @@ class ServeSettings:
                 raise InvalidRequest(f"{name}={value!r}: must be a number of seconds")
             if not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name}={value}: must be above 0")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise InvalidRequest(
+                f"logprobs_mode={self.logprobs_mode!r}: must be one of {', '.join(LOGPROBS_MODES)}"
+            )
         if self.name is not None and not self.name.strip():
             raise InvalidRequest("name='': must not be empty")
         for key in self.api_keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verbatim.core import TopLogprobs
+from verbatim.core import Result, TopLogprobs
 from verbatim.serve.errors import LazyList
 from verbatim.text.detokenizer import Detokenizer, piece_bytes
 from verbatim.text.tokenizer import Tokenizer
@@ -35,6 +35,31 @@ class TokenTexts:
     def octets(self, token_id: int) -> list[int]:
         """Return the UTF-8 bytes of an id, which may be part of a character."""
         return list(self._of(token_id)[1])
+
+    def prompt_logprobs(self, result: Result) -> LazyList | None:
+        """Return the log-probs of a prompt in vLLM's format; None if they were not requested.
+
+        The rank of a token outside of the top N is N + 1.
+        """
+        logprobs = result.prompt_logprobs
+        if logprobs is None:
+            return None
+        tops = result.prompt_top_logprobs or [None] * len(logprobs)
+        return LazyList(
+            lambda: (
+                None if p is None else self._ranked(i, p, top or [])
+                for i, p, top in zip(result.prompt_token_ids, logprobs, tops, strict=True)
+            )
+        )
+
+    def _ranked(self, token_id: int, p: float, top: TopLogprobs) -> dict[str, dict[str, Any]]:
+        entries = {
+            str(i): {"logprob": _number(q), "rank": rank, "decoded_token": self.text(i)}
+            for rank, (i, q) in enumerate(top, start=1)
+        }
+        last = {"logprob": _number(p), "rank": len(top) + 1, "decoded_token": self.text(token_id)}
+        entries.setdefault(str(token_id), last)
+        return entries
 
     def _of(self, token_id: int) -> tuple[str, bytes]:
         entry = self._texts.get(token_id)

@@ -1,0 +1,351 @@
+"""What trainers ask of a server: token ids, log-probs of prompts, pauses, new weights."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from support.serving import Served, serving
+from verbatim import LLM, InvalidRequest, SamplingParams, rl
+from verbatim.errors import VerbatimError
+from verbatim.serve.settings import ServeSettings
+
+PROMPT = "Once upon a time"
+BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 7, "max_tokens": 6, "temperature": 0.7}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "max_tokens": 6}
+ROUTES = [
+    ("GET", "/server_info"),
+    ("GET", "/get_world_size"),
+    ("GET", "/is_paused"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/init_weight_transfer_engine"),
+    ("POST", "/start_weight_update"),
+    ("POST", "/update_weights"),
+    ("POST", "/finish_weight_update"),
+]
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    settings = ServeSettings(
+        training=True, logprobs_mode="processed_logprobs", max_body_bytes=16 << 20
+    )
+    with serving(llm, settings) as server:
+        yield server
+
+
+@pytest.fixture
+def weights(llm: LLM) -> Iterator[dict[str, torch.Tensor]]:
+    """The weights of the model, which are restored."""
+    module = llm.engine.runner.module  # type: ignore[attr-defined]
+    plain = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    yield plain
+    llm.update_weights(plain)
+
+
+def other(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor * 1.25 for name, tensor in weights.items()}
+
+
+# ---- token ids and log-probs
+
+
+def test_completion_has_ids_versions_and_log_probs_of_the_draw(served: Served) -> None:
+    body = BODY | {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = served.post("/v1/completions", **body)["choices"][0]
+    params = SamplingParams(seed=7, max_tokens=6, temperature=0.7)
+    result = served.llm.generate(PROMPT, params)[0]
+    output = result.outputs[0]
+    assert choice["prompt_token_ids"] == result.prompt_token_ids
+    assert choice["token_ids"] == output.token_ids
+    assert choice["weight_versions"] == output.weight_versions
+    assert choice["logprobs"]["token_logprobs"] == output.sampled_logprobs != output.logprobs
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in output.token_ids]
+
+
+def test_stream_has_the_ids_of_the_whole_completion(served: Served) -> None:
+    body = BODY | {"return_token_ids": True, "n": 2}
+    whole = served.post("/v1/completions", **body)["choices"]
+    pieces = served.stream("/v1/completions", **body)[:-1]
+    for index, choice in enumerate(whole):
+        own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
+        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert not any("prompt_token_ids" in piece for piece in own[1:])
+        assert [i for piece in own for i in piece["token_ids"]] == choice["token_ids"]
+        assert [v for p in own for v in p["weight_versions"]] == choice["weight_versions"]
+
+
+def test_chat_has_ids_whole_and_streamed(served: Served) -> None:
+    body = CHAT | {"return_token_ids": True, "logprobs": True, "return_tokens_as_token_ids": True}
+    answer = served.post("/v1/chat/completions", **body)
+    (choice,) = answer["choices"]
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{i}" for i in choice["token_ids"]]
+    pieces = served.stream("/v1/chat/completions", **body)[:-1]
+    assert pieces[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    ids = [i for piece in pieces for i in piece["choices"][0].get("token_ids", [])]
+    assert ids == choice["token_ids"]
+
+
+def test_prompt_logprobs_are_those_of_score(served: Served) -> None:
+    ids = served.llm.tokenizer.encode("Once upon a time there was")  # type: ignore[union-attr]
+    body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 3}
+    entries = served.post("/v1/completions", **body)["choices"][0]["prompt_logprobs"]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=3)
+    result = served.llm.generate(ids, params)[0]
+    assert result.prompt_logprobs is not None and result.prompt_top_logprobs is not None
+    assert entries[0] is None
+    for at in range(1, len(ids)):
+        own = entries[at][str(ids[at])]
+        assert own["logprob"] == result.prompt_logprobs[at]
+        top = [(int(i), e["logprob"]) for i, e in entries[at].items() if e["rank"] <= 3]
+        assert top == [*result.prompt_top_logprobs[at]]  # type: ignore[misc]
+        assert own["rank"] == 4 or (ids[at], own["logprob"]) in top
+    chat = served.post("/v1/chat/completions", **CHAT, prompt_logprobs=0)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_structures_under_vllm_s_names(served: Served) -> None:
+    body = BODY | {"structured_outputs": {"regex": "[xyz]{4}"}}
+    assert served.post("/v1/completions", **body)["choices"][0]["text"].strip("xyz") == ""
+    assert "regex" in served.refused("/v1/completions", body | {"regex": "a"})["message"]
+    schema = {"structured_outputs": {"json": {"type": "boolean"}}}
+    answer = served.post("/v1/chat/completions", **CHAT, **schema)
+    assert answer["choices"][0]["message"]["content"] in ("true", "false")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY | {"logprobs": 2}),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}),
+        ("/v1/completions", BODY | {"prompt_logprobs": 1, "stream": True}),
+    ],
+)
+def test_log_probs_that_can_not_be_given_are_refused(served, path, body) -> None:
+    assert "logprob" in served.refused(path, body)["message"].replace("log-prob", "logprob")
+
+
+# ---- control
+
+
+def test_info_has_what_trl_reads(served: Served) -> None:
+    config = served.client.get("/server_info", params={"config_format": "json"}).json()
+    assert config["vllm_config"]["model_config"]["dtype"] == "torch.bfloat16"
+    assert config["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["vllm_config"]["weight_transfer_config"] is not None
+    assert served.client.get("/get_world_size").json() == {"world_size": 1}
+
+
+def test_pause_keeps_requests_and_resume_continues_them(served: Served) -> None:
+    expected = served.post("/v1/completions", **BODY)["choices"]
+    assert served.client.post("/pause", params={"mode": "keep"}).status_code == 200
+    assert served.client.get("/is_paused").json() == {"is_paused": True}
+    answers: list[Any] = []
+    waits = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", **BODY)))
+    waits.start()
+    waits.join(0.1)
+    assert not answers
+    assert served.client.post("/reset_prefix_cache").json()["success"] is True
+    assert served.client.post("/resume").status_code == 200
+    waits.join(20)
+    assert answers[0]["choices"] == expected
+    assert "mode" in served.client.post("/pause?mode=stop").json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_needs_the_key(llm: LLM, keyed: Served, method: str, path: str) -> None:
+    assert keyed.client.request(method, path).status_code == 401
+    wrong = {"authorization": "Bearer secret-key-2"}
+    assert keyed.client.request(method, path, headers=wrong).status_code == 401
+    assert not llm.stats()["paused"]
+
+
+@pytest.fixture(scope="module")
+def keyed(llm: LLM) -> Iterator[Served]:
+    settings = ServeSettings(training=True, api_keys=("secret-key-1",))
+    with serving(llm, settings) as server:
+        yield server
+
+
+def test_key_in_the_url(keyed: Served) -> None:
+    """As basic authentication, for clients with no setting for a key, such as TRL's."""
+    url = keyed.url.replace("://", "://:secret-key-1@")
+    assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 1}
+    for wrong in (b"secret-key-1", b":secret-key-2", b"secret-key-1:", b"\xff"):
+        headers = {"authorization": b"Basic " + base64.b64encode(wrong)}
+        assert keyed.client.get("/get_world_size", headers=headers).status_code == 401
+
+
+def test_routes_exist_only_for_training(llm: LLM) -> None:
+    with serving(llm, ServeSettings()) as plain:
+        for method, path in ROUTES:
+            assert plain.client.request(method, path).status_code == 404
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_web_pages_are_refused(served: Served, method: str, path: str) -> None:
+    answer = served.client.request(method, path, headers={"origin": "https://evil.example"})
+    assert answer.status_code == 403
+    assert not served.llm.stats()["paused"]
+
+
+# ---- weights
+
+
+def generated(llm: LLM) -> Any:
+    output = llm.generate(PROMPT, SamplingParams(seed=7, max_tokens=6, temperature=0.7))[0].outputs[
+        0
+    ]
+    return output.token_ids, output.logprobs
+
+
+def test_weights_of_a_safetensors_body(served: Served, weights: dict[str, torch.Tensor]) -> None:
+    before = generated(served.llm)
+    answer = served.client.post(
+        "/update_weights?version=41", content=save(other(weights)), headers=OCTETS
+    )
+    assert answer.json() == {"status": "ok", "weight_version": 41}
+    after = generated(served.llm)
+    assert after != before
+    choice = served.post("/v1/completions", **BODY, return_token_ids=True)["choices"][0]
+    assert choice["weight_versions"] == [41] * len(choice["token_ids"])
+    served.llm.update_weights(weights)
+    assert generated(served.llm) == before
+    served.llm.update_weights(other(weights))
+    assert generated(served.llm) == after
+
+
+def test_weights_in_parts_are_written_together(served: Served, weights: Any) -> None:
+    before = generated(served.llm)
+    names = list(weights)
+    post = served.client.post
+    assert post("/start_weight_update", json={"is_checkpoint_format": True}).status_code == 200
+    for part in (names[::2], names[1::2]):
+        body = save({name: other(weights)[name] for name in part})
+        answer = post("/update_weights", content=body, headers=OCTETS).json()
+        assert answer["weight_version"] is None
+        assert generated(served.llm) == before
+    again = post("/update_weights", content=body, headers=OCTETS)
+    assert again.status_code == 400 and "twice" in again.text
+    assert isinstance(post("/finish_weight_update").json()["weight_version"], int)
+    assert generated(served.llm) != before
+
+
+def test_a_rollout_under_way_has_both_versions(served: Served, weights: Any) -> None:
+    first = served.llm.stats()["weight_version"]
+    with served.client.stream(
+        "POST",
+        "/v1/completions",
+        json=BODY
+        | {"max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True},
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        seen = [next(lines)]
+        answered = served.client.post(
+            "/update_weights", content=save(other(weights)), headers=OCTETS
+        )
+        seen += lines
+    versions = [v for line in seen for v in json.loads(line[6:])["choices"][0]["weight_versions"]]
+    assert len(versions) == 400
+    assert versions == sorted(versions)
+    assert set(versions) == {first, answered.json()["weight_version"]}
+
+
+def test_weights_by_a_process_group(served: Served, weights: dict[str, torch.Tensor]) -> None:
+    sender = rl.WeightSender(served.url, timeout_s=20)
+    before = generated(served.llm)
+    sender.pause()
+    assert sender.send(other(weights), version=50) == 50
+    sender.resume()
+    after = generated(served.llm)
+    served.llm.update_weights(other(weights))
+    assert generated(served.llm) == after != before
+    floats = {name: tensor.float() for name, tensor in weights.items()}
+    assert sender.send(floats) == 52
+    assert generated(served.llm) == before
+    with pytest.raises(VerbatimError, match="not the model's"):
+        sender.send({"model.other": torch.zeros(3)})
+    assert generated(served.llm) == before
+    assert sender.send(other(weights)) == 53
+
+
+def test_sender_is_refused_without_a_key(keyed: Served) -> None:
+    with pytest.raises(VerbatimError, match="no API key"):
+        rl.WeightSender(keyed.url, timeout_s=1)
+
+
+INFO = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/finish_weight_update", {}, 409, "start_weight_update"),
+        ("/update_weights", {"update_info": INFO}, 409, "start_weight_update"),
+        ("/update_weights", {"update_info": INFO | {"names": []}}, 400, "as many"),
+        ("/update_weights", {"update_info": INFO | {"dtype_names": ["int4"]}}, 400, "int4"),
+        ("/update_weights", {"update_info": INFO | {"shapes": [[-1]]}}, 400, "shapes"),
+        ("/update_weights", {"update_info": INFO | {"packed": True}}, 400, "packed"),
+        ("/update_weights", {"info": 1}, 400, "info"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
+        (
+            "/init_weight_transfer_engine",
+            {
+                "init_info": {
+                    "master_address": "x",
+                    "master_port": 1,
+                    "rank_offset": 2,
+                    "world_size": 2,
+                }
+            },
+            400,
+            "rank_offset",
+        ),
+    ],
+)
+def test_bad_updates_are_refused(served, path, body, status, says) -> None:
+    assert says in served.refused(path, body, status)["message"]
+
+
+def test_bodies_that_are_no_safetensors_are_refused(served: Served, weights: Any) -> None:
+    whole = save(weights)
+    before = generated(served.llm)
+    header = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4]}}'
+    bombs = [b"", b"\0" * 8, b"\xff" * 64, whole[:-1], whole + b"\0", whole[8:]]
+    bombs.append(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    bombs.append(save({"a": torch.zeros(3)}))
+    bombs.append(save(weights | {"extra": torch.zeros(4_600_000, dtype=torch.int8)}))
+    for body in bombs:
+        answer = served.client.post("/update_weights", content=body, headers=OCTETS)
+        assert answer.status_code == 400, answer.text
+    assert generated(served.llm) == before
+
+
+def test_more_numbers_than_the_model_has_are_not_received(served: Served) -> None:
+    served.post("/start_weight_update")
+    huge = INFO | {"shapes": [[1 << 40]]}
+    assert "numbers" in served.refused("/update_weights", {"update_info": huge})["message"]
+    assert "missing" in served.refused("/finish_weight_update", {})["message"]
+
+
+def test_unknown_mode_of_log_probs() -> None:
+    with pytest.raises(InvalidRequest, match="raw_logprobs"):
+        ServeSettings(logprobs_mode="raw")

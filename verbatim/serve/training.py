@@ -1,0 +1,308 @@
+"""The routes of a trainer, named as vLLM's, which TRL's clients call: pause, resume, new weights.
+
+New weights are held until the update is finished, checked as a whole, and written between two steps: all of
+them or, on an error, none. Requests in progress go on with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+from torch import Tensor
+
+from verbatim._version import __version__
+from verbatim.errors import InvalidRequest
+from verbatim.rl.transfer import DTYPES, WeightGroup
+from verbatim.serve.bodies import BodyRoute, parse_body
+from verbatim.serve.errors import Json, Refusal
+from verbatim.serve.fields import AtMost, Strict, Switch
+from verbatim.serve.service import Service
+
+T = TypeVar("T")
+MAX_TENSORS = 1 << 20
+_DIMENSIONS = 8
+_ROOM = 2  # as many times the model's parameters an update may have; tied ones may come twice
+_SAFETENSORS = ("application/octet-stream", "application/x-safetensors")
+_MODES = {"keep": "keep", "abort": "abort", "wait": "drain", "drain": "drain"}
+
+Dimension = Annotated[int, Field(ge=0, lt=1 << 48)]
+Shape = Annotated[list[Dimension], AtMost(_DIMENSIONS)]
+
+
+class InitInfo(Strict):
+    """The process group of a trainer, which is rank 0."""
+
+    master_address: str = Field(min_length=1, max_length=255)
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=1, lt=1024, description="This server's rank.")
+    world_size: int = Field(ge=2, le=1024)
+    packed: Literal[False] | None = None
+    backend: Literal["gloo"] | None = None
+
+
+class InitTransfer(Strict):
+    """A request to join a process group."""
+
+    init_info: InitInfo
+
+
+class StartUpdate(Strict):
+    """The beginning of an update."""
+
+    is_checkpoint_format: Literal[True] | None = None
+
+
+class UpdateInfo(Strict):
+    """The tensors that rank 0 broadcasts next, in order."""
+
+    names: Annotated[list[str], AtMost(MAX_TENSORS)]
+    dtype_names: Annotated[list[str], AtMost(MAX_TENSORS)]
+    shapes: Annotated[list[Shape], AtMost(MAX_TENSORS)]
+    packed: Literal[False] | None = None
+
+
+class Update(Strict):
+    """A part of an update."""
+
+    update_info: UpdateInfo
+
+
+class FinishUpdate(Strict):
+    """The end of an update."""
+
+    version: int | None = Field(None, ge=0, description="Default: the present version plus 1.")
+    restart: Switch = None
+    check_finite: Switch = None
+
+
+class Updates:
+    """The weights of a server, as a trainer replaces them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()  # one request at a time
+        self._group: WeightGroup | None = None
+        self._pending: dict[str, Tensor] | None = None  # None outside of an update
+        self._limit = _ROOM * int(service.llm.info()["parameters"])
+
+    async def join(self, init: InitInfo) -> None:
+        """Join a trainer's process group, in place of an earlier one."""
+        if init.rank_offset >= init.world_size:
+            raise InvalidRequest(
+                f"rank_offset={init.rank_offset}: must be below world_size={init.world_size}"
+            )
+        address = init.master_address, init.master_port, init.rank_offset, init.world_size
+        async with self._lock:
+            self._group = None
+            self._group = await asyncio.to_thread(WeightGroup, *address)
+
+    async def start(self) -> None:
+        """Begin an update, and drop one that was not finished."""
+        async with self._lock:
+            self._pending = {}
+
+    async def receive(self, info: UpdateInfo) -> None:
+        """Receive tensors from the process group.
+
+        Raises:
+            InvalidRequest: lists of different lengths, an unknown dtype, or more numbers than the model has.
+            Refusal: 409: no update was started, or there is no group.
+        """
+        if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+            raise InvalidRequest(
+                f"{len(info.names)} names, {len(info.dtype_names)} dtype_names, {len(info.shapes)} shapes: "
+                "must be as many"
+            )
+        unknown = next((name for name in info.dtype_names if name not in DTYPES), None)
+        if unknown is not None:
+            raise InvalidRequest(f"dtype_names: {unknown:.40}: must be one of {', '.join(DTYPES)}")
+        async with self._lock:
+            if self._pending is None:
+                raise Refusal(409, "no update was started: POST /start_weight_update")
+            self._check_room(sum(map(math.prod, info.shapes)))
+            if self._group is None:
+                raise Refusal(409, "no process group: POST /init_weight_transfer_engine")
+            dtypes = [DTYPES[name] for name in info.dtype_names]
+            group, self._group = self._group, None  # after an error, its ranks disagree
+            pairs = zip(dtypes, info.shapes, strict=True)
+            tensors = await asyncio.to_thread(lambda: group.receive(pairs))
+            self._group = group
+            self._add(dict(zip(info.names, tensors, strict=True)))
+
+    async def take(self, body: bytes, finish: FinishUpdate) -> int | None:
+        """Take tensors as a safetensors file, and return the version if no update was started.
+
+        Raises:
+            InvalidRequest: not such a file, or more numbers than the model has.
+        """
+
+        def read() -> dict[str, Tensor]:
+            from safetensors import SafetensorError
+            from safetensors.torch import load
+
+            try:
+                return load(body)
+            except (SafetensorError, KeyError, ValueError, RuntimeError):
+                raise InvalidRequest("the body is not a safetensors file") from None
+
+        async with self._lock:
+            tensors = await asyncio.to_thread(read)
+            self._check_room(sum(tensor.numel() for tensor in tensors.values()))
+            if self._pending is not None:
+                self._add(tensors)
+                return None
+            return await self._write(tensors, finish)
+
+    async def finish(self, finish: FinishUpdate) -> int:
+        """Write the weights of an update, and return their version.
+
+        Raises:
+            Refusal: 409: no update was started.
+            InvalidRequest, NotSupported: as `LLM.update_weights`; nothing was changed.
+        """
+        async with self._lock:
+            tensors, self._pending = self._pending, None
+            if tensors is None:
+                raise Refusal(409, "no update was started: POST /start_weight_update")
+            return await self._write(tensors, finish)
+
+    async def _write(self, tensors: dict[str, Tensor], finish: FinishUpdate) -> int:
+        return await asyncio.to_thread(
+            lambda: self._service.llm.update_weights(
+                tensors,
+                version=finish.version,
+                restart=bool(finish.restart),
+                check_finite=bool(finish.check_finite),
+            )
+        )
+
+    def _add(self, tensors: dict[str, Tensor]) -> None:
+        assert self._pending is not None
+        twice = next((name for name in tensors if name in self._pending), None)
+        if twice is not None:
+            raise InvalidRequest(f"weights name {twice:.200} twice")
+        self._pending |= tensors
+
+    def _check_room(self, count: int) -> None:
+        """Refuse more numbers than an update of this model can have."""
+        count += sum(tensor.numel() for tensor in (self._pending or {}).values())
+        if count > self._limit:
+            raise InvalidRequest(
+                f"the update has {count:,} numbers; at most {self._limit:,}, {_ROOM} times the model's "
+                "parameters"
+            )
+
+
+def training_routes(service: Service) -> APIRouter:
+    """Return the routes of a trainer."""
+    engine, updates = service.llm.engine, Updates(service)
+
+    def check_origin(http: Request) -> None:
+        """Refuse web pages, which can send some requests to this server without asking it first."""
+        origin = http.headers.get("origin")
+        if origin is not None and origin not in service.settings.cors_origins:
+            raise Refusal(403, f"Origin: {origin:.80}: not allowed (--cors-origin)")
+
+    router = APIRouter(
+        route_class=BodyRoute, dependencies=[Depends(check_origin)], tags=["Training"]
+    )
+
+    async def done(work: Callable[[], T], **answer: Any) -> Response:
+        await asyncio.to_thread(work)
+        return Json({"status": "ok", **answer})
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        """What TRL's clients read of vLLM's configuration."""
+        info, stats = await service.info(), await service.stats()
+        config = {
+            "model_config": {
+                "model": service.name,
+                "dtype": f"torch.{info['dtype']}",
+                "max_model_len": service.llm.max_length,
+                "logprobs_mode": service.settings.logprobs_mode,
+            },
+            "weight_transfer_config": {"backend": "gloo"},
+            "lora_config": None,
+        }
+        version = {"verbatim": __version__, "weight_version": stats["weight_version"]}
+        return Json({"vllm_config": config, **version})
+
+    @router.get("/get_world_size")
+    async def get_world_size() -> Response:
+        """Number of processes that receive weights: one, with any placement."""
+        return Json({"world_size": 1})
+
+    @router.post("/pause")
+    async def pause(mode: str = "keep") -> Response:
+        """Stop the engine's steps: `keep` or `abort` the requests in progress, or `wait` for their end."""
+        if mode not in _MODES:
+            raise InvalidRequest(f"mode={mode!r:.40}: must be one of {', '.join(_MODES)}")
+        return await done(lambda: engine.pause(_MODES[mode]))
+
+    @router.post("/resume")
+    async def resume() -> Response:
+        return await done(engine.resume)
+
+    @router.get("/is_paused")
+    async def is_paused() -> Response:
+        return Json({"is_paused": (await service.stats())["paused"]})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Clear the prefix cache. An update of the weights does so itself."""
+        return await done(engine.forget_cached, success=True)
+
+    @router.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(body: InitTransfer) -> Response:
+        """Join a trainer's gloo process group; answered when all have joined."""
+        await updates.join(body.init_info)
+        return Json({"status": "ok"})
+
+    @router.post("/start_weight_update")
+    async def start_weight_update(http: Request) -> Response:
+        _body(StartUpdate, await http.body())
+        await updates.start()
+        return Json({"status": "ok"})
+
+    @router.post("/update_weights")
+    async def update_weights(http: Request) -> Response:
+        """Tensors that the trainer broadcasts, as JSON names them; or the body is a safetensors file.
+
+        A file outside of an update is an update of its own, with the query's `version`.
+        """
+        raw, kind = await http.body(), http.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() not in _SAFETENSORS:
+            body = parse_body(Update, raw)
+            assert isinstance(body, Update)
+            await updates.receive(body.update_info)
+            return Json({"status": "ok"})
+        given = http.query_params.get("version")
+        if given is not None and not (given.isascii() and given.isdigit() and len(given) < 19):
+            raise InvalidRequest(f"version={given!r:.40}: must be an integer, 0 or more")
+        version = None if given is None else int(given)
+        return Json(
+            {
+                "status": "ok",
+                "weight_version": await updates.take(raw, FinishUpdate(version=version)),
+            }
+        )
+
+    @router.post("/finish_weight_update")
+    async def finish_weight_update(http: Request) -> Response:
+        body = _body(FinishUpdate, await http.body())
+        assert isinstance(body, FinishUpdate)
+        return Json({"status": "ok", "weight_version": await updates.finish(body)})
+
+    return router
+
+
+def _body(model: type[Strict], raw: bytes) -> Any:
+    """Return a body that may be left out."""
+    return parse_body(model, raw or b"{}")
