@@ -157,6 +157,7 @@ class Prefixes:
         """Return the keys of all full blocks of the sequence."""
         size, keys = self.block_size, sequence.keys
         for i in range(len(keys), sequence.num_tokens // size):
-            parent = keys[-1] if keys else root_key(sequence.request.params.cache_salt)
+            request = sequence.request
+            parent = keys[-1] if keys else root_key(request.params.cache_salt, request.adapter)
             keys.append(chain_key(parent, sequence.token_ids(i * size, (i + 1) * size)))
         return keys
