@@ -6,7 +6,7 @@ logits, `V` the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -57,6 +57,9 @@ class Batch:
     state_sources: Tensor | None = None  # [S] int32; None: the model keeps no states
     state_rows: Tensor | None = None  # [W] int32, indices into the T rows, ascending
     state_targets: Tensor | None = None  # [W] int32
+    adapters: Tensor | None = (
+        None  # [S] int64, `Adapter.number`, 0 for none; None: no sequence has one
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +96,29 @@ class Batch:
         rows = torch.repeat_interleave(torch.arange(len(lens)), lens)
         blocks = self.block_tables[rows, self.positions // block_size].long()
         return blocks * block_size + self.positions % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to a linear layer's `y = W x + b`: `scaling * B (A x)`."""
+
+    a: Tensor  # [rank, K]
+    b: Tensor  # [N, rank]
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a model (Hu et al. 2021).
+
+    Attributes:
+        number: its identity, 1 or more; another load under the same name has another one.
+        layers: by the names of the model's linear layers.
+    """
+
+    name: str
+    number: int
+    layers: Mapping[str, LowRank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +175,11 @@ def state_columns(sources: list[int], rows: list[int], targets: list[int]) -> di
         "state_rows": torch.tensor([row for row, _ in writes], dtype=torch.int32),
         "state_targets": torch.tensor([slot for _, slot in writes], dtype=torch.int32),
     }
+
+
+def adapter_column(numbers: list[int]) -> dict[str, Any]:
+    """Return the field of `Batch` for the adapters of its sequences; empty if none has one."""
+    return {"adapters": torch.tensor(numbers, dtype=torch.int64)} if any(numbers) else {}
 
 
 def dummy_batch() -> Batch:

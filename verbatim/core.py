@@ -379,6 +379,7 @@ class SessionCache:
         max_length: maximum number of tokens of the conversation.
         idle_timeout_s: idle time after which blocks and reservation are returned; None for no limit.
         token_ids: the tokens of which `blocks` hold K and V, one per position.
+        adapter: that computed them, as `Request.adapter`.
         blocks: held while the session is idle; during a turn its sequence holds them.
         num_indexed, states, num_draft_computed: as in `Sequence`.
         is_private: the blocks must not enter the prefix cache: they were loaded from a file, or computed
@@ -395,6 +396,7 @@ class SessionCache:
     token_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_indexed: int = 0
+    adapter: int = 0
     states: dict[int, int] = field(default_factory=dict)
     num_draft_computed: dict[int, int] = field(default_factory=dict)
     is_private: bool = False
@@ -446,6 +448,7 @@ class Request:
     resumed_ids: list[int] = field(default_factory=list)  # completion tokens of an earlier request
     resumed_text: str = ""  # their text, already sent
     session_cache: SessionCache | None = None  # of a session's turn
+    adapter: int = 0  # `Adapter.number`; 0: none
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch[Sequence] | None = None  # with `num_beams`
     prompt_logprobs: list[float] = field(default_factory=list)  # for positions 1, 2, ...

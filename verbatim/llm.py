@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import aclosing
 from typing import Any
@@ -35,6 +35,7 @@ from verbatim.session import Session
 from verbatim.source import open_model
 from verbatim.spelling import suggests_names
 from verbatim.text.chat import render_chat
+from verbatim.weights.adapter import read_adapter
 from verbatim.weights.load import open_weights
 from verbatim.weights.skeleton import open_skeleton
 from verbatim.weights.update import Weights, named_weights
@@ -95,6 +96,9 @@ class LLM:
             change any bit of the output; `info` lists these layers. False: run them module by module, which
             a `Cluster` and a `PipelineParallel` do not support. An `Offload` never fuses.
 
+        adapters: LoRA adapters to load, PEFT folders by name, as `load_adapter`. Requests name one in
+            `SamplingParams.adapter`.
+
     Attributes:
         engine: the `EngineHandle` that all calls go through.
         name: name of the model.
@@ -137,6 +141,7 @@ class LLM:
         trust_remote_code: bool = False,
         unused_weights: str = "error",
         config: Any = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         _weak: bool = False,
     ) -> None:
         check_not_forked()
@@ -186,6 +191,7 @@ class LLM:
         )
         max_unread = positive("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
+        matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
         def open_(skeleton: Skeleton | None) -> LoadedModel:
             return open_model(
@@ -216,6 +222,12 @@ class LLM:
             max_unread=max_unread,
         )
         self._start(handle)
+        try:
+            for name, layers in matrices.items():
+                handle.load_adapter(name, layers)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def _over(
@@ -292,17 +304,24 @@ class LLM:
             async for _, delta in deltas:
                 yield delta
 
-    def score(self, prompts: Prompt | SequenceOf[Prompt]) -> list[Any]:
+    def score(
+        self, prompts: Prompt | SequenceOf[Prompt], *, adapter: str | None = None
+    ) -> list[Any]:
         """Return the log-prob of each token given the tokens before it, at temperature 1.
 
         Equals the `logprobs` that `generate` reports for the same ids, bit for bit.
+
+        Args:
+            adapter: as `SamplingParams.adapter`.
 
         Returns:
             A list of P entries for one prompt of P tokens, the first None; a list of such lists for
             several prompts.
         """
         many, single = as_prompts(prompts)
-        results = self.generate(many, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        results = self.generate(
+            many, SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
+        )
         scores = [result.prompt_logprobs for result in results]
         return scores[0] or [] if single else scores
 
@@ -495,6 +514,41 @@ class LLM:
             restart=switch("restart", restart),
         )
 
+    def load_adapter(
+        self, name: str, folder: str | os.PathLike[str], *, replace: bool = False
+    ) -> None:
+        """Load a LoRA adapter, which requests name in `SamplingParams.adapter`.
+
+        The model itself and its other requests are not changed. Cached prefixes are the adapter's own, also
+        when another one had the name before.
+
+        Args:
+            folder: of PEFT: adapter_config.json and adapter_model.safetensors, of linear layers, with a rank
+                of at most 256.
+            replace: take the place of an adapter of this name, for later requests.
+
+        Raises:
+            InvalidRequest: the name is taken, or the adapter is of another model.
+            NotSupported: another kind of adapter, layers that can't have one, or a placement without them.
+            ModelError: the folder can't be read.
+        """
+        layers = read_adapter(folder)
+        replace = switch("replace", replace)
+        self.engine.load_adapter(_adapter_name(name), layers, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter: new requests can't name it, and running ones finish with it.
+
+        Raises:
+            InvalidRequest: there is none of this name.
+        """
+        self.engine.unload_adapter(_adapter_name(name))
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self.engine.adapters
+
     def default_params(self) -> SamplingParams:
         """Return the sampling defaults of the model's generation_config.json.
 
@@ -587,6 +641,12 @@ class LLM:
         if self.tokenizer is None:
             raise NotSupported("chat needs a tokenizer, and this engine has none")
         return render_chat(self.tokenizer, list(messages))
+
+
+def _adapter_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"adapter={name!r}: a name must be a non-empty string")
+    return name
 
 
 def _as_version(version: Any) -> int | None:

@@ -260,6 +260,7 @@ def open_runner(
         source,
         eos_ids,
         drafts=drafting is not None,
+        adapters=engine.adapters,
         placeholders=placeholders,
     )
     return EngineHandle(

@@ -99,6 +99,7 @@ class SamplingParams:
         timeout_s: seconds from arrival after which the request ends with finish reason "timeout"; None: no
             limit.
         cache_salt: requests share cached prefixes only with requests of the same salt.
+        adapter: name of the loaded LoRA adapter that the model runs with; None: the model alone.
         draft: use drafts for this request, if the engine has a proposer. Outputs do not depend on it.
         record_routing: report the experts of each token (mixture-of-experts models).
         replay_routing: `[tokens, layers, k]` recorded expert ids, used for the first positions of prompt and
@@ -149,6 +150,7 @@ class SamplingParams:
     priority: int = 0
     timeout_s: float | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     draft: bool = True
     record_routing: bool = False
     replay_routing: Any = None
@@ -263,6 +265,8 @@ class SamplingParams:
             )
         if self.cache_salt is not None and not _is_text(self.cache_salt):
             raise InvalidRequest(f"cache_salt={self.cache_salt!r}: must be Unicode text or None")
+        if self.adapter is not None and not _is_text(self.adapter):
+            raise InvalidRequest(f"adapter={self.adapter!r}: must be Unicode text or None")
         for name in given:
             value = getattr(self, name)
             size = sum(map(len, value)) if isinstance(value, tuple) else len(value)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from verbatim.batch import Batch, Choices, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.core import Sequence
 
 
@@ -118,6 +118,19 @@ class Runner(Protocol):
             InvalidRequest, NotSupported: as `NewWeights`.
             VerbatimError: the weights sleep.
         """
+        ...
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Hold an adapter for batches that name its number; nothing is held after an error.
+
+        Raises:
+            NotSupported: an adapter of layers that can't have one, or no adapters in this placement.
+            InvalidRequest: its matrices do not fit the model's.
+        """
+        ...
+
+    def unload_adapter(self, number: int) -> None:
+        """Drop an adapter that no later batch names; do nothing if it is not held."""
         ...
 
     def stamp(self) -> object:

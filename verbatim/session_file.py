@@ -359,6 +359,11 @@ def _copy_kv(engine: EngineHandle, token_ids: list[int], cache: SessionCache) ->
 
     def take() -> tuple[list[tuple[Tensor, Tensor]], list[Tensor], int]:
         num_tokens = num_in_common(cache.token_ids, token_ids)
+        if cache.adapter:
+            raise NotSupported(
+                "save(kv=True): an adapter computed the session's K and V; leave kv=False, they are "
+                "computed again"
+            )
         store = runner.store
         if runner.num_states and num_tokens not in cache.states:
             return [], [], 0

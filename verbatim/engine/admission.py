@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verbatim.beam import BeamSearch
 from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
+from verbatim.engine.adapters import LoadedAdapters
 from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, RequestFailed
 from verbatim.params import CHOICES, STRUCTURES, SamplingParams
 from verbatim.protocols import Runner
@@ -39,6 +40,7 @@ class Admission:
         limit_source: where `max_length` comes from, for error messages.
         eos_ids: the model's end-of-sequence ids.
         drafts: the engine uses speculative decoding.
+        adapters: those that requests may name; None: none.
         placeholders: ids that stand for images or sounds in a prompt, with the config field that names each.
     """
 
@@ -51,6 +53,7 @@ class Admission:
         eos_ids: frozenset[int],
         *,
         drafts: bool = False,
+        adapters: LoadedAdapters | None = None,
         placeholders: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
@@ -60,6 +63,7 @@ class Admission:
         self.limit_source = limit_source
         self.eos_ids = eos_ids
         self.drafts = drafts
+        self.adapters = adapters or LoadedAdapters(runner)
         self.placeholders = placeholders
         self._count = itertools.count(1)
         self._compiler: GrammarCompiler | None = None  # created for the first structured request
@@ -267,6 +271,7 @@ class Admission:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={params!r}: must be a SamplingParams")
         check_vocabulary(params, self.vocab_size)
+        self.adapters.number_of(params.adapter)
         for wanted in ("logprobs", "prompt_logprobs"):
             if (getattr(params, wanted) or 0) > self.vocab_size:
                 raise InvalidRequest(

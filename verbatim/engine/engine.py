@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from verbatim.batch import DRAW_FAILED, Draws
+from verbatim.batch import DRAW_FAILED, Draws, LowRank
 from verbatim.core import Delta, FinishReason, Request, Sequence
+from verbatim.engine.adapters import LoadedAdapters
 from verbatim.engine.commit import commit, delta, finish, valid_rows
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.draw import draw
 from verbatim.engine.scheduler import Scheduler
 from verbatim.engine.sessions import Sessions
 from verbatim.engine.work import Chunk, Schedule
-from verbatim.errors import QueueFull, RequestFailed, TierFailed, VerbatimError
+from verbatim.errors import InvalidRequest, QueueFull, RequestFailed, TierFailed, VerbatimError
 from verbatim.kv.prefix_folder import PrefixFolder
 from verbatim.protocols import Forward, Runner
 from verbatim.shield import Shield
@@ -46,6 +47,7 @@ class Engine:
         live: bool = False,
     ) -> None:
         self.runner = runner
+        self.adapters = LoadedAdapters(runner)
         self.drafting = drafting
         self.scheduler = scheduler
         self.max_waiting = max_waiting
@@ -92,6 +94,11 @@ class Engine:
             self.sessions.make_private()
         self._active[request.request_id] = request, deliver
         request.weight_version = self.weight_version
+        try:
+            request.adapter = self.adapters.number_of(request.params.adapter)
+        except InvalidRequest as error:  # it was unloaded since the request was admitted
+            self.fail(request, error)
+            return
         if request.is_prefill_only and not (request.needs_prompt_rows or request.params.records):
             self._finish(request, FinishReason.LENGTH)  # nothing to compute: no forward
             return
@@ -134,6 +141,7 @@ class Engine:
             self.scheduler.roll_back(work)
             raise
         self._commit(work, forward, draws)
+        self._free_adapters()
         if drafting is not None:
             drafting.note_step(work.chunks, time.perf_counter() - begin)
         return True
@@ -287,6 +295,19 @@ class Engine:
             else:
                 self.scheduler.discard_pending(request)
             request.weight_version = self.weight_version
+
+    def load_adapter(self, name: str, layers: Mapping[str, LowRank], *, replace: bool) -> None:
+        """Load an adapter for later requests, as `LoadedAdapters.load`."""
+        self.adapters.load(name, layers, replace=replace)
+        self._free_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; requests that use it go on."""
+        self.adapters.unload(name)
+        self._free_adapters()
+
+    def _free_adapters(self) -> None:
+        self.adapters.free(request.adapter for request, _ in self._active.values())
 
     def sleep(self, weights: bool) -> None:
         """Release memory, as `Runner.sleep`, also that of the proposer."""

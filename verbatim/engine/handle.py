@@ -8,12 +8,12 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
 
-from verbatim.batch import dummy_batch
+from verbatim.batch import LowRank, dummy_batch
 from verbatim.core import Delta, Request, Result
 from verbatim.engine.admission import Admission
 from verbatim.engine.calls import (
@@ -477,6 +477,30 @@ class EngineHandle:
 
         return self.call(update)
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self._engine.adapters.names
+
+    def load_adapter(
+        self, name: str, layers: Mapping[str, LowRank], *, replace: bool = False
+    ) -> None:
+        """Load an adapter between two steps.
+
+        Raises:
+            InvalidRequest, NotSupported: as `LoadedAdapters.load`; nothing has changed then.
+        """
+        self._refuse_collective("an adapter")
+        self.call(lambda: self._engine.load_adapter(name, layers, replace=replace))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter between two steps; requests that use it run to their end.
+
+        Raises:
+            InvalidRequest: there is none of this name.
+        """
+        self.call(lambda: self._engine.unload_adapter(name))
+
     def evict_all(self) -> None:
         """Free all blocks; running requests are recomputed, and nothing is cached any more."""
         self.call(self._engine.evict_all)
@@ -508,6 +532,7 @@ class EngineHandle:
             "max_length": admission.max_length,
             "max_length_from": admission.limit_source,
             "eos_ids": sorted(admission.eos_ids),
+            "adapters": self._engine.adapters.info(),
             "block_size": runner.block_size,
             "num_blocks": runner.num_blocks,
             "draft": None if drafting is None else drafting.info(),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
+from verbatim.batch import ZERO_STATE, Batch, adapter_column, block_tables, state_columns
 from verbatim.core import Sequence
 from verbatim.engine.work import Span, choices
 
@@ -84,5 +84,6 @@ def _batch(pieces: list[Span]) -> Batch:
         block_tables=block_tables([sequence.blocks for sequence, _, _ in pieces]),
         logit_rows=torch.empty(0, dtype=torch.int64),
         **choices(pieces),
+        **adapter_column([sequence.request.adapter for sequence, _, _ in pieces]),
         **state_columns(sources, [end - 1 for end in query_starts[1:]], slots),
     )

@@ -160,6 +160,8 @@ class Sessions:
             kept = min(kept, sequence.next_prompt_row)
         if request.params.forces_choices or request.params.record_indices:
             kept = 0  # replayed choices change K and V; only rows that run are recorded
+        if cache.adapter != request.adapter:
+            kept = 0
         if self.states.enabled and kept not in cache.states:
             kept = 0  # the blocks are found again where a state is cached
         self._cut(cache, kept)
@@ -186,6 +188,7 @@ class Sessions:
         ):
             return
         cache.token_ids = sequence.token_ids(0, sequence.num_computed)
+        cache.adapter = sequence.request.adapter
         cache.blocks, sequence.blocks = sequence.blocks, []
         cache.states, sequence.states = sequence.states, {}
         cache.num_indexed = sequence.num_indexed
@@ -246,7 +249,7 @@ class Sessions:
 
     def _clear(self, cache: SessionCache) -> None:
         """Reset a cache that holds no block."""
-        cache.token_ids, cache.num_indexed = [], 0
+        cache.token_ids, cache.num_indexed, cache.adapter = [], 0, 0
         cache.num_draft_computed = {}
         self._idle.pop(cache, None)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verbatim.batch import ZERO_STATE, Batch, block_tables, state_columns
+from verbatim.batch import ZERO_STATE, Batch, adapter_column, block_tables, state_columns
 from verbatim.core import Sequence
 from verbatim.params import CHOICES
 
@@ -93,6 +93,7 @@ class Schedule:
             block_copies=self.block_copies,
             wants_hidden=any(request.params.hidden_states for request in requests),
             **choices(spans),
+            **adapter_column([request.adapter for request in requests]),
             **state_columns(state_sources, state_rows, state_targets),
         )
 

@@ -258,15 +258,15 @@ void vb::run_experts(const Experts &e, const T *x, int64_t rows, Chosen chosen, 
 
 template <typename T>
 void vb::run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation,
-                 const T *x, int64_t rows, T *out, int threads) {
+                 const T *x, int64_t rows, const Adapted &adapted, T *out, int threads) {
     const int64_t inner = down.depth, pair = 2 * inner;
     const Scratch<T> made(rows * pair);
-    multiply(x, rows, gates->depth, gates, num_gates, made.data, pair, threads);
+    multiply_adapted(x, rows, gates->depth, gates, num_gates, adapted, made.data, pair, threads);
     each_row(rows, pair, threads, [&](int64_t r) {
         T *gate = made.data + r * pair;
         activate_row(gate, gate, gate + inner, inner, activation);
     });
-    multiply(made.data, rows, pair, &down, 1, out, down.cols, threads);
+    multiply_adapted(made.data, rows, pair, &down, 1, adapted.at(2), out, down.cols, threads);
 }
 
 template <typename T>
@@ -281,8 +281,8 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
         });
     if (!m.num_shared) return;
     const Scratch<T> shared(rows * hidden), open(rows);
-    run_mlp(m.shared_gates, m.num_shared, m.shared_down, m.experts.activation, x, rows, shared.data,
-            threads);
+    run_mlp(m.shared_gates, m.num_shared, m.shared_down, m.experts.activation, x, rows, Adapted{},
+            shared.data, threads);
     const bool gated = m.shared_gate.data;
     if (gated) multiply(x, rows, hidden, &m.shared_gate, 1, open.data, 1, threads);
     each_row(rows, hidden, threads, [&](int64_t r) {
@@ -299,7 +299,7 @@ void vb::run_mixture(const Mixture &m, const T *x, int64_t rows, Chosen chosen, 
     template void vb::run_sorted(const Experts &, const T *, const int64_t *, T *, int);           \
     template void vb::run_experts(const Experts &, const T *, int64_t, Chosen, int64_t, T *, int); \
     template void vb::run_mlp(const Matrix *, int, const Matrix &, int32_t, const T *, int64_t,    \
-                              T *, int);                                                           \
+                              const Adapted &, T *, int);                                                       \
     template void vb::run_mixture(const Mixture &, const T *, int64_t, Chosen, T *, int);
 INSTANCES(float)
 INSTANCES(bf16)

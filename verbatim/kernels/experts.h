@@ -2,6 +2,7 @@
 #pragma once
 
 #include "elementwise.h"
+#include "lora.h"
 #include "matrix.h"
 
 namespace vb {
@@ -100,10 +101,28 @@ template <typename T>
 void run_experts(const Experts &experts, const T *x, int64_t rows, Chosen chosen, int64_t top_k,
                  T *out, int threads);
 
-// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both.
+// Adapters of a layer's rows, whose matrices begin at `first`; none without arguments.
+struct Adapted {
+    const AdaptedRows *groups = nullptr;
+    int64_t num_groups = 0, first = 0;
+    Adapted at(int64_t place) const { return {groups, num_groups, first + place}; }
+};
+
+// `multiply`, and what the rows' adapters add to it.
+template <typename T>
+void multiply_adapted(const T *x, int64_t rows, int64_t x_stride, const Matrix *matrices, int count,
+                      const Adapted &adapted, T *out, int64_t out_stride, int threads) {
+    multiply(x, rows, x_stride, matrices, count, out, out_stride, threads);
+    if (adapted.num_groups)
+        add_low_rank(x, x_stride, adapted.groups, adapted.num_groups, adapted.first, matrices, count,
+                     out, out_stride, threads);
+}
+
+// out[rows, down.cols] of an MLP: down of act(gate) * up; `gates` is both, or one for both. Adapters have
+// matrices for two gates and for down.
 template <typename T>
 void run_mlp(const Matrix *gates, int num_gates, const Matrix &down, int32_t activation, const T *x,
-             int64_t rows, T *out, int threads);
+             int64_t rows, const Adapted &adapted, T *out, int threads);
 
 // out[rows, hidden]: the experts' sum, and the shared expert.
 template <typename T>

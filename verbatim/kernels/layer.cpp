@@ -4,6 +4,8 @@
 // The products, norms and activations are the ones that the same modules run with one by one, in
 // the same order and with the same roundings, so the bits are the same too.
 
+#include <vector>
+
 #include "attention.h"
 #include "experts.h"
 #include "recurrence.h"
@@ -47,6 +49,9 @@ struct ShortConv {
     int64_t taps;
 };
 
+// Where an adapter has the matrices for those of a layer; verbatim/model/lora.py has the same.
+enum Place : int64_t { INPUTS = 0, OUTPUT = 6, GATES = 7, PLACES = 10 };
+
 // As verbatim/model/structs.py declares it.
 struct Layer {
     Matrix inputs[6];  // of q, k and v; one of all three; or those of a delta rule
@@ -67,6 +72,7 @@ struct Layer {
     const Mamba2 *mamba2;    // likewise
     const ShortConv *conv;
     int32_t gated;           // each head of q is followed by a gate of what it attends to
+    int32_t index;           // among the layers that adapters have matrices for
 
     bool has_mlp() const { return num_gates || mixture; }
     int64_t q_width() const { return heads * head_dim; }
@@ -85,11 +91,29 @@ struct Rows {
     const int32_t *query_starts, *context_lens, *block_tables;
     const int32_t *state_sources, *state_rows, *state_targets;
     int64_t count, sequences, max_blocks, block_size, state_writes;
+    const AdaptedRows *adapted;  // groups of neighbours in ascending order, each of one adapter
+    int64_t num_adapted;
 
     StateRows states() const {
         return {query_starts, state_sources, state_rows, state_targets, sequences, state_writes};
     }
+    Adapted of(const Layer &l) const { return {adapted, num_adapted, l.index * PLACES}; }
 };
+
+// The adapters of some of the rows, `kept` in ascending order, by their places among these.
+std::vector<AdaptedRows> kept_groups(const Rows &rows, const int64_t *kept, int64_t count) {
+    std::vector<AdaptedRows> groups;
+    const AdaptedRows *group = rows.adapted, *end = group + rows.num_adapted;
+    for (int64_t i = 0; i < count; i++) {
+        while (group != end && group->end <= kept[i]) group++;
+        if (group == end) break;
+        if (group->begin > kept[i]) continue;
+        if (!groups.empty() && groups.back().end == i && groups.back().matrices == group->matrices)
+            groups.back().end++;
+        else groups.push_back({i, i + 1, group->matrices});
+    }
+    return groups;
+}
 
 // As verbatim/model/whole.py declares it.
 struct Model {
@@ -116,7 +140,8 @@ template <typename T> void norm_heads(T *x, int64_t width, const Norm &norm) {
 
 // out[rows, products] = what the inputs make of (the norm of) hidden.
 template <typename T>
-void project(const Layer &l, const T *hidden, int64_t rows, T *out, int threads) {
+void project(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted, T *out,
+             int threads) {
     const T *x = hidden;
     Scratch<T> normed(l.before_attention.kind == NONE ? 0 : rows * l.hidden);
     if (l.before_attention.kind != NONE) {
@@ -125,17 +150,18 @@ void project(const Layer &l, const T *hidden, int64_t rows, T *out, int threads)
         });
         x = normed.data;
     }
-    multiply(x, rows, l.hidden, l.inputs, l.num_inputs, out, l.products(), threads);
+    multiply_adapted(x, rows, l.hidden, l.inputs, l.num_inputs, adapted.at(INPUTS), out,
+                     l.products(), threads);
 }
 
 // qkv[rows, products]: q, k, v, and the gates if there are any.
 template <typename T, typename A>
-void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles, T *qkv,
-            int threads) {
+void before(const Layer &l, const T *hidden, int64_t rows, const Adapted &adapted,
+            const Angles &angles, T *qkv, int threads) {
     const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
     if (l.gated) {
         const Scratch<T> made(rows * width);
-        project(l, hidden, rows, made.data, threads);
+        project(l, hidden, rows, adapted, made.data, threads);
         const int64_t dim = l.head_dim, kv_width = width - 2 * q_width;
         each_row(rows, width, threads, [&](int64_t r) {
             const T *from = made.data + r * width;
@@ -146,7 +172,7 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles,
             }
             std::memcpy(row + q_width, from, kv_width * sizeof(T));
         });
-    } else project(l, hidden, rows, qkv, threads);
+    } else project(l, hidden, rows, adapted, qkv, threads);
     if (l.of_queries.kind == NONE && l.of_keys.kind == NONE && l.rotation == UNTURNED) return;
     each_row(rows, q_width + k_width, threads, [&](int64_t r) {
         T *row = qkv + r * width;
@@ -160,13 +186,13 @@ void before(const Layer &l, const T *hidden, int64_t rows, const Angles &angles,
     });
 }
 
-void before(const Layer &l, const void *hidden, int64_t rows, const Angles &angles, void *qkv,
-            int threads) {
+void before(const Layer &l, const void *hidden, int64_t rows, const Adapted &adapted,
+            const Angles &angles, void *qkv, int threads) {
     if (!l.is_bf16)
-        before<float, float>(l, (const float *)hidden, rows, angles, (float *)qkv, threads);
+        before<float, float>(l, (const float *)hidden, rows, adapted, angles, (float *)qkv, threads);
     else if (angles.is_f32)
-        before<bf16, float>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
-    else before<bf16, bf16>(l, (const bf16 *)hidden, rows, angles, (bf16 *)qkv, threads);
+        before<bf16, float>(l, (const bf16 *)hidden, rows, adapted, angles, (bf16 *)qkv, threads);
+    else before<bf16, bf16>(l, (const bf16 *)hidden, rows, adapted, angles, (bf16 *)qkv, threads);
 }
 
 // attended *= the sigmoids of the gates in qkv.
@@ -196,7 +222,7 @@ void run_delta_rule(const Layer &l, const Rows &rows, T *conv_state, float *stat
     const int64_t k_width = l.k_width(), v_width = l.heads * value, group = l.heads / l.kv_heads;
     const int64_t channels = 2 * k_width + v_width;
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         const T *row = made.data + r * width;
         T *to = mixed.data + r * channels;
@@ -259,7 +285,7 @@ void run_mamba2(const Layer &l, const Rows &rows, T *conv_state, float *state, c
     const int64_t k_width = l.k_width(), v_width = l.heads * value;
     const int64_t channels = v_width + 2 * k_width;
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         std::memcpy(mixed.data + r * channels, made.data + r * width + v_width, channels * sizeof(T));
     });
@@ -314,7 +340,7 @@ template <typename T>
 void run_short_conv(const Layer &l, const Rows &rows, T *state, const T *hidden, T *attended, int threads) {
     const int64_t count = rows.count, channels = l.value_dim, width = 3 * channels;
     const Scratch<T> made(count * width), mixed(count * channels);
-    project(l, hidden, count, made.data, threads);
+    project(l, hidden, count, rows.of(l), made.data, threads);
     each_row(count, channels, threads, [&](int64_t r) {
         const T *b = made.data + r * width, *x = b + 2 * channels;
         each_lane(mixed.data + r * channels, channels, [=](auto at) { return at(b) * at(x); });
@@ -352,10 +378,11 @@ void add_back(const Layer &l, T *out, const T *residual, T *x, int64_t rows, con
 
 // out = the residual after attention. Returns what the MLP is given: `normed`, or out where nothing norms it.
 template <typename T>
-T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t rows, T *out,
-                    T *normed, int threads) {
+T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t rows,
+                    const Adapted &adapted, T *out, T *normed, int threads) {
     const Scratch<T> made(rows * l.hidden);
-    multiply(attended, rows, l.output.depth, &l.output, 1, made.data, l.hidden, threads);
+    multiply_adapted(attended, rows, l.output.depth, &l.output, 1, adapted.at(OUTPUT), made.data,
+                     l.hidden, threads);
     add_back(l, out, hidden, made.data, rows, l.after_attention, threads);
     if (l.before_mlp.kind == NONE) return out;
     each_row(rows, l.hidden, threads, [&](int64_t r) {
@@ -366,10 +393,13 @@ T *behind_attention(const Layer &l, const T *hidden, const T *attended, int64_t 
 
 // out += what the MLP makes of x.
 template <typename T>
-void add_mlp(const Layer &l, const T *x, int64_t rows, Chosen chosen, T *out, int threads) {
+void add_mlp(const Layer &l, const T *x, int64_t rows, const Adapted &adapted, Chosen chosen, T *out,
+             int threads) {
     const Scratch<T> made(rows * l.hidden);
     if (l.mixture) run_mixture(*l.mixture, x, rows, chosen, made.data, threads);
-    else run_mlp(l.gates, l.num_gates, l.down, l.activation, x, rows, made.data, threads);
+    else
+        run_mlp(l.gates, l.num_gates, l.down, l.activation, x, rows, adapted.at(GATES), made.data,
+                threads);
     add_back(l, out, out, made.data, rows, l.after_mlp, threads);
 }
 
@@ -387,27 +417,27 @@ struct Choice {
 // out = what the layer returns; or, where the MLP is not in here, the residual after attention,
 // with what the MLP must be given in `normed`.
 template <typename T>
-void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, const Record &record,
-           T *out, T *normed, int threads) {
+void after(const Layer &l, const T *hidden, const T *attended, int64_t rows, const Adapted &adapted,
+           const Record &record, T *out, T *normed, int threads) {
     if (!l.has_mlp()) {
-        const T *x = behind_attention(l, hidden, attended, rows, out, normed, threads);
+        const T *x = behind_attention(l, hidden, attended, rows, adapted, out, normed, threads);
         if (x != normed) std::memcpy(normed, x, rows * l.hidden * sizeof(T));
         return;
     }
     const Scratch<T> room(rows * l.hidden);
-    const T *x = behind_attention(l, hidden, attended, rows, out, room.data, threads);
+    const T *x = behind_attention(l, hidden, attended, rows, adapted, out, room.data, threads);
     const Choice choice(l, rows);
     if (l.mixture) route(l.mixture->router, x, rows, record, choice.chosen(), threads);
-    add_mlp(l, x, rows, choice.chosen(), out, threads);
+    add_mlp(l, x, rows, adapted, choice.chosen(), out, threads);
 }
 
 void after(const Layer &l, const void *hidden, const void *attended, int64_t rows,
-           const Record &record, void *out, void *normed, int threads) {
+           const Adapted &adapted, const Record &record, void *out, void *normed, int threads) {
     if (l.is_bf16)
-        after(l, (const bf16 *)hidden, (const bf16 *)attended, rows, record, (bf16 *)out,
+        after(l, (const bf16 *)hidden, (const bf16 *)attended, rows, adapted, record, (bf16 *)out,
               (bf16 *)normed, threads);
     else
-        after(l, (const float *)hidden, (const float *)attended, rows, record, (float *)out,
+        after(l, (const float *)hidden, (const float *)attended, rows, adapted, record, (float *)out,
               (float *)normed, threads);
 }
 
@@ -424,7 +454,7 @@ void attend(const Layer &l, const Rows &rows, void *k_store, void *v_store, cons
     const int64_t q_width = l.q_width(), k_width = l.k_width(), width = l.products();
     const int64_t size = l.is_bf16 ? 2 : 4;
     Scratch<char> qkv(rows.count * width * size);
-    before(l, hidden, rows.count, angles, qkv.data, threads);
+    before(l, hidden, rows.count, rows.of(l), angles, qkv.data, threads);
     const char *k = qkv.data + q_width * size, *v = k + k_width * size;
     vb_write_kv(k, v, (char *)k_store, (char *)v_store, rows.slots, rows.count, l.kv_heads,
                 rows.block_size, l.head_dim * size, l.value_dim * size, width * size,
@@ -446,7 +476,7 @@ void whole(const Layer &l, const Rows &rows, void *k_store, void *v_store, const
            const Angles &angles, const Record &record, void *out, void *normed, int threads) {
     const Scratch<char> attended(rows.count * attended_bytes(l));
     attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
-    after(l, hidden, attended.data, rows.count, record, out, normed, threads);
+    after(l, hidden, attended.data, rows.count, rows.of(l), record, out, normed, threads);
 }
 
 // to[i] = from[rows[i]], of `bytes` each.
@@ -467,25 +497,27 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
     attend(l, rows, k_store, v_store, hidden, angles, attended.data, threads);
     const Scratch<T> kept(count * width), x(count * width);
     const Choice choice(l, count);
+    const std::vector<AdaptedRows> groups = kept_groups(rows, logit_rows, count);
+    const Adapted adapted{groups.data(), (int64_t)groups.size(), l.index * PLACES};
     const T *given = x.data;
     if (!l.mixture) {
         const Scratch<char> theirs(count * bytes);
         take_rows(kept.data, hidden, logit_rows, count, width * sizeof(T));
         take_rows(theirs.data, attended.data, logit_rows, count, bytes);
-        given = behind_attention(l, kept.data, (const T *)theirs.data, count, kept.data, x.data,
-                                 threads);
+        given = behind_attention(l, kept.data, (const T *)theirs.data, count, adapted, kept.data,
+                                 x.data, threads);
     } else {
         const Scratch<T> residual(rows.count * width), room(rows.count * width);
         const Choice all(l, rows.count);
         const T *of_all = behind_attention(l, hidden, (const T *)attended.data, rows.count,
-                                           residual.data, room.data, threads);
+                                           rows.of(l), residual.data, room.data, threads);
         route(l.mixture->router, of_all, rows.count, record, all.chosen(), threads);
         take_rows(kept.data, residual.data, logit_rows, count, width * sizeof(T));
         take_rows(x.data, of_all, logit_rows, count, width * sizeof(T));
         take_rows(choice.experts.data, all.experts.data, logit_rows, count, choice.top_k * 4);
         take_rows(choice.weights.data, all.weights.data, logit_rows, count, choice.top_k * 4);
     }
-    add_mlp(l, given, count, choice.chosen(), kept.data, threads);
+    add_mlp(l, given, count, adapted, choice.chosen(), kept.data, threads);
     each_row(count, width, threads, [&](int64_t r) {
         norm_row(normed + r * width, kept.data + r * width, m.norm);
     });
@@ -499,7 +531,7 @@ void finish(const Model &m, const Rows &rows, void *k_store, void *v_store, cons
 extern "C" void vb_layer_before(const Layer *l, const void *hidden, int64_t rows, const void *cos,
                                 const void *sin, int64_t angles, int angles_f32, void *qkv,
                                 int threads) {
-    before(*l, hidden, rows, Angles{cos, sin, angles, angles_f32, nullptr}, qkv, threads);
+    before(*l, hidden, rows, {}, Angles{cos, sin, angles, angles_f32, nullptr}, qkv, threads);
 }
 
 // out[rows, hidden] of the residual hidden[rows, hidden] and of attended[rows, heads * value_dim], which the
@@ -510,7 +542,7 @@ extern "C" void vb_layer_after(const Layer *l, const void *hidden, void *attende
                                int64_t rows, int16_t *chosen, const int16_t *forced, int64_t stride,
                                void *out, void *normed, int threads) {
     apply_gates(*l, attended, qkv, rows, threads);
-    after(*l, hidden, attended, rows, {chosen, forced, stride}, out, normed, threads);
+    after(*l, hidden, attended, rows, {}, Record{chosen, forced, stride}, out, normed, threads);
 }
 
 // Whether any product of the model is large enough for several threads. A team that only waits takes

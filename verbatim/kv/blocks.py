@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from verbatim.batch import SCRATCH_BLOCK
 
 
-def root_key(salt: str | None) -> bytes:
-    """Return the parent key of a prompt's first block; each salt has a separate prefix cache."""
-    return hashlib.blake2b(b"" if salt is None else b"salt" + salt.encode()).digest()
+def root_key(salt: str | None, adapter: int = 0) -> bytes:
+    """Return the parent key of a prompt's first block; each salt and adapter has its own prefix cache."""
+    root = hashlib.blake2b(b"" if salt is None else b"salt" + salt.encode()).digest()
+    return root if not adapter else hashlib.blake2b(root + b"adapter %d" % adapter).digest()
 
 
 def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

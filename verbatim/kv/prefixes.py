@@ -16,7 +16,8 @@ class Prefixes:
     and so are those of private sessions, with K and V from before the cache was cleared.
 
     Attributes:
-        folder: prefixes in files, from an earlier run or evicted; None: there are none.
+        folder: prefixes in files, from an earlier run or evicted; None: there are none. Those of adapters,
+            whose numbers another run gives to others, are in memory only.
     """
 
     folder: PrefixFolder | None = None
@@ -44,13 +45,13 @@ class Prefixes:
             return
         keys = self._reusable_keys(sequence)
         found = self.pool.find(keys)
-        if load and self.folder is not None:
+        if load and self.folder is not None and not sequence.request.adapter:
             self._load(self.folder, sequence, keys, found)
             found = self.pool.find(keys)
         blocks = found[: self.states.longest(keys[: len(found)])]
-        self._note("blocks", keys[: len(blocks)], 0)
+        self._note(sequence, "blocks", keys[: len(blocks)], 0)
         if blocks and self.states.enabled:
-            self._note("states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
+            self._note(sequence, "states", keys[len(blocks) - 1 : len(blocks)], len(blocks))
         self.pool.share(blocks)
         self.states.attach(sequence, len(blocks) * self.block_size, keys[: len(blocks)])
         sequence.blocks = blocks
@@ -77,9 +78,9 @@ class Prefixes:
                 folder.load("states", keys[usable - 1 : usable])
         self.pool.give_back(found)
 
-    def _note(self, kind: str, keys: list[bytes], first: int) -> None:
+    def _note(self, sequence: Sequence, kind: str, keys: list[bytes], first: int) -> None:
         """Have entries of the cache written to files, if there is a folder for them."""
-        if self.folder is not None and keys:
+        if self.folder is not None and keys and not sequence.request.adapter:
             self.folder.note(kind, keys, first)
 
     def in_flight(self, sequence: Sequence) -> bytes | None:
@@ -121,7 +122,7 @@ class Prefixes:
                 sequence.blocks[i] = block
                 sequence.truncate_draft_cache(i * self.block_size)
         sequence.num_indexed = full
-        self._note("blocks", keys[first:full], first)
+        self._note(sequence, "blocks", keys[first:full], first)
         self._snapshot(sequence, first, full)
         return self._drop(sequence, set(keys[first:full]))
 
@@ -130,7 +131,7 @@ class Prefixes:
         sequence.num_indexed = 0
         if sequence.snapshot is not None and self.states.pool is not None:
             if self.states.pool.has(sequence.snapshot):
-                self._note("states", [sequence.snapshot], len(sequence.keys))
+                self._note(sequence, "states", [sequence.snapshot], len(sequence.keys))
         return self._drop(sequence, None)
 
     def snapshots(self, sequence: Sequence, end: int) -> list[int]:
@@ -162,7 +163,7 @@ class Prefixes:
                     self.states.drop(sequence.snapshot)
                 sequence.snapshot = key  # the last one is written to a file
             else:
-                self._note("states", [key], blocks)
+                self._note(sequence, "states", [key], blocks)
 
     def drop_cached(self) -> None:
         """Drop what is cached and not used."""
@@ -204,6 +205,7 @@ class Prefixes:
         """Return the keys of all full blocks of the sequence."""
         size, keys = self.block_size, sequence.keys
         for i in range(len(keys), sequence.num_tokens // size):
-            parent = keys[-1] if keys else root_key(sequence.request.params.cache_salt)
+            request = sequence.request
+            parent = keys[-1] if keys else root_key(request.params.cache_salt, request.adapter)
             keys.append(chain_key(parent, sequence.token_ids(i * size, (i + 1) * size)))
         return keys

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch
+from verbatim.batch import Adapter, Batch
 from verbatim.errors import EngineClosed, ModelChanged, NotSupported, first_line
 from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
@@ -25,6 +25,7 @@ from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
 from verbatim.model.hidden import body_outputs, head_inputs, head_of, hidden_rows
 from verbatim.model.invariant import InvariantMode
+from verbatim.model.lora import Adapters, groups_of
 from verbatim.model.patching import (
     configs_of,
     exclusive,
@@ -128,6 +129,7 @@ class Decoder:
         self._module: Callable[[], nn.Module | None] = (
             weakref.ref(module) if weak else lambda: module
         )
+        self.adapters: Adapters | None = None  # once one was loaded
         with exclusive:
             self.spec: ModelSpec = inspect_model(module)
             self._prepare(module)
@@ -136,14 +138,39 @@ class Decoder:
     def _prepare(self, module: nn.Module) -> None:
         self._tree = Tree(module)
         self._forwards = replaced_forwards(module, batch_invariant=self._batch_invariant)
+        self._unfused = list(self._forwards)
         self._configs = configs_of(module)
         self._layers: FusedLayers | None = None
         if self._fuse:
             self._layers = FusedLayers(module, self.spec, self._forwards, self._configs, self._part)
             self._forwards += self._layers.forwards
             self.fused = self._layers.report
+        if self.adapters is not None:
+            self._attach(self.adapters, module)
         self._body: nn.Module | None = None
         self._head_reads_body = False  # what the head is given is what the body returns
+
+    def _attach(self, adapters: Adapters, module: nn.Module) -> None:
+        layers = () if self._layers is None else self._layers.layers
+        adapters.attach(module, self._unfused, layers)
+
+    def load_adapter(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
+        """Hold an adapter for batches that name its number, as `Adapters.load`.
+
+        Raises:
+            NotSupported, InvalidRequest: it does not fit the model.
+        """
+        with exclusive:
+            self.look_again()
+            if self.adapters is None:
+                self.adapters = Adapters(self.spec.dtype)
+                self._attach(self.adapters, self.held)
+            return self.adapters.load(adapter, partial=partial)
+
+    def unload_adapter(self, number: int) -> None:
+        """Drop an adapter; do nothing if it is not held."""
+        if self.adapters is not None:
+            self.adapters.unload(number)
 
     def look_again(self) -> None:
         """Inspect the module again if it was edited since the last forward.
@@ -206,6 +233,7 @@ class Decoder:
         self._body = None
         self.__dict__.pop("_tree", None)  # it holds the layers
         self._forwards, self._configs, self._layers = [], [], None
+        self._unfused, self.adapters = [], None
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         """Return logits `[R, V]` of `batch.logit_rows`, in the model's dtype; write K and V to `store`."""
@@ -348,6 +376,19 @@ class Decoder:
     ) -> Output:
         """Run the forwards of all micro-batches; join their outputs."""
         spec, wants_hidden = self.spec, walks[0].batch.wants_hidden
+        forwards_of_layers, adapters = self._forwards, self.adapters
+        groups = [group for walk in walks for group in walk.adapted]
+        fused = not groups
+        if groups:
+            if adapters is None:
+                raise NotSupported("the batch names an adapter, and none is loaded here")
+            forwards_of_layers = [*self._unfused, *adapters.forwards(groups)]
+            fused = self._layers is not None and adapters.serves(groups, whole=False)
+            if fused and self._layers is not None:
+                forwards_of_layers += self._layers.forwards
+                for walk in walks:
+                    if walk.direct is not None and walk.adapted:
+                        walk.direct.adapt(adapters.structs(walk.adapted))
         if self._layers is not None:
             watched = self._watched
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
@@ -356,6 +397,8 @@ class Decoder:
             self._layers.look(hooks=hooked, watched=watched)
             walk = walks[0]
             serves = body is None or (self._head_reads_body and _needs_all_logits(walk.batch))
+            if groups and (adapters is None or not adapters.serves(groups, whole=True)):
+                serves = False
             whole = self._layers.whole_now() if serves and self._in_one_piece else None
             if whole is not None:
                 with plain_numbers():
@@ -365,13 +408,16 @@ class Decoder:
                         body.write(walk.rows, found.hidden)
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
-            patched(self._tree, self._forwards, self._configs, hooks=hooks),
+            patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
             head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
             body_outputs(None if body is None else self._body_of(module), walks) as made,
         ):
             forwards = [partial(_logits, module, spec, walk.batch) for walk in walks]
             logits = self._order.run(walks, forwards)
+            if adapters is not None:
+                for walk in walks:
+                    adapters.check(walk.adapted, walk.changed, fused=fused)
             hidden = [
                 hidden_rows(inputs, walk.batch.logit_rows)
                 for inputs, walk in zip(seen, walks, strict=True)
@@ -428,6 +474,8 @@ class FlatPass:
         batch, routing: the arguments, with the batch on the store's device.
         rows: the batch's slots, also there.
         direct: addresses of them and their K and V for kernels; None: only `attend` can be used.
+        adapted: the rows that have adapters.
+        changed: names of the linear layers that adapters were added to.
     """
 
     def __init__(
@@ -441,12 +489,15 @@ class FlatPass:
         rows: Tensor | None = None,
     ) -> None:
         self._slots = slots
+        groups = groups_of(batch)
         if rows is None:
             rows = batch.slots(store.block_size)
             if store.device.type != "cpu":
                 batch, rows = batch.to(store.device), rows.to(store.device)
         self.rows = rows
         self.batch = batch
+        self.adapted = groups
+        self.changed: set[str] = set()
         self._store = store
         self.routing = routing
         self._indices = indices

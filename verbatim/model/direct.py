@@ -20,6 +20,8 @@ class _Rows(ctypes.Structure):
         *((name, _POINTER) for name in ("slots", "query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("state_sources", "state_rows", "state_targets")),
         *((name, _LONG) for name in ("count", "sequences", "max_blocks", "block_size", "writes")),
+        ("adapted", _POINTER),
+        ("num_adapted", _LONG),
     ]
 
 
@@ -51,6 +53,11 @@ class DirectRows:
             len(states[-1]) if states else 0,
         )
         self.address = ctypes.addressof(self._struct)
+
+    def adapt(self, groups: ctypes.Array[Any]) -> None:
+        """Give rows their adapters, as `AdaptedRows` of `kernels/lora.h`."""
+        self._groups = groups
+        self._struct.adapted, self._struct.num_adapted = ctypes.addressof(groups), len(groups)
 
     def stores(self, layer: int) -> tuple[int, int]:
         """Return the addresses of K and V of one layer that attends."""

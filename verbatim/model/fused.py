@@ -218,6 +218,11 @@ class FusedLayers:
         if self.whole is not None:
             self.whole.forget()
 
+    @property
+    def layers(self) -> list[FusedLayer]:
+        """The fused layers, in the order in which they are called."""
+        return self._layers
+
     def fused_experts(self) -> set[int]:
         """The ids of the experts modules that fused layers run."""
         return {id(layer.experts) for layer in self._layers if layer.experts is not None}

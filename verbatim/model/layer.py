@@ -141,6 +141,23 @@ class FusedLayer:
         return None if mixture is None else mixture.experts.module
 
     @property
+    def matrices(self) -> dict[int, nn.Module]:
+        """The linear layers whose matrices adapters may add to, by place (`Place` of kernels/layer.cpp)."""
+        parts = self.parts
+        found = dict(enumerate(parts.inputs))
+        found |= {6: parts.output} | {7 + i: module for i, module in enumerate(parts.gates)}
+        return found if parts.down is None else found | {9: parts.down}
+
+    @property
+    def index(self) -> int:
+        """Its place among the layers that adapters have matrices for."""
+        return int(self._struct.index)
+
+    @index.setter
+    def index(self, value: int) -> None:
+        self._struct.index = value
+
+    @property
     def address(self) -> int:
         """The address of its `Layer` of kernels/layer.cpp, which does not move."""
         return ctypes.addressof(self._struct)
@@ -267,7 +284,7 @@ class FusedLayer:
             direct = getattr(walk, "direct", None)
             if direct is not None and (direct.dtype is not dtype or direct.count != rows):
                 direct = None
-            if num_states and direct is None:
+            if direct is None and (num_states or getattr(walk, "adapted", None)):
                 return plain(hidden_states, **kwargs)
             cos_at = sin_at = None
             angles = wide = 0

@@ -70,10 +70,11 @@ class Columns(nn.Module):
     ) -> None:
         super().__init__()
         self.inner = inner
-        self._ranks, self._bounds, self._to = ranks, list(bounds), to
+        self.bounds = list(bounds)
+        self._ranks, self._to = ranks, to
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ranks.columns(self.inner(x), self._bounds, self._to)
+        return self._ranks.columns(self.inner(x), self.bounds, self._to)
 
     def __getattr__(self, name: str) -> Any:
         try:

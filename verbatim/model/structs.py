@@ -61,6 +61,7 @@ class LayerStruct(ctypes.Structure):
         ("mamba2", _POINTER),
         ("conv", _POINTER),
         ("gated", _INT),
+        ("index", _INT),
     ]
 
 

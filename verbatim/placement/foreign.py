@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch, Choices, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import EngineClosed, NotSupported
 from verbatim.model.patching import exclusive, threads
 from verbatim.model.weights import weight_info, writes_to
@@ -189,6 +189,14 @@ class ExternalRunner:
         new = NewWeights(self.module, tensors, check_finite=check_finite)
         writer = WeightWriter(self.module)
         return lambda: writer.write(new.tensors)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        raise NotSupported(
+            f"adapters: not supported for {self._name}, whose layers run by its own forward"
+        )
+
+    def unload_adapter(self, number: int) -> None:
+        """Do nothing: none is held."""
 
     def stamp(self) -> object:
         module = self.module

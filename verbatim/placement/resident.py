@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.batch import Batch, Choices, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.device import Device
 from verbatim.errors import NotSupported, OutOfBlocks, VerbatimError
 from verbatim.heap import give_back_freed
@@ -104,7 +104,8 @@ class Resident:
 
     def _on_gpu(self, batch: Batch) -> Forward:
         with threads(self._num_threads), torch.cuda.device(self.store.device):
-            recorded = None if self.graphs is None else self.graphs.run(batch)
+            has_graphs = self.graphs is not None and batch.adapters is None
+            recorded = self.graphs.run(batch) if has_graphs and self.graphs else None
             if recorded is not None:
                 return Forward(recorded)
             logits, hidden = self.decoder.run(batch, self.store, self._records)
@@ -198,6 +199,12 @@ class Resident:
             self.decoder.weights_moved()  # buffers may be among them
 
         return write
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        self.decoder.load_adapter(adapter)
+
+    def unload_adapter(self, number: int) -> None:
+        self.decoder.unload_adapter(number)
 
     def stamp(self) -> object:
         return writes_to(self.decoder.held)

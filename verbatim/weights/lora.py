@@ -6,6 +6,7 @@ placement, and rounded once to the model's dtype.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,19 +46,11 @@ def add_adapter(
         NotSupported: another adapter than LoRA.
         ModelError: it is for another model.
     """
-    config = read_json(folder / "adapter_config.json")
-    others = [name for name in _OTHERS if config.get(name)]
-    if config.get("peft_type") != "LORA" or others:
-        what = ", ".join(others) or f"peft_type={str(config.get('peft_type'))[:80]!r}"
-        raise NotSupported(
-            f"{folder}: adapter_config.json: {what} is not supported: must be plain LORA; merge it "
-            "with peft's merge_and_unload"
-        )
+    config = read_config(folder)
     found, left = dict(table), dict(stored)
     for key in sorted(key for key in stored if key.endswith(".lora_A.weight")):
-        module = key.removesuffix(".lora_A.weight")
-        a, b = left.pop(key), left.pop(f"{module}.lora_B.weight", None)
-        module = module.removeprefix(_PREFIX)
+        a, b = left.pop(key), left.pop(key.replace(".lora_A.", ".lora_B."), None)
+        module = layer_of(key)
         name = f"{module}.weight"
         base: Any = found.get(name)
         base = base.func if isinstance(base, Computed) else base
@@ -67,7 +60,7 @@ def add_adapter(
         shape = (b.shape[0], *a.shape[1:])
         if base.shape != (shape[::-1] if turned else shape):
             raise _misfit(folder, key)
-        scaling = _scaling(config, module, a.shape[0])
+        scaling = scaling_of(config, module, a.shape[0])
         merge = Decoded(base.shape, dtype, _merge(dtype, scaling, turned))
         found[name] = Computed(merge, (found[name], a, b), {}, None)
     for key, tensor in left.items():  # of modules that were trained whole
@@ -82,7 +75,35 @@ def _misfit(folder: Path, name: str) -> ModelError:
     return ModelError(f"{folder}: {name} does not fit the base model's weights")
 
 
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the config of an adapter.
+
+    Raises:
+        ModelError: it can't be read.
+        NotSupported: another adapter than LoRA.
+    """
+    config = read_json(folder / "adapter_config.json")
+    others = [name for name in _OTHERS if config.get(name)]
+    if config.get("peft_type") != "LORA" or others:
+        what = ", ".join(others) or f"peft_type={str(config.get('peft_type'))[:80]!r}"
+        raise NotSupported(
+            f"{folder}: adapter_config.json: {what} is not supported: must be plain LORA; merge it "
+            "with peft's merge_and_unload"
+        )
+    return config
+
+
+def layer_of(key: str) -> str:
+    """Return the name of the layer that a tensor `<layer>.lora_A.weight` is for."""
+    return key.removesuffix(".lora_A.weight").removeprefix(_PREFIX)
+
+
+def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the factor of B A for a layer.
+
+    Raises:
+        ModelError: the config has no number for it.
+    """
     patterns = config.get("alpha_pattern") or {}
     alpha = next(
         (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
@@ -90,7 +111,10 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     )
     if not isinstance(alpha, int | float):
         raise ModelError(f"adapter_config.json: lora_alpha={str(alpha)[:80]!r}: must be a number")
-    return float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    scaling = float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    if not math.isfinite(scaling):
+        raise ModelError(f"adapter_config.json: lora_alpha={alpha}: must be a finite number")
+    return scaling
 
 
 def _merge(dtype: torch.dtype, scaling: float, turned: bool) -> Any:

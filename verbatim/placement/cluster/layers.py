@@ -27,7 +27,12 @@ from verbatim.model.routing import Records, open_records
 from verbatim.numerics import numerics_key
 from verbatim.options import available_memory, dtype_name
 from verbatim.placement.cluster.drafts import open_part
-from verbatim.placement.cluster.messages import pack_draws, unpack_batch, unpack_plan
+from verbatim.placement.cluster.messages import (
+    pack_draws,
+    unpack_adapter,
+    unpack_batch,
+    unpack_plan,
+)
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
 from verbatim.sampling.sampler import sample_rows
@@ -63,6 +68,7 @@ class Layers:
         self._writer: WeightWriter | None = None
         self._num_threads: int | None = None
         self._opened_with: Message = {}
+        self._adapters: dict[int, Message] = {}  # by number, of the layers here
         self._opening = threading.Lock()  # a spare may still be getting ready
         self._loaded: LoadedModel | None = None
         self._loaded_from: Message = {}
@@ -111,6 +117,9 @@ class Layers:
             assert self._split is not None
             self.part, self._drafts = open_part(loaded, self._split, message)
             part = self.part
+        self._adapters = {}
+        for adapter in message.get("adapters", ()):
+            self.load_adapter({"adapter": adapter})
         self._fingerprint = fingerprint(loaded)
         kv = None if message["kv_dtype"] is None else settle_kv_dtype(message["kv_dtype"])
         dtype = part.shape.kv_dtype if kv is None else kv
@@ -235,6 +244,20 @@ class Layers:
         part.report.squares |= self._writer.squares
         return {"quantization": part.report.info()}
 
+    def load_adapter(self, message: Message) -> Message:
+        """Hold an adapter's matrices for the layers here, and return their names."""
+        adapter = message["adapter"]
+        names = self._opened().decoder.load_adapter(unpack_adapter(adapter), partial=True)
+        layers = {name: adapter["layers"][name] for name in names}
+        self._adapters[adapter["number"]] = {**adapter, "layers": layers}
+        return {"names": names}
+
+    def unload_adapter(self, message: Message) -> None:
+        """Drop an adapter, if it is held."""
+        self._adapters.pop(message["number"], None)
+        if self.part is not None:
+            self.part.decoder.unload_adapter(message["number"])
+
     def check_replay(self, message: Message) -> None:
         """Check whether the experts here can be forced."""
         part = self._opened()
@@ -268,7 +291,7 @@ class Layers:
         if self.part is None and self._opened_with:
             held, before = (self.store, self._kept, self._records), self._fingerprint
             try:
-                self.open(self._opened_with)
+                self.open({**self._opened_with, "adapters": list(self._adapters.values())})
                 if self._fingerprint != before:
                     self.close()
                     raise ModelChanged(

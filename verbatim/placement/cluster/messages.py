@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Candidates, Draws, SamplePlan, SampleRow
+from verbatim.batch import Adapter, Batch, Candidates, Draws, LowRank, SamplePlan, SampleRow
 from verbatim.params import SamplingParams
 
 
@@ -50,6 +50,7 @@ def pack_batch(batch: Batch) -> dict[str, Any]:
         "state_sources": batch.state_sources,
         "state_rows": batch.state_rows,
         "state_targets": batch.state_targets,
+        "adapters": batch.adapters,
     }
 
 
@@ -57,6 +58,18 @@ def unpack_batch(plain: dict[str, Any]) -> Batch:
     """Convert plain data to the batch."""
     copies = [(source, target) for source, target in plain["block_copies"]]
     return Batch(**{**plain, "block_copies": copies})
+
+
+def pack_adapter(adapter: Adapter) -> dict[str, Any]:
+    """Convert an adapter to plain data."""
+    layers = {name: [low.a, low.b, low.scaling] for name, low in adapter.layers.items()}
+    return {"name": adapter.name, "number": adapter.number, "layers": layers}
+
+
+def unpack_adapter(plain: dict[str, Any]) -> Adapter:
+    """Convert plain data to the adapter."""
+    layers = {name: LowRank(*low) for name, low in plain["layers"].items()}
+    return Adapter(plain["name"], plain["number"], layers)
 
 
 def pack_plan(plan: SamplePlan) -> dict[str, Any]:

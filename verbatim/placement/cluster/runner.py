@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verbatim.batch import Batch, Choices, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported, StageFailed, VerbatimError
 from verbatim.model.routing import joined
 from verbatim.params import CHOICES
 from verbatim.placement.cluster.choice import Cluster
 from verbatim.placement.cluster.figures import Figures
 from verbatim.placement.cluster.group import Message, StageGone, StageGroup, StageHandle
-from verbatim.placement.cluster.messages import pack_batch, pack_plan, unpack_draws
+from verbatim.placement.cluster.messages import (
+    pack_adapter,
+    pack_batch,
+    pack_plan,
+    unpack_draws,
+)
 from verbatim.placement.cluster.shape import choices_from, joined_quantization
 from verbatim.placement.cluster.supervisor import Supervisor
 from verbatim.placement.offload.cut import cut
@@ -302,6 +307,28 @@ class Clustered:
 
     def _ask_one(self, member: StageHandle, do: str, **fields: Any) -> Any:
         return self.group.call_each([(member, {"do": do, **fields})], patient=True)[0]
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """See `Runner`. A stage that is replaced later gets it again."""
+        message = pack_adapter(adapter)
+        try:
+            answers = self._each("load_adapter", patient=True, adapter=message)
+            missing = adapter.layers.keys() - {n for answer in answers for n in answer["names"]}
+            if missing:
+                raise NotSupported(
+                    f"adapter {adapter.name!r}: {min(missing)} is not a linear layer that each token goes "
+                    "through, so an adapter per request can't change it; open the model with the adapter "
+                    "merged instead"
+                )
+        except VerbatimError as error:
+            if not isinstance(error, StageFailed):
+                self.unload_adapter(adapter.number)
+            raise
+        self.supervisor.launcher.adapters[adapter.number] = message
+
+    def unload_adapter(self, number: int) -> None:
+        self.supervisor.launcher.adapters.pop(number, None)
+        self._each("unload_adapter", number=number)
 
     def stamp(self) -> object:
         return None

@@ -34,6 +34,8 @@ _OF_LAYERS = frozenset(
         "sleep",
         "wake",
         "weight_names",
+        "load_adapter",
+        "unload_adapter",
         "prepare_weights",
         "write_weights",
     }

@@ -26,6 +26,7 @@ class StageLauncher:
         fingerprint: of the model's files here.
 
     Attributes:
+        adapters: those that stages hold from their opening on, by number, as messages.
         connected: every stage of the group has its connections in the group's epoch.
     """
 
@@ -37,6 +38,7 @@ class StageLauncher:
         self.layout = layout
         self.model = model
         self.connected = False
+        self.adapters: dict[int, Message] = {}
         self._fingerprint = fingerprint
         self._blocks: Message | None = None  # what K and V were allocated with
 
@@ -97,7 +99,8 @@ class StageLauncher:
         orders: list[tuple[StageHandle, Message]] = []
         for member, (first, end) in zip(members, ranges, strict=True):
             member.first, member.end = first, end
-            orders.append((member, {"do": "open", **self.model, "first": first, "end": end}))
+            order: Message = {"do": "open", **self.model, "first": first, "end": end}
+            orders.append((member, {**order, "adapters": list(self.adapters.values())}))
         for member, shape in zip(members, self._ask_strangers(orders), strict=True):
             member.shape = shape
             if shape["fingerprint"] != self._fingerprint:

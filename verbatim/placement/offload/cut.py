@@ -88,5 +88,6 @@ def _part(
         forced_experts=None if experts is None else experts[first:end],
         forced_keys=None if keys is None else keys[first:end],
         records_keys=batch.records_keys,
+        adapters=None if batch.adapters is None else batch.adapters[sequences],
         **({} if states is None else states.of(pieces)),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.batch import Batch, Choices, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Choices, Draws, SamplePlan
 from verbatim.errors import NotSupported
 from verbatim.placement.parallel.rank_worker import RankWorker
 from verbatim.protocols import Forward, Runner
@@ -99,6 +99,12 @@ class Following:
         self, tensors: Mapping[str, Tensor], *, check_finite: bool
     ) -> Callable[[], None]:
         raise self._refused("new weights")
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        raise self._refused("an adapter")
+
+    def unload_adapter(self, number: int) -> None:
+        """Do nothing: none is held."""
 
     def stamp(self) -> object:
         return None

@@ -14,7 +14,7 @@ from verbatim.model.loader import LoadedModel, ModelSource
 from verbatim.numerics import numerics_key
 from verbatim.placement.cluster.drafts import options_of
 from verbatim.placement.cluster.link import Link
-from verbatim.placement.cluster.messages import unpack_batch
+from verbatim.placement.cluster.messages import unpack_adapter, unpack_batch
 from verbatim.placement.cluster.stage import Stage
 from verbatim.placement.launcher import HOST
 from verbatim.placement.parallel.heads import HeadStore
@@ -134,6 +134,15 @@ class RankWorker:
         if self._new_weights is None:
             self._new_weights = WeightWriter(self.runner.decoder.held, self.runner.cuts)
         return self._new_weights
+
+    def _do_load_adapter(self, message: Message) -> None:
+        assert self.runner is not None
+        with _same_errors():
+            self.runner.load_adapter(unpack_adapter(message["adapter"]))
+
+    def _do_unload_adapter(self, message: Message) -> None:
+        assert self.runner is not None
+        self.runner.unload_adapter(message["number"])
 
     def _do_stage(self, message: Message) -> None:
         """Serve one stage of a pipeline, beside rank 0's calls."""

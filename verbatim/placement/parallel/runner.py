@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from verbatim.batch import Batch, Draws, SamplePlan
+from verbatim.batch import Adapter, Batch, Draws, SamplePlan
 from verbatim.errors import ModelError, NotSupported, TierFailed, VerbatimError, first_line
 from verbatim.heap import give_back_freed
-from verbatim.placement.cluster.messages import pack_batch
+from verbatim.placement.cluster.messages import pack_adapter, pack_batch
 from verbatim.placement.parallel.group import RankGroup
 from verbatim.placement.parallel.heads import HeadStore
 from verbatim.placement.parallel.share import Shared
@@ -115,6 +115,17 @@ class Leading(Rank):
                 write()
 
         return write_all
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
+        with Shield().up():
+            load = partial(super().load_adapter, adapter)
+            self._together({"do": "load_adapter", "adapter": pack_adapter(adapter)}, load)
+
+    def unload_adapter(self, number: int) -> None:
+        with Shield().up():
+            self.group.tell({"do": "unload_adapter", "number": number})
+            super().unload_adapter(number)
 
     def check_replay(self, name: str) -> None:
         with Shield().up():

@@ -1,0 +1,372 @@
+"""LoRA adapters per request: what peft's matrices give, with the same bits alone and in a mixed batch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from support.lora import merge, save_adapter
+from support.requests_mixed import all_facts
+from support.stages import ThreadHosts
+from support.toys import make_toy, random_ids
+from verbatim import (
+    LLM,
+    Cluster,
+    InvalidRequest,
+    ModelError,
+    NotSupported,
+    Offload,
+    PipelineParallel,
+    SamplingParams,
+    TensorParallel,
+)
+from verbatim.model.whole import WholeModel
+
+RANKS = (4, 16, 3, 1, 8, 5, 2, 70)
+NAMES = [f"adapter {i}" for i in range(len(RANKS))]
+WIDE: dict[str, Any] = dict(hidden_size=192, intermediate_size=264, head_dim=48)
+
+
+class Toy:
+    """A toy with eight adapters in a folder each, and requests for them and the base."""
+
+    def __init__(self, folder: Path, name: str, dtype: torch.dtype, **settings: Any) -> None:
+        self.make = lambda: make_toy(name, dtype=dtype, **settings)
+        self.base = folder / "base"
+        module = self.make()
+        module.save_pretrained(self.base)
+        self.adapters = {
+            adapter: save_adapter(folder / adapter, module, rank=rank, seed=rank)
+            for adapter, rank in zip(NAMES, RANKS, strict=True)
+        }
+        wanted = [None, *NAMES, NAMES[0], NAMES[0], None]
+        self.prompts = [random_ids(9 + 2 * i, seed=i) for i in range(len(wanted))]
+        self.params = [
+            SamplingParams(max_tokens=7, seed=i, adapter=adapter, logprobs=2, ignore_eos=True)
+            for i, adapter in enumerate(wanted)
+        ]
+
+    def open(self, **options: Any) -> LLM:
+        return LLM(self.base, adapters=self.adapters, **options)
+
+    def run(self, llm: LLM) -> list[Any]:
+        return all_facts(llm.generate(self.prompts, self.params))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(tmp_path_factory.mktemp("toy"), "qwen3", torch.bfloat16, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def llm(toy: Toy) -> Iterator[LLM]:
+    with toy.open() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(toy: Toy) -> list[Any]:
+    """What each request gives alone, module by module."""
+    with toy.open(fused=False, prefix_cache=False) as llm:
+        pairs = zip(toy.prompts, toy.params, strict=True)
+        return [all_facts(llm.generate([prompt], [params]))[0] for prompt, params in pairs]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "qwen3_next", "qwen3_moe"])
+def test_an_adapter_gives_the_scores_of_the_merged_model(name: str, tmp_path: Path) -> None:
+    layers = r"(self_attn\.\w+_proj|linear_attn\.\w+_proj|c_attn|c_fc|c_proj|mlp\.down_proj)"
+    module = make_toy(name)
+    module.save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "adapter", module, rank=6, layers=layers)
+    ids = random_ids(23, seed=1)
+    with LLM(tmp_path / "base", adapters={"a": folder}) as llm:
+        for adapter in (None, "a"):
+            if adapter:
+                merge(module, folder)
+            with torch.no_grad():
+                found = module(torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores = found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            told = torch.tensor(llm.score(ids, adapter=adapter)[1:])
+            torch.testing.assert_close(told, scores, atol=2e-4, rtol=0)
+
+
+def test_a_mixed_batch_has_the_bits_of_each_request_alone(
+    toy: Toy, llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight adapters and the base together, in the calls of all layers at once, in those of each, and one by
+    one."""
+    calls: list[bool] = []
+    run = WholeModel.run
+
+    def counted(self: WholeModel, walk: Any, **kwargs: Any) -> Any:
+        calls.append(bool(walk.adapted))
+        return run(self, walk, **kwargs)
+
+    monkeypatch.setattr(WholeModel, "run", counted)
+    assert toy.run(llm) == expected
+    assert any(calls)
+    monkeypatch.setattr(WholeModel, "run", lambda *_, **__: None)
+    llm.engine.evict_all()
+    llm.engine.scheduler.forget_cached()
+    assert toy.run(llm) == expected
+    with toy.open(fused=False) as plain:
+        assert toy.run(plain) == expected
+    assert len({json.dumps(str(fact)) for fact in expected}) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kv_memory=60_000, block_size=4),
+        dict(max_batch_tokens=5),
+        dict(num_threads=1),
+        dict(draft="ngram"),
+        dict(draft="early-exit"),
+        dict(placement=Offload(weights=(0, 50, 50), micro_batches=2)),
+    ],
+    ids=["evicted", "chunked", "one thread", "ngram", "early-exit", "offload"],
+)
+def test_schedules_and_placements_change_no_bit(
+    toy: Toy, expected: list[Any], options: dict[str, Any]
+) -> None:
+    with toy.open(**options) as llm:
+        assert toy.run(llm) == expected
+
+
+def test_stages_and_a_lost_one_change_no_bit(toy: Toy, expected: list[Any]) -> None:
+    hosts = ThreadHosts()
+    with toy.open(placement=Cluster(stages=2, spares=0, hosts=hosts)) as llm:
+        assert toy.run(llm) == expected
+        hosts.hosts[1].kill()
+        assert toy.run(llm) == expected
+        llm.sleep(weights=True)
+        llm.wake()
+        assert toy.run(llm) == expected
+        with pytest.raises(NotSupported, match="embed_tokens"):
+            llm.load_adapter("b", _with_layer(toy, "model.embed_tokens"))
+        llm.unload_adapter(NAMES[0])
+        with pytest.raises(InvalidRequest, match="adapter 0"):
+            toy.run(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [TensorParallel(size=2), PipelineParallel(size=2)], ids=repr)
+def test_ranks_change_no_bit(toy: Toy, expected: list[Any], placement: Any) -> None:
+    with toy.open(placement=placement) as llm:
+        assert toy.run(llm) == expected
+        llm.unload_adapter(NAMES[1])
+        llm.load_adapter(NAMES[1], toy.adapters[NAMES[1]])
+        assert toy.run(llm) == expected
+        with pytest.raises(NotSupported, match="lm_head"):
+            llm.load_adapter("b", _with_layer(toy, "lm_head"))
+        assert toy.run(llm) == expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_a_quantized_base_has_the_same_bits_fused_and_alone(toy: Toy, quantization: str) -> None:
+    with toy.open(quantization=quantization) as llm:
+        mixed = toy.run(llm)
+    with toy.open(quantization=quantization, fused=False, prefix_cache=False) as llm:
+        pairs = zip(toy.prompts, toy.params, strict=True)
+        assert mixed == [all_facts(llm.generate([p], [q]))[0] for p, q in pairs]
+
+
+def test_quantized_keys_and_values_take_the_layers_one_by_one(toy: Toy) -> None:
+    with toy.open(kv_dtype="int8") as llm, toy.open(kv_dtype="int8", fused=False) as plain:
+        assert toy.run(llm) == toy.run(plain)
+
+
+def test_without_kernels_mixed_and_alone_are_equal(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_KERNELS", "none")
+    with toy.open() as llm:
+        mixed = toy.run(llm)
+        pairs = zip(toy.prompts, toy.params, strict=True)
+        assert mixed[:4] == [all_facts(llm.generate([p], [q]))[0] for p, q in [*pairs][:4]]
+
+
+def test_cached_prefixes_are_an_adapters_own(toy: Toy, tmp_path: Path) -> None:
+    """Also after another one was loaded under the same name."""
+    prompt, params = random_ids(40, seed=3), SamplingParams(max_tokens=3, seed=1)
+    other = save_adapter(tmp_path / "other", toy.make(), seed=99)
+
+    def run(llm: LLM, adapter: str | None) -> tuple[Any, int]:
+        (result,) = llm.generate([prompt], params.replace(adapter=adapter))
+        return result.outputs[0].logprobs, result.num_cached_tokens
+
+    found: list[Any] = []
+    with LLM(toy.base, adapters={"a": toy.adapters[NAMES[0]]}) as llm:
+        for adapter in (None, "a"):
+            (first, cached), (again, reused) = run(llm, adapter), run(llm, adapter)
+            assert first == again and not cached and reused
+            found.append(first)
+        llm.unload_adapter("a")
+        llm.load_adapter("a", other)
+        first, cached = run(llm, "a")
+        assert first not in found and not cached
+        llm.load_adapter("a", toy.adapters[NAMES[0]], replace=True)
+        assert run(llm, "a") == (found[1], 0)
+
+
+def test_a_session_changes_its_adapter_between_turns(toy: Toy, llm: LLM) -> None:
+    first, second = SamplingParams(max_tokens=5), random_ids(6, seed=8)
+    with llm.session(seed=4) as session:
+        session.generate(toy.prompts[0], first.replace(adapter=NAMES[0]))
+        ids = session.token_ids
+        turn = session.generate(second, first.replace(adapter=NAMES[1]))
+        with pytest.raises(NotSupported, match="an adapter computed"):
+            session.save("/nowhere", kv=True)
+    whole = llm.generate([[*ids, *second]], first.replace(adapter=NAMES[1], seed=4))
+    assert whole[0].outputs[0].token_ids == turn.outputs[0].token_ids
+
+
+def test_requests_finish_with_an_adapter_that_is_unloaded(toy: Toy) -> None:
+    params = SamplingParams(max_tokens=30, seed=2, ignore_eos=True, adapter="a")
+    with LLM(toy.base, adapters={"a": toy.adapters[NAMES[0]]}) as llm:
+        expected = llm.generate([toy.prompts[0]], params)[0].outputs[0].token_ids
+        stream = llm.stream(toy.prompts[0], params)
+        ids = list(next(stream).token_ids)
+        admitted = llm.engine.admission.admit(toy.prompts[0], params)
+        llm.unload_adapter("a")
+        assert llm.adapters == []
+        with pytest.raises(InvalidRequest, match="none is loaded"):
+            llm.generate([toy.prompts[0]], params)
+        with pytest.raises(InvalidRequest, match="none is loaded"):
+            llm.engine.run([admitted])
+        ids += [i for delta in stream for i in delta.token_ids]
+        assert ids == expected
+        held = llm.engine.runner.decoder.adapters  # type: ignore[attr-defined]
+        assert not held._loaded
+
+
+def test_adapters_come_and_go_under_load(toy: Toy, llm: LLM, expected: list[Any]) -> None:
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def churn() -> None:
+        try:
+            while not stop.is_set():
+                llm.load_adapter("guest", toy.adapters[NAMES[2]])
+                llm.generate([toy.prompts[0]], SamplingParams(max_tokens=2, adapter="guest"))
+                llm.unload_adapter("guest")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert toy.run(llm) == expected
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+
+
+def test_new_weights_of_the_base_leave_adapters_loaded(toy: Toy, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=NAMES[0])
+    other = make_toy("qwen3", dtype=torch.bfloat16, seed=7, **WIDE)
+    with toy.open() as llm:
+        llm.update_weights(other.state_dict())
+        found = llm.generate([toy.prompts[0]], params)[0].prompt_logprobs
+    other.save_pretrained(tmp_path)
+    with LLM(tmp_path, adapters={NAMES[0]: toy.adapters[NAMES[0]]}) as llm:
+        assert llm.generate([toy.prompts[0]], params)[0].prompt_logprobs == found
+
+
+def test_beams_on_a_live_module_take_adapters(toy: Toy) -> None:
+    params = SamplingParams(num_beams=3, n=2, max_tokens=5, seed=0, temperature=0.0)
+    params, module = params.replace(adapter=NAMES[4]), toy.make()
+    with LLM(module, adapters=toy.adapters) as llm:
+        found = all_facts(llm.generate(toy.prompts, params))
+    with LLM(module, adapters=toy.adapters, fused=False, max_batch_tokens=7) as llm:
+        assert all_facts(llm.generate(toy.prompts, params)) == found
+    assert not any("forward" in layer.__dict__ for layer in module.modules())
+
+
+# ---- what is refused
+
+
+def _with_layer(toy: Toy, name: str) -> Path:
+    """Return an adapter that has matrices for one layer more."""
+    folder = toy.base.parent / f"with {name}"
+    layers = rf"(self_attn\.q_proj|{name})"
+    return save_adapter(folder, toy.make(), layers=layers)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
+    toy: Toy, llm: LLM, name: str
+) -> None:
+    with pytest.raises(NotSupported, match=f"{name} is not a linear layer"):
+        llm.load_adapter("b", _with_layer(toy, name))
+    assert "b" not in llm.adapters
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "change"),
+    [
+        (NotSupported, "use_dora", {"use_dora": True}),
+        (NotSupported, "peft_type='IA3'", {"peft_type": "IA3"}),
+        (ModelError, "must be a number", {"lora_alpha": "8"}),
+        (ModelError, "must be a finite number", {"lora_alpha": float("inf")}),
+    ],
+)
+def test_other_adapters_are_refused_by_name(
+    toy: Toy, llm: LLM, tmp_path: Path, error: Any, words: str, change: dict[str, Any]
+) -> None:
+    folder = save_adapter(tmp_path / "b", toy.make(), **change)
+    with pytest.raises(error, match=words):
+        llm.load_adapter("b", folder)
+
+
+def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "b", toy.make(), rank=2)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = min(tensors)
+    layer = first.removesuffix(".lora_A.weight")
+
+    def refused(changed: dict[str, torch.Tensor], error: Any, words: str) -> None:
+        save_file(changed, file)
+        with pytest.raises(error, match=words):
+            llm.load_adapter("b", folder)
+
+    nan = torch.full_like(tensors[first], torch.nan)
+    high, wide = torch.zeros(300, 192), torch.zeros(2, 7)
+    refused({**tensors, first: nan}, ModelError, "NaN or infinity")
+    refused({**tensors, first: wide}, InvalidRequest, "map 7 to")
+    refused({**tensors, first: tensors[first][:1].clone()}, ModelError, "do not fit together")
+    refused({**tensors, first: tensors[first].int()}, ModelError, "do not fit together")
+    ranks = {first: high, f"{layer}.lora_B.weight": torch.zeros(192, 300)}
+    refused({**tensors, **ranks}, NotSupported, "rank 300; at most 256")
+    refused(
+        {k: v for k, v in tensors.items() if k != f"{layer}.lora_B.weight"}, ModelError, "lora_B"
+    )
+    refused({**tensors, "x.modules_to_save": wide}, NotSupported, "is not a LoRA matrix")
+    refused({}, ModelError, "no LoRA matrices")
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ModelError, match="Git LFS pointer"):
+        llm.load_adapter("b", folder)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
+        llm.load_adapter("b", folder)
+
+
+def test_names_are_checked(toy: Toy, llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="did you mean 'adapter 1'"):
+        llm.generate([toy.prompts[0]], SamplingParams(adapter="adaptr 1"))
+    with pytest.raises(InvalidRequest, match="is loaded; unload it first"):
+        llm.load_adapter(NAMES[0], toy.adapters[NAMES[0]])
+    with pytest.raises(InvalidRequest, match="must be one of"):
+        llm.unload_adapter("other")
+    with pytest.raises(InvalidRequest, match="non-empty string"):
+        llm.load_adapter("", toy.adapters[NAMES[0]])
+    assert llm.info()["adapters"][NAMES[1]]["rank"] == 16

@@ -1,0 +1,97 @@
+"""The names of loaded adapters, and which of them requests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from verbatim.batch import Adapter, LowRank
+from verbatim.errors import InvalidRequest
+from verbatim.protocols import Runner
+from verbatim.spelling import did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """An adapter that requests may use.
+
+    Attributes:
+        info: its numbers of layers and parameters, and its rank.
+    """
+
+    number: int
+    info: dict[str, int]
+
+
+class LoadedAdapters:
+    """Loads and unloads adapters of a runner, under the engine lock; names are read from any thread.
+
+    An unloaded adapter stays in memory until the requests that use it have ended.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._loaded: dict[str, _Loaded] = {}
+        self._retired: set[int] = set()  # numbers without a name, in memory
+        self._last = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may use, in the order of loading."""
+        return list(self._loaded)
+
+    def number_of(self, name: str | None) -> int:
+        """Return the number of an adapter, 0 for None.
+
+        Raises:
+            InvalidRequest: there is none of this name.
+        """
+        if name is None:
+            return 0
+        loaded = self._loaded.get(name)
+        if loaded is None:
+            names = self.names
+            known = f"must be one of {', '.join(map(repr, names))}" if names else "none is loaded"
+            raise InvalidRequest(f"adapter={name[:200]!r}: {known}{did_you_mean(name, names)}")
+        return loaded.number
+
+    def load(self, name: str, layers: Mapping[str, LowRank], *, replace: bool) -> None:
+        """Load an adapter; with `replace`, later requests use it in place of one of the same name.
+
+        Raises:
+            InvalidRequest: the name is taken, or the matrices do not fit the model.
+            NotSupported: as `Runner.load_adapter`.
+        """
+        if name in self._loaded and not replace:
+            raise InvalidRequest(
+                f"adapter {name!r} is loaded; unload it first, or load it with replace=True"
+            )
+        self._last += 1  # also after an error: a number is never used twice
+        self._runner.load_adapter(Adapter(name, self._last, layers))
+        if (old := self._loaded.pop(name, None)) is not None:
+            self._retired.add(old.number)
+        info = {
+            "layers": len(layers),
+            "rank": max(low.a.shape[0] for low in layers.values()),
+            "parameters": sum(low.a.numel() + low.b.numel() for low in layers.values()),
+        }
+        self._loaded[name] = _Loaded(self._last, info)
+
+    def unload(self, name: str) -> None:
+        """Take an adapter's name away.
+
+        Raises:
+            InvalidRequest: there is none of this name.
+        """
+        self._retired.add(self.number_of(name))
+        del self._loaded[name]
+
+    def free(self, used: Iterable[int]) -> None:
+        """Drop what was unloaded, but for the numbers in `used`."""
+        for number in self._retired - set(used) if self._retired else ():
+            self._retired.discard(number)
+            self._runner.unload_adapter(number)
+
+    def info(self) -> dict[str, dict[str, int]]:
+        """Describe the loaded adapters by name, as plain values."""
+        return {name: dict(loaded.info) for name, loaded in self._loaded.items()}

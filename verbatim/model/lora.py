@@ -1,0 +1,355 @@
+"""LoRA adapters of an open model, added row by row to the products of its linear layers.
+
+The result of a row is `y = round(W x + b)`, as without an adapter, and then `round(y + scaling * B (A x))`,
+computed in float32 by a fixed order of the arithmetic. So its bits depend on the row and its adapter alone.
+A and B are in the model's dtype.
+
+`kernels/lora.cpp` computes it, in a call for each linear layer or in the calls of fused layers. Without
+kernels, and on a GPU, `products.linear` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from verbatim import kernels
+from verbatim.batch import Adapter, Batch
+from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.model import products
+from verbatim.model.context import active_pass
+from verbatim.model.layer import FusedLayer
+from verbatim.model.packed import PackedConv1D, PackedLinear
+from verbatim.model.shard import Columns
+from verbatim.model.spec import inner_model
+
+_PANEL = 64  # LOW_RANK_PANEL of kernels/lora.h
+_PLACES = 10  # of kernels/layer.cpp
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+Forwards = list[tuple[dict[str, Any], Callable[..., Any]]]
+
+
+class Group(NamedTuple):
+    """Neighbouring rows of a forward with one adapter."""
+
+    begin: int
+    end: int
+    number: int  # of the adapter
+
+
+def groups_of(batch: Batch) -> list[Group]:
+    """Return the rows that have an adapter, in ascending order."""
+    if batch.adapters is None:
+        return []
+    groups: list[Group] = []
+    bounds = itertools.pairwise(batch.query_starts.tolist())
+    for (begin, end), number in zip(bounds, batch.adapters.tolist(), strict=True):
+        if groups and groups[-1].end == begin and groups[-1].number == number:
+            begin = groups.pop().begin
+        if number:
+            groups.append(Group(begin, end, number))
+    return groups
+
+
+class _LowRankStruct(ctypes.Structure):
+    """`LowRank` of kernels/lora.h."""
+
+    _fields_ = (("a", _POINTER), ("b", _POINTER), ("rank", _LONG), ("scaling", _FLOAT))
+
+
+class _GroupStruct(ctypes.Structure):
+    """`AdaptedRows` of kernels/lora.h."""
+
+    _fields_ = (("begin", _LONG), ("end", _LONG), ("matrices", _POINTER))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Matrices:
+    """A and B of one linear layer."""
+
+    a: Tensor  # [rank, K]
+    panels: Tensor  # [ceil(N / 64), rank, 64]: B's columns beside one another, filled up with zeros
+    scaling: float
+    struct: _LowRankStruct
+
+    def b(self, cols: int) -> Tensor:
+        """Return B `[cols, rank]` in float32."""
+        return self.panels.transpose(1, 2).flatten(0, 1)[:cols].float()
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    name: str
+    matrices: dict[str, _Matrices]
+    # In fused layers: the matrices by layer and place, and whether it has others.
+    fused: tuple[Any, bool, bool] | None = field(default=None)
+
+
+class Adapters:
+    """The adapters of one module.
+
+    Args:
+        dtype: of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._loaded: dict[int, _Loaded] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._plain: Mapping[int, Callable[..., Any]] = {}
+        self._layers: Sequence[FusedLayer] = ()
+
+    def attach(self, module: nn.Module, plain: Forwards, layers: Sequence[FusedLayer]) -> None:
+        """Use the layers of `module`, which may have been edited.
+
+        Args:
+            plain: the forwards of its linear layers, as for `patched`.
+            layers: those that are fused.
+
+        Raises:
+            NotSupported: a layer of a loaded adapter is gone.
+        """
+        self._modules = _linears_of(module)
+        self._plain = {id(attributes): forward for attributes, forward in plain}
+        self._layers = layers
+        for index, layer in enumerate(layers):
+            layer.index = index
+        for loaded in self._loaded.values():
+            loaded.fused = None
+            for name, matrices in loaded.matrices.items():
+                self._check(loaded.name, name, matrices.a.shape[1], None)
+
+    def load(self, adapter: Adapter, *, partial: bool = False) -> list[str]:
+        """Hold an adapter for the batches that name its number.
+
+        Args:
+            partial: the module has only some layers of the model; leave out the matrices of others.
+
+        Returns:
+            The names of the layers that it has matrices for here.
+
+        Raises:
+            NotSupported, InvalidRequest: it does not fit the model; nothing is held then.
+        """
+        layers = adapter.layers
+        if partial:
+            layers = {name: low for name, low in layers.items() if name in self._modules}
+        made: dict[str, _Matrices] = {}
+        for name, low in layers.items():
+            module = self._check(adapter.name, name, low.a.shape[1], low.b.shape[0])
+            device = next(iter([*module.parameters(), *module.buffers()])).device
+            a = low.a.to(device, self._dtype).contiguous()
+            b = F.pad(low.b.to(device, self._dtype), (0, 0, 0, -low.b.shape[0] % _PANEL))
+            panels = b.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+            struct = _LowRankStruct(a.data_ptr(), panels.data_ptr(), a.shape[0], low.scaling)
+            made[name] = _Matrices(a, panels, low.scaling, struct)
+        self._loaded[adapter.number] = _Loaded(adapter.name, made)
+        return list(made)
+
+    def unload(self, number: int) -> None:
+        """Drop an adapter; do nothing if it is not held."""
+        self._loaded.pop(number, None)
+
+    def _check(self, adapter: str, name: str, depth: int, cols: int | None) -> nn.Module:
+        module = self._modules.get(name)
+        shape = None if module is None else shape_of(module)
+        if module is None or shape is None:
+            raise NotSupported(
+                f"adapter {adapter!r}: {name} is not a linear layer that each token goes through, so an "
+                "adapter per request can't change it; open the model with the adapter merged instead"
+            )
+        if shape[1] != depth or cols not in (None, shape[0]):
+            raise InvalidRequest(
+                f"adapter {adapter!r}: its matrices for {name} map {depth} to {cols} numbers; the model's "
+                f"layer maps {shape[1]} to {shape[0]}"
+            )
+        return module
+
+    # ---- forwards
+
+    def forwards(self, groups: Iterable[Group]) -> Forwards:
+        """Return the forwards of the layers that the adapters of these rows change, as for `patched`."""
+        names = {n for group in groups for n in self._of(group).matrices}
+        return [
+            (module.__dict__, self._forward(name, module))
+            for name, module in self._modules.items()
+            if name in names
+        ]
+
+    def _of(self, group: Group) -> _Loaded:
+        loaded = self._loaded.get(group.number)
+        if loaded is None:
+            raise NotSupported(f"adapter number {group.number} is not loaded here")
+        return loaded
+
+    def _forward(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        own = functools.partial(type(module).forward, module)
+        plain = self._plain.get(id(module.__dict__), own)
+
+        def forward(x: Tensor) -> Tensor:
+            out: Tensor = plain(x)
+            walk: Any = active_pass()
+            if getattr(walk, "adapted", None):
+                walk.changed.add(name)
+                out = self._add(name, walk, x, out)
+            return out
+
+        return forward
+
+    @kernels.without_overrides
+    def _add(self, name: str, walk: Any, x: Tensor, out: Tensor) -> Tensor:
+        """Add to `out`, in place where it is contiguous, what the adapters of its rows have for a layer."""
+        depth, cols = x.shape[-1], out.shape[-1]
+        rows = x.reshape(-1, depth)
+        if rows.shape[0] != walk.batch.num_tokens:
+            raise NotSupported(f"adapters: {name} is not called with one row for each token")
+        if not out.is_contiguous():
+            out = out.contiguous()
+        found = [
+            (group, matrices)
+            for group in walk.adapted
+            if (matrices := self._of(group).matrices.get(name)) is not None
+        ]
+        function = _function(kernels.library(), out.dtype) if out.is_cpu else None
+        if function is not None and rows.dtype is out.dtype is self._dtype:
+            groups = _structs((g, ctypes.addressof(m.struct)) for g, m in found)
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            function(
+                rows.data_ptr(),
+                rows.stride(0),
+                ctypes.addressof(groups),
+                len(found),
+                cols,
+                depth,
+                out.data_ptr(),
+                cols,
+                torch.get_num_threads(),
+            )
+            return out
+        with torch._C.DisableTorchFunctionSubclass():
+            into = out.as_subclass(Tensor).view(-1, cols)
+            for (begin, end, _), m in found:
+                inner = products.linear(rows[begin:end].float(), m.a.float())
+                added = products.linear(inner, m.b(cols)) * m.scaling
+                into[begin:end] = (into[begin:end].float() + added).to(out.dtype)
+        return out
+
+    def check(self, groups: Iterable[Group], changed: set[str], *, fused: bool) -> None:
+        """Check after a forward that every layer of the adapters was run by its patched forward.
+
+        Args:
+            fused: those in fused layers were run by these.
+
+        Raises:
+            NotSupported: the model computes with a layer's weights without calling it.
+        """
+        inside = self._fused_names if fused else frozenset()
+        for group in groups:
+            loaded = self._of(group)
+            missed = loaded.matrices.keys() - changed - inside
+            if missed:
+                raise NotSupported(
+                    f"adapter {loaded.name!r}: the model reads the weights of "
+                    f"{min(missed)} without calling it, so an adapter per request can't change it; open "
+                    "the model with the adapter merged instead"
+                )
+
+    # ---- fused layers
+
+    @property
+    def _fused_names(self) -> frozenset[str]:
+        inside = {id(m) for layer in self._layers for m in layer.matrices.values()}
+        return frozenset(name for name, m in self._modules.items() if id(m) in inside)
+
+    def serves(self, groups: Iterable[Group], *, whole: bool) -> bool:
+        """Return whether fused layers can add the adapters of these rows.
+
+        Args:
+            whole: all layers run in one call, and nothing else.
+        """
+        return all(self._fuse(self._of(group))[2 if whole else 1] for group in groups)
+
+    def structs(self, groups: Sequence[Group]) -> Any:
+        """Return the rows with their adapters' matrices for all fused layers, `AdaptedRows` in memory."""
+        return _structs((g, ctypes.addressof(self._fuse(self._of(g))[0])) for g in groups)
+
+    def _fuse(self, loaded: _Loaded) -> tuple[Any, bool, bool]:
+        """Return its matrices for fused layers; and whether it changes no other layers inside of them, and
+        none anywhere.
+        """
+        if loaded.fused is None:
+            names = {id(module): name for name, module in self._modules.items()}
+            array = (_LowRankStruct * (_PLACES * max(1, len(self._layers))))()
+            placed, inside = set[str](), set[str]()
+            for layer in self._layers:
+                for place, module in layer.matrices.items():
+                    matrices = loaded.matrices.get(names.get(id(module), ""))
+                    if matrices is not None:
+                        array[_PLACES * layer.index + place] = matrices.struct
+                        placed.add(names[id(module)])
+                inside |= {names[id(m)] for m in layer.parts.modules() if id(m) in names}
+            others = loaded.matrices.keys() - placed
+            loaded.fused = array, not others & inside, not others
+        return loaded.fused
+
+
+def _structs(groups: Iterable[tuple[Group, int]]) -> Any:
+    """Return rows with the addresses of their matrices as an array in memory."""
+    structs = [_GroupStruct(group.begin, group.end, at) for group, at in groups]
+    return (_GroupStruct * len(structs))(*structs)
+
+
+def shape_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return the width of a linear layer's output and input; None for another layer."""
+    if type(module) is Columns:
+        shape = shape_of(module.inner)
+        return None if shape is None else (module.bounds[-1], shape[1])
+    if type(module) is nn.Linear:
+        return module.weight.shape[0], module.weight.shape[1]
+    if type(module) is PackedLinear:
+        return module.packing.shape[0], module.packing.shape[1]
+    if type(module) is PackedConv1D:
+        return module.packing.shape[1], module.packing.shape[0]
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is Conv1D:
+        return module.weight.shape[1], module.weight.shape[0]
+    return None
+
+
+def _linears_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers of a model by name, without its head and those inside of others."""
+    inner = inner_model(module)
+    head = inner.get_output_embeddings()
+    found: dict[str, nn.Module] = {}
+    for name, layer in inner.named_modules():
+        inside = any(other in found for other in _parents(name))
+        if layer is head or inside or ".experts." in f".{name}." or "forward" in layer.__dict__:
+            continue
+        if shape_of(layer) is not None:
+            found[name] = layer
+    return found
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+@functools.cache
+def _function(library: ctypes.CDLL | None, dtype: torch.dtype) -> Callable[..., None] | None:
+    if library is None or dtype not in _SUFFIX:
+        return None
+    function: Any = getattr(library, f"vb_add_low_rank_{_SUFFIX[dtype]}")
+    function.restype = None
+    function.argtypes = [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _LONG, _INT]
+    return function  # type: ignore[no-any-return]
