@@ -116,7 +116,8 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         number = code.view(torch.float8_e4m3fn).float()
     elif encoding in TABLES:
         number = TABLES[encoding].to(code.device)[code.int()]
-    return scale * number
+    decoded: Tensor = scale * number
+    return decoded
 
 
 def _round_up(x: Tensor, bits: int = 16) -> Tensor:
