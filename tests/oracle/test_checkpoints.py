@@ -175,6 +175,7 @@ def save_adapter(folder: Path, base: Path, module: Any, **config: Any) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_an_adapter_folder_opens_through_its_base(tmp_path: Path) -> None:
     module = make_toy("llama", **SHAPE)
     module.save_pretrained(tmp_path / "base")

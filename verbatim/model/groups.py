@@ -104,7 +104,8 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         code = torch.cat([code & 15, code >> 4], dim).narrow(dim, 0, size)
     if encoding is Encoding.AFFINE:
         scale, low = heads.view(torch.bfloat16).split(1, dim)
-        return low.float() + scale.float() * code
+        values: Tensor = low.float() + scale.float() * code
+        return values
     number = code.float()
     if encoding is Encoding.ZERO_POINT:
         scale, number = (heads & ~0xFF).view(torch.float32), number - (heads & 0xFF)
@@ -116,8 +117,7 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         number = code.view(torch.float8_e4m3fn).float()
     elif encoding in TABLES:
         number = TABLES[encoding].to(code.device)[code.int()]
-    decoded: Tensor = scale * number
-    return decoded
+    return scale * number
 
 
 def _round_up(x: Tensor, bits: int = 16) -> Tensor:
