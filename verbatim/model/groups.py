@@ -104,8 +104,8 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         code = torch.cat([code & 15, code >> 4], dim).narrow(dim, 0, size)
     if encoding is Encoding.AFFINE:
         scale, low = heads.view(torch.bfloat16).split(1, dim)
-        values: Tensor = low.float() + scale.float() * code
-        return values
+        made: Tensor = low.float() + scale.float() * code
+        return made
     number = code.float()
     if encoding is Encoding.ZERO_POINT:
         scale, number = (heads & ~0xFF).view(torch.float32), number - (heads & 0xFF)

@@ -172,20 +172,24 @@ def materialize(lazy: LazyWeight, read: Callable[[Stored], Tensor]) -> Tensor:
     """Compute a parameter; `read` returns the data of a tensor in a file."""
     done: dict[int, Any] = {}
 
+    def run(part: Computed) -> Any:
+        # Nothing else holds its arguments, which are freed when it returns.
+        return part.func(
+            *(value(a) for a in part.args), **{name: value(a) for name, a in part.kwargs.items()}
+        )
+
     def value(part: Any) -> Any:
         if isinstance(part, Stored):
             return read(part)
         if isinstance(part, Held):
             return part.tensor
         if isinstance(part, Computed):
+            if part.index is None:
+                return run(part)
             key = id(part.args)  # all results of one call share it: it is made once
             if key not in done:
-                done[key] = part.func(
-                    *(value(a) for a in part.args),
-                    **{name: value(a) for name, a in part.kwargs.items()},
-                )
-            made = done[key]
-            return made if part.index is None else made[part.index]
+                done[key] = run(part)
+            return done[key][part.index]
         if isinstance(part, list | tuple):
             return type(part)(value(inner) for inner in part)
         return part

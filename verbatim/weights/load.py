@@ -179,7 +179,7 @@ class _Weight:
                 if self.packing is not None and self.is_stored:
                     shape = (part.shape[0], *self.packing.shape[1:])
                     packing = replace(self.packing, shape=shape)
-                    self.kept[cut] = part.clone().flatten(), packing
+                    self.kept[cut] = (part if cut is None else part.clone()).flatten(), packing
                 elif self.packing is not None:
                     packing = replace(self.packing, shape=tuple(part.shape))
                     packed, self.squares = pack_and_measure(part.contiguous(), packing, self.name)

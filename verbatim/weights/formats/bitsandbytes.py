@@ -13,7 +13,7 @@ from torch import Tensor
 from verbatim.errors import ModelError
 from verbatim.model.weight_packing import TABLES, Encoding
 from verbatim.weights.files import read_whole
-from verbatim.weights.formats.checkpoint import QuantizedCheckpoint
+from verbatim.weights.formats.checkpoint import QuantizedCheckpoint, pairs
 from verbatim.weights.formats.compressed import unsigned
 from verbatim.weights.lazy import LazyWeight
 
@@ -61,7 +61,7 @@ def _four_bits(checkpoint: QuantizedCheckpoint, name: str, kind: Encoding) -> La
 
     def flat(codes: Tensor, absmax: Tensor, *nests: Tensor) -> tuple[Tensor, Tensor]:
         data = codes.contiguous().view(torch.uint8).flatten()  # stored in any dtype
-        code = torch.stack([data >> 4, data & 15], -1).flatten()[:numel]
+        code = pairs(data, high_first=True)[:numel]
         peaks = absmax.flatten()
         if nests:
             outer = nests[0].repeat_interleave(nested)[: len(peaks)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verbatim.errors import ModelError, NotSupported
-from verbatim.model.groups import halved, heads_of
+from verbatim.model.groups import PIECE, halved, heads_of
 from verbatim.model.quantization import GROUP_SIZES, Quantization
 from verbatim.model.quantize import pack
 from verbatim.model.weight_packing import Encoding, WeightPacking, stretches
@@ -137,28 +137,38 @@ class QuantizedCheckpoint:
 
 def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     """Return codes `[N, K]` and heads `[N, groups]`, or more of them, as `[packing.nbytes]` uint8."""
-    bits, group = packing.quantization.bits, packing.quantization.group_size
-    pieces, at = [], 0
-    for count, size in stretches(packing.depth, group):
-        part = code[:, at : at + count * size].unflatten(-1, (count, size))
-        pieces.append(halved(part, -1, bits))
-        at += count * size
-    heads = heads[:, : -(-packing.depth // group)]
+    bits, cut = packing.quantization.bits, stretches(packing.depth, packing.quantization.group_size)
+    heads = heads[:, : sum(count for count, _ in cut)].contiguous()
+
+    def pieces(rows: Tensor) -> list[Tensor]:  # [n, groups, bytes]
+        parts = rows.split([count * size for count, size in cut], 1)
+        groups = (part.unflatten(1, own) for part, own in zip(parts, cut, strict=True))
+        return [halved(group, -1, bits) for group in groups]
+
     if not packing.columns:
-        parts = [piece.flatten(1) for piece in pieces]
-        return torch.cat([*parts, heads.contiguous().view(torch.uint8)], 1).flatten()
-    rows, at = [], 0
-    for piece in pieces:  # [N, groups, bytes]
-        count = piece.shape[1]
-        head = heads[:, at : at + count].t().contiguous().view(torch.uint8)
-        rows.append(torch.cat([head, piece.movedim(0, -1).flatten(1)], 1).flatten())
-        at += count
-    return torch.cat(rows)
+        out = torch.empty(packing.vectors, packing.vector_bytes, dtype=torch.uint8)
+        step = max(1, PIECE // packing.depth)
+        for rows, some, head in zip(*(x.split(step) for x in (out, code, heads)), strict=True):
+            made = [piece.flatten(1) for piece in pieces(some)]
+            torch.cat([*made, head.view(torch.uint8)], 1, out=rows)
+        return out.flatten()
+    rows_, at = [], 0
+    for piece in pieces(code):
+        head = heads[:, at : at + piece.shape[1]].t().contiguous().view(torch.uint8)
+        rows_.append(torch.cat([head, piece.movedim(0, -1).flatten(1)], 1).flatten())
+        at += piece.shape[1]
+    return torch.cat(rows_)
 
 
 def nibbles(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words `[..., n]` to codes `[..., n * 32 / bits]`, the lowest bits first."""
     data = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return data
-    return torch.stack([data & 15, data >> 4], -1).flatten(-2)
+    return data if bits == 8 else pairs(data)
+
+
+def pairs(data: Tensor, *, high_first: bool = False) -> Tensor:
+    """Unpack bytes `[..., n]` to codes of 4 bits, `[..., 2 * n]`."""
+    out = torch.empty(*data.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(data, 15, out=out[..., int(high_first)])
+    torch.bitwise_right_shift(data, 4, out=out[..., int(not high_first)])
+    return out.flatten(-2)

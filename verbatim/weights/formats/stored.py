@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from verbatim.untrusted import reason
 from verbatim.weights.lazy import Computed, LazyWeight
 
 _aten = torch.ops.aten
+_ONE_AT_A_TIME = threading.Lock()  # codes take several times the memory while they are laid out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +64,13 @@ class Grouped:
         shape, packing = self.packing.shape, self.packing
         outer = shape[:-1] if not packing.columns else shape[:-2]
         try:
-            if len(shape) == 2:
-                return self.compute(*parts).view(*outer, -1)
-            out = torch.empty(shape[0], packing.nbytes // shape[0], dtype=torch.uint8)
-            for row, *own in zip(out, *parts, strict=True):
-                row.copy_(self.compute(*own))
-            return out.view(*outer, -1)
+            with _ONE_AT_A_TIME:
+                if len(shape) == 2:
+                    return self.compute(*parts).view(*outer, -1)
+                out = torch.empty(shape[0], packing.nbytes // shape[0], dtype=torch.uint8)
+                for row, *own in zip(out, *parts, strict=True):
+                    row.copy_(self.compute(*own))
+                return out.view(*outer, -1)
         except VerbatimError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -1,0 +1,275 @@
+"""Quantized checkpoints of random numbers: memory at opening, and decode speed, by format.
+
+    python benchmarks/checkpoints.py memory [FORMAT ...]
+    python benchmarks/checkpoints.py speed [--threads 2] [--rounds 5] [FORMAT ...]
+
+`memory`: a process for each format opens a toy of it, then the checkpoint: how far the peak of its resident
+memory rises, over the bytes of the file. K and V have 8 MB.
+
+`speed`: all formats and bf16 weights quantized by us take turns in one process: one row decodes, and the
+bytes of the weights are counted once a token. The figures are medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from verbatim import LLM, SamplingParams
+from verbatim.model.weight_packing import TABLES, Encoding
+
+Tensors = dict[str, Tensor]
+GROUP = 128
+LLAMA = dict(
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    vocab_size=4096,
+    num_hidden_layers=12,
+)
+MOE = dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
+QWEN = MOE | dict(num_experts=32, moe_intermediate_size=768, vocab_size=4096, num_hidden_layers=8)
+OSS = MOE | dict(num_local_experts=32, intermediate_size=1024, vocab_size=4096, num_hidden_layers=8)
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+
+
+def scales(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.rand(shape) * 0.002 + 0.001).to(dtype)
+
+
+def awq(n: int, k: int) -> Tensors:
+    zeros = torch.full((k // GROUP, n // 8), 0x77777777, dtype=torch.int32)
+    own = scales(k // GROUP, n, dtype=torch.half)
+    return {"qweight": words(k, n // 8), "qzeros": zeros, "scales": own}
+
+
+def gptq(n: int, k: int) -> Tensors:
+    return awq(n, k) | {"qweight": words(k // 8, n)}
+
+
+def int4(n: int, k: int) -> Tensors:
+    own = scales(n, k // GROUP, dtype=torch.bfloat16)
+    packed = {"weight_packed": words(n, k // 8), "weight_scale": own}
+    return packed | {"weight_shape": torch.tensor([n, k])}
+
+
+def int8(n: int, k: int) -> Tensors:
+    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+    return {"weight": weight, "weight_scale": scales(n, 1, dtype=torch.bfloat16) / 10}
+
+
+def fp8(n: int, k: int) -> Tensors:
+    codes = torch.randint(0, 127, (n, k), dtype=torch.uint8)
+    codes |= torch.randint(0, 2, (n, k), dtype=torch.uint8) << 7
+    own = scales(-(-n // 128), -(-k // 128), dtype=torch.float32) / 100
+    return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": own}
+
+
+def nf4(n: int, k: int) -> Tensors:
+    """NF4 with scales that are quantized as well, as QLoRA has it."""
+    state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=[n, k])
+    state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=0.03)
+    blocks = n * k // 64
+    return {
+        "weight": torch.randint(0, 256, (n * k // 2, 1), dtype=torch.uint8),
+        "weight.absmax": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
+        "weight.quant_map": TABLES[Encoding.NF4].clone(),
+        "weight.nested_absmax": torch.full((-(-blocks // 256),), 0.01),
+        "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+
+
+def mxfp4(experts: int, n: int, k: int) -> Tensors:
+    blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+    return {"blocks": blocks, "scales": torch.randint(118, 122, (experts, n, k // 32)).byte()}
+
+
+def _compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return dict(quant_method="compressed-tensors", format=kind, config_groups={"group_0": group})
+
+
+_FOUR = dict(bits=4, group_size=GROUP)
+_FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
+# Name: config class, sizes, writer of a matrix, quantization_config, bits that are compared in speed.
+FORMATS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensors], dict[str, Any], int]] = {
+    "awq": ("Llama", LLAMA, awq, dict(quant_method="awq", version="gemm", **_FOUR), 4),
+    "gptq": ("Llama", LLAMA, gptq, dict(quant_method="gptq", desc_act=False, **_FOUR), 4),
+    "compressed-int4": (
+        *("Llama", LLAMA, int4),
+        *(_compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP), 4),
+    ),
+    "nf4": ("Llama", LLAMA, nf4, dict(quant_method="bitsandbytes", load_in_4bit=True), 4),
+    "compressed-int8": (
+        *("Llama", LLAMA, int8),
+        *(_compressed("int-quantized", num_bits=8, strategy="channel"), 8),
+    ),
+    "fp8": ("Llama", LLAMA, fp8, _FP8, 8),
+    "fp8-experts": ("Qwen3Moe", QWEN, fp8, _FP8, 8),
+    "mxfp4-experts": ("GptOss", OSS, mxfp4, dict(quant_method="mxfp4"), 4),
+}
+
+
+def write(folder: Path, name: str, **sizes: Any) -> None:
+    """Write a checkpoint of random numbers."""
+    import transformers
+
+    family, base, writer, quantization, _ = FORMATS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**base, **sizes})
+    with torch.device("meta"):
+        module = getattr(transformers, f"{family}ForCausalLM")(config)
+    tensors: Tensors = {}
+    for path, parameter in module.named_parameters():
+        owner, _, own = path.rpartition(".")
+        shape = tuple(parameter.shape)
+        if "experts." in path and "bias" not in path and len(shape) == 3:
+            if family == "GptOss":
+                made = mxfp4(shape[0], shape[2], shape[1])
+                tensors |= {f"{path}_{end}": tensor for end, tensor in made.items()}
+                continue
+            parts = {"gate_proj": shape[1] // 2, "up_proj": shape[1] // 2}
+            parts = parts if own == "gate_up_proj" else {own: shape[1]}
+            for expert in range(shape[0]):
+                for part, width in parts.items():
+                    made = writer(width, shape[2])
+                    tensors |= {f"{owner}.{expert}.{part}.{e}": t for e, t in made.items()}
+        elif path.endswith("proj.weight") and writer is not mxfp4:
+            tensors |= {f"{owner}.{end}": tensor for end, tensor in writer(*shape).items()}
+        else:
+            tensors[path] = (torch.randn(shape) * 0.02).to(torch.bfloat16)
+    folder.mkdir(parents=True)
+    values = config.to_dict() | {"quantization_config": quantization, "dtype": "bfloat16"}
+    values["architectures"] = [f"{family}ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_plain(folder: Path, **sizes: Any) -> None:
+    """Write a bf16 checkpoint of the shape of the linear formats."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(LlamaConfig(**{**LLAMA, **sizes})).save_pretrained(folder)
+    torch.set_default_dtype(before)
+
+
+def _memory(field: str) -> int:
+    """Return VmRSS or VmHWM, its peak, of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def opened(toy: Path, folder: Path) -> None:
+    """Print how far opening a checkpoint raises the peak of a process that has opened a toy of its format."""
+    settings: dict[str, Any] = dict(kv_memory="8MB", max_length=256)
+    with LLM(toy, **settings) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    with LLM(folder, **settings) as llm:
+        at_opening = _memory("VmHWM") - before
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+        weights = llm.info()["weight_bytes"]
+    print(json.dumps([at_opening, _memory("VmHWM") - before, weights]))
+
+
+def memory(names: list[str]) -> None:
+    print("| format | file | weights in memory | peak at opening | peak / file |")
+    print("| --- | --- | --- | --- | --- |")
+    for name in names:
+        with tempfile.TemporaryDirectory() as room:
+            toy, folder = Path(room, "toy"), Path(room, "model")
+            write(toy, name, num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+            write(folder, name)
+            size = (folder / "model.safetensors").stat().st_size
+            call = [sys.executable, __file__, "opened", str(toy), str(folder)]
+            out = subprocess.run(call, check=True, capture_output=True, text=True).stdout
+            peak, _, weights = json.loads(out.splitlines()[-1])
+        cells = (f"{n / 1e6:.0f} MB" for n in (size, weights, peak))
+        print(f"| {name} | {' | '.join(cells)} | {peak / size:.2f} |", flush=True)
+
+
+def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as room:
+        write_plain(Path(room, "plain"), num_hidden_layers=layers)
+        settings: dict[str, Any] = dict(kv_memory="64MB", max_length=256, num_threads=threads)
+        models = {
+            kind: LLM(Path(room, "plain"), quantization=kind, **settings)
+            for kind in ("int4", "int8")
+        }
+        for name in names:
+            write(Path(room, name), name, num_hidden_layers=layers)
+            models[name] = LLM(Path(room, name), **settings)
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for turn in range(rounds + 1):
+            for name, llm in models.items():
+                request = llm.engine.admission.admit([1, 2, 3], params)
+                llm.engine.submit(request)
+                while not request.sequences[0].output_ids:
+                    llm.engine.step()
+                start = time.perf_counter()
+                while not request.finished:
+                    llm.engine.step()
+                if turn:  # the first one warms up
+                    times[name].append((time.perf_counter() - start) / 24)
+        print("| weights | bytes a token | ms a token | GB/s | of ours |")
+        print("| --- | --- | --- | --- | --- |")
+        rates: dict[str, float] = {}
+        for name, llm in models.items():
+            # Of the embedding one row is read.
+            table = llm.engine.runner.decoder.module.get_input_embeddings()
+            held = table.packed if hasattr(table, "packed") else table.weight
+            nbytes = llm.info()["weight_bytes"] - held.nbytes
+            median = statistics.median(times[name])
+            rates[name] = nbytes / median
+            bits = FORMATS[name][4] if name in FORMATS else None
+            of_ours = f"{rates[name] / rates[f'int{bits}']:.2f}" if bits else ""
+            cells = f"{nbytes / 1e6:.0f} MB | {median * 1e3:.1f} | {rates[name] / 1e9:.1f}"
+            print(f"| {name} | {cells} | {of_ours} |")
+        for llm in models.values():
+            llm.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("memory", "speed", "opened"))
+    parser.add_argument("names", nargs="*", metavar="FORMAT")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="of the models of `speed`")
+    args = parser.parse_args()
+    if args.what == "opened":
+        opened(*map(Path, args.names))
+    elif args.what == "memory":
+        memory(args.names or list(FORMATS))
+    else:
+        linear = [name for name in FORMATS if not name.endswith("experts")]
+        speed(args.names or linear, args.threads, args.rounds, args.layers)
+
+
+if __name__ == "__main__":
+    main()
