@@ -36,6 +36,7 @@ from verbatim.placement.offload.choice import Offload
 from verbatim.placement.offload.opening import open_offloaded
 from verbatim.placement.options import EngineOptions, Placed
 from verbatim.placement.parallel.choice import ExpertParallel, PipelineParallel
+from verbatim.placement.parallel.following import Following
 from verbatim.placement.parallel.opening import (
     open_expert_parallel,
     open_pipeline_parallel,
@@ -165,16 +166,21 @@ def _identify(loaded: LoadedModel, options: EngineOptions, source: ModelSource |
 
 def _open_prefix_folder(handle: EngineHandle, options: EngineOptions, files: str) -> None:
     """Let the engine find prefixes in files, and write them."""
+    if isinstance(handle.runner, Following):
+        return  # rank 0 has the prefixes
     scheduler, info, path = handle.scheduler, handle.info(), options.prefix_folder
     assert path is not None
     # Approximate attention, and the heads of a rank.
-    placed = info.get("attention"), info.get("ranks")
+    placed = info.get("attention", "exact"), info.get("ranks")
     kept_as = options.block_size, repr(options.quantization), placed
     model = f"{files} {info['numerics_key']} {kept_as}"
     pools = {"blocks": scheduler.pool}
     if scheduler.states.pool is not None:
         pools["states"] = scheduler.states.pool
-    folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)
+    try:
+        folder = PrefixFolder(path, options.prefix_folder_bytes, model, handle.runner, pools)
+    except NotSupported as error:
+        raise NotSupported(f"prefix_folder={str(path)!r}: {error}") from None
     call = weakref.WeakMethod(handle.call)  # the thread must not keep the handle
 
     def between_steps(work: Callable[[], Any]) -> Any:

@@ -152,10 +152,10 @@ class ExternalRunner:
         self.choices[name].check(f"its {name} can't be replayed")
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        raise NotSupported(f"{self._name} keeps K and V itself, if at all")
+        raise NotSupported(f"{self._name} keeps K and V itself")
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        raise NotSupported(f"{self._name} keeps K and V itself, if at all")
+        raise NotSupported(f"{self._name} keeps K and V itself")
 
     def look_again(self) -> None:
         """Do nothing: the module's own forward is called each time."""

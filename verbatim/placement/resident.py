@@ -132,18 +132,11 @@ class Resident:
         return read_record(name, self.choices[name], self._records, block_table, num_tokens)
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        return read_rows(self._kept(kind), numbers)
+        return read_rows(cached_in(kind, self.store, self._records, self.draft_layers), numbers)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        write_rows(self._kept(kind), numbers, rows)
+        write_rows(cached_in(kind, self.store, self._records, self.draft_layers), numbers, rows)
         return True
-
-    def _kept(self, kind: str) -> list[BlockStore]:
-        """Return the stores of what follows from a prefix's ids."""
-        if kind == "states":
-            assert self.store.states is not None
-            return [self.store.states]
-        return kept_by_block(self.store, self._records, self.draft_layers)
 
     def check_replay(self, name: str) -> None:
         with threads(self._num_threads):
@@ -238,14 +231,16 @@ class Resident:
         self.decoder.close()
 
 
-def kept_by_block(store: KVStore, records: Records, drafts: DraftLayers) -> list[BlockStore]:
-    """Return the stores of what the blocks of a prefix hold.
+def cached_in(kind: str, store: KVStore, records: Records, drafts: DraftLayers) -> list[BlockStore]:
+    """Return the stores of what a cached prefix consists of, as of `Runner.read_cache`.
 
     Indices are recorded only for requests that share no blocks; MTP layers compute their K and V again,
     from the hidden states.
     """
-    others: list[BlockStore | None] = [records.get("routing"), drafts.hidden]
-    return [store, *(other for other in others if other is not None)]
+    stores: list[BlockStore | None] = [store, records.get("routing"), drafts.hidden]
+    if kind == "states":
+        stores = [store.states]
+    return [one for one in stores if one is not None]
 
 
 def move(loaded: LoadedModel, device: Device) -> None:

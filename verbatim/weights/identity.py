@@ -55,7 +55,8 @@ def files_digest(loaded: LoadedModel) -> str:
     else:
         assert loaded.checkpoint is not None
         folder = loaded.checkpoint.folder
-        paths = {folder / name for name in loaded.checkpoint.fingerprints(folder)}
+        names = loaded.checkpoint.fingerprints(folder)
+        paths = {folder / name for name in names if not name.endswith(".json")}
     if loaded.adapter is not None:
         paths |= {loaded.adapter / name for name in fingerprints(loaded.adapter)}
     files = sorted((p.name, p.stat()) for p in paths)

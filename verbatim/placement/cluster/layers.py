@@ -16,6 +16,7 @@ from torch import Tensor
 from verbatim._version import __version__
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import ModelChanged, VerbatimError
+from verbatim.kv.flat import BlockStore, read_rows, write_rows
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.quantized import settle_kv_dtype
 from verbatim.kv.states import open_states
@@ -35,6 +36,7 @@ from verbatim.placement.cluster.messages import (
 )
 from verbatim.placement.cluster.part import Part
 from verbatim.placement.cluster.split import Split
+from verbatim.placement.resident import cached_in
 from verbatim.sampling.sampler import sample_rows
 from verbatim.weights.identity import changed, fingerprint
 from verbatim.weights.reopen import reopen
@@ -271,6 +273,19 @@ class Layers:
         if records is None:
             return {"record": None}
         return {"record": records.read(message["block_table"], message["num_tokens"])}
+
+    def read_cache(self, message: Message) -> Message:
+        """Return the rows of blocks or slots, as of `Runner.read_cache`."""
+        return {"rows": read_rows(self._cached_in(message["kind"]), message["numbers"])}
+
+    def write_cache(self, message: Message) -> None:
+        """Write the rows of blocks or slots."""
+        write_rows(self._cached_in(message["kind"]), message["numbers"], message["rows"])
+
+    def _cached_in(self, kind: str) -> list[BlockStore]:
+        if self.store is None:
+            raise VerbatimError("this stage has no memory for K and V yet, or sleeps")
+        return cached_in(kind, self.store, self._records, self._drafts)
 
     def sleep(self, message: Message) -> None:
         """Free the KV memory; with `weights`, also that of the weights."""

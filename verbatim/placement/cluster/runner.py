@@ -237,10 +237,38 @@ class Clustered:
             self._each("check_replay")
 
     def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
-        raise NotSupported("placement=Cluster: each stage keeps K and V of its own layers")
+        if self.choices["routing"].layers:  # of other layers after `rebalance`
+            raise NotSupported(
+                "stages keep the experts of each token beside the K and V of their layers"
+            )
+        parts = self._cached("read_cache", [{"kind": kind, "numbers": numbers}] * len(self._stages))
+        return None if parts is None else torch.cat([part["rows"] for part in parts], dim=1)
 
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
-        raise NotSupported("placement=Cluster: each stage keeps K and V of its own layers")
+        asked: Message = {"kind": kind, "numbers": list[int]()}
+        parts = self._cached("read_cache", [asked] * len(self._stages))
+        if parts is None:
+            return False
+        if kind == "blocks":
+            self.supervisor.note_written(numbers)
+        shares = rows.split([part["rows"].shape[1] for part in parts], dim=1)
+        asked = {"kind": kind, "numbers": numbers}
+        orders = [{**asked, "rows": share.contiguous()} for share in shares]
+        return self._cached("write_cache", orders) is not None
+
+    def _cached(self, do: str, orders: list[Message]) -> list[Any] | None:
+        """Call every stage; return None if one is lost. Its successor has not what was cached."""
+        if not self.supervisor.in_order:
+            return None
+        calls = zip(self._stages, orders, strict=True)
+        try:
+            return self.group.call_each([(stage, {"do": do, **order}) for stage, order in calls])
+        except StageGone:
+            return None
+
+    @property
+    def _stages(self) -> list[StageHandle]:
+        return self.group.members
 
     def look_again(self) -> None:
         """Do nothing: the stages have no other users."""

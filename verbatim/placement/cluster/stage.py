@@ -30,6 +30,8 @@ _OF_LAYERS = frozenset(
         "allocate",
         "check_replay",
         "draft",
+        "read_cache",
+        "write_cache",
         "record",
         "sleep",
         "wake",

@@ -9,6 +9,7 @@ row's bits depend on when it is computed, so the outputs stay the same.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ class Supervisor:
         self.weights = "files"
         self._copied: dict[
             int, int
-        ] = {}  # blocks that began as a copy of a higher one: the highest
+        ] = {}  # blocks that began as a copy of a higher one, or were written from files: the highest
         self._shunned: set[str] = set()  # machines on which layers could not be opened
         self._next_look = time.monotonic() + _LOOK_S
 
@@ -175,6 +176,10 @@ class Supervisor:
                 self._copied[target] = highest
             else:
                 self._copied.pop(target, None)
+
+    def note_written(self, blocks: list[int]) -> None:
+        """Record that blocks get contents of which no stage has kept hidden states."""
+        self._copied.update(dict.fromkeys(blocks, sys.maxsize))
 
     def catch_up(self, first: int) -> None:
         """Let all stages from this one on recompute the KV in use, after all work sent so far.

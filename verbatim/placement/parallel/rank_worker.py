@@ -116,6 +116,15 @@ class RankWorker:
         with _same_errors(), self.runner.drafting():
             self.runner.draft(message["k"], unpack_batch(message["batch"]), None)
 
+    def _do_read_cache(self, message: Message) -> None:
+        assert self.runner is not None
+        self._link.send({"rows": self.runner.read_cache("blocks", message["blocks"])})
+
+    def _do_write_cache(self, message: Message) -> None:
+        assert self.runner is not None
+        share = message["shares"][self._rank]
+        self.runner.write_cache(message["kind"], message["numbers"], share)
+
     def _do_prepare_weights(self, message: Message) -> None:
         error = None
         try:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verbatim.batch import Adapter, Batch, Draws, SamplePlan
@@ -90,6 +91,29 @@ class Leading(Rank):
                 lambda: super(Leading, self).draft(k, batch, plan),
             )
             return draws
+
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        own = super().read_cache(kind, numbers)
+        assert own is not None
+        if kind == "states":  # every rank has all of them
+            return own
+        return torch.cat([own, *self._rows_of_others(numbers)], dim=1)
+
+    def _rows_of_others(self, blocks: list[int]) -> list[Tensor]:
+        with Shield().up():
+            self.group.tell({"do": "read_cache", "blocks": blocks})
+            answers = self.group.answers(self.ranks.timeout_s)
+        return [answers[rank]["rows"] for rank in sorted(answers)]
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        shares = [rows] * self.ranks.size
+        if kind == "blocks":
+            others = [part.shape[1] for part in self._rows_of_others([])]
+            shares = [*rows.split([rows.shape[1] - sum(others), *others], dim=1)]
+        with Shield().up():
+            message = {"do": "write_cache", "kind": kind, "numbers": numbers}
+            self.group.tell({**message, "shares": [share.contiguous() for share in shares]})
+            return super().write_cache(kind, numbers, shares[0])
 
     def new_weights(
         self, tensors: Mapping[str, Tensor], *, check_finite: bool

@@ -1,0 +1,140 @@
+"""Prefixes in files with every placement: one that keeps the same K and V finds what another has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.stages import ThreadHosts, serving
+from support.toys import random_ids
+from verbatim import (
+    LLM,
+    Cluster,
+    InvalidRequest,
+    NotSupported,
+    Offload,
+    SamplingParams,
+    TensorParallel,
+)
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
+PROMPT = random_ids(70, seed=3)
+
+
+def opened(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, block_size=8, max_length=128, kv_memory="2MB", **options)
+
+
+def result(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
+    """The completion with its log-probs, and how many tokens of the prompt were cached."""
+    (found,) = llm.generate([prompt], GREEDY)
+    (made,) = found.outputs
+    return (made.token_ids, made.logprobs, made.top_logprobs), found.num_cached_tokens
+
+
+def on_disk() -> Offload:
+    return Offload(gpu="100MB", weights=(0, 0, 100), kv=(30, 30, 40))
+
+
+def stages() -> Cluster:
+    return Cluster(stages=2, hosts=ThreadHosts())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [(on_disk, None), (None, on_disk), (stages, None), (None, stages), (on_disk, stages)],
+    ids=["offload-memory", "memory-offload", "stages-memory", "memory-stages", "offload-stages"],
+)
+def test_one_placement_reads_what_another_wrote(
+    write: Callable[[], Any] | None,
+    read: Callable[[], Any] | None,
+    name: str,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+    one_thread: None,
+) -> None:
+    where = {"prefix_folder": tmp_path / "kept"}
+    with opened(folders(name), placement=write and write(), **where) as llm:
+        first, _ = result(llm)
+        assert result(llm)[1] > 0
+    with opened(folders(name), placement=read and read(), **where) as llm:
+        again, cached = result(llm)
+        assert again == first and cached == 64
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_offloaded_models_keep_their_experts(
+    name: str, folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+) -> None:
+    params = GREEDY.replace(record_routing=True)
+    where = {"prefix_folder": tmp_path / "kept"}
+    with opened(folders(name), placement=on_disk(), **where) as llm:
+        (first,) = llm.generate([PROMPT], params)
+    with opened(folders(name), placement=on_disk(), **where) as llm:
+        (again,) = llm.generate([PROMPT], params)
+    assert again.num_cached_tokens == 64
+    assert again.outputs[0].logprobs == first.outputs[0].logprobs
+    assert (again.outputs[0].routing == first.outputs[0].routing).all()
+
+
+def test_a_stage_that_is_lost_has_what_was_read(
+    folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+) -> None:
+    where = {"prefix_folder": tmp_path / "kept"}
+    with opened(folders("llama")) as llm:
+        expected, _ = result(llm)
+    with opened(folders("llama"), placement=stages(), **where) as llm:
+        result(llm)
+    for place in (0, 1):
+        with opened(folders("llama"), placement=stages(), **where) as llm:
+            host, left = serving(llm)[place], [3]
+
+            def kill(batch: Any, host: Any = host, left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] == 0:
+                    host.kill()
+
+            host.before = kill
+            made, cached = result(llm)
+            assert made == expected and cached == 64 and host.killed
+            assert result(llm)[0] == expected
+
+
+def test_a_stage_that_is_lost_while_nothing_runs_is_a_miss(
+    folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+) -> None:
+    where = {"prefix_folder": tmp_path / "kept"}
+    with opened(folders("llama"), placement=stages(), **where) as llm:
+        expected, _ = result(llm)
+    with opened(folders("llama"), placement=stages(), **where) as llm:
+        serving(llm)[1].kill()
+        assert result(llm)[0] == expected
+        assert result(llm)[0] == expected
+    with opened(folders("llama"), **where) as llm:
+        assert result(llm) == (expected, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5"])
+def test_ranks_find_what_they_wrote(
+    name: str, folders: Callable[[str], Path], tmp_path: Path, one_thread: None
+) -> None:
+    where = {"prefix_folder": tmp_path / "kept"}
+    with opened(folders(name)) as llm:
+        expected, _ = result(llm)
+    for cached in (0, 64):
+        with opened(folders(name), placement=TensorParallel(2), **where) as llm:
+            assert result(llm) == (expected, cached)
+    with opened(folders(name), **where) as llm:  # a rank has some heads only
+        assert result(llm) == (expected, 0)
+
+
+def test_what_can_not_be_reached_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(NotSupported, match=r"prefix_folder=.*stages keep the experts"):
+        opened(folders("qwen3_moe"), placement=stages(), prefix_folder=tmp_path / "kept")
+    with pytest.raises(InvalidRequest, match="prefix_folder_bytes=-1"):
+        opened(folders("llama"), prefix_folder=tmp_path / "kept", prefix_folder_bytes=-1)
