@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help install kernels test slow gpu docs lint format types bench peers ci clean
+.PHONY: help install kernels test slow gpu docs lint format types bench peers clients ci clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' Makefile
@@ -45,6 +45,9 @@ bench:  ## decode speed and a mixed workload against transformers
 peers:  ## beside transformers, llama.cpp and OpenVINO on the same weights; builds them once
 	python -m benchmarks.peers.setup
 	python -m benchmarks.peers
+
+clients:  ## other people's clients against a server; makes their environment once
+	python -m benchmarks.clients
 
 ci:  ## the whole check, in fresh virtual environments
 	.ci/run

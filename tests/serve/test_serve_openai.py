@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -11,7 +13,7 @@ from pydantic import BaseModel
 
 from support import toys
 from support.serving import Served, serving
-from support.tool_templates import HERMES, tokenizer
+from support.tool_templates import HERMES, THINKING, tokenizer
 from verbatim import LLM, SamplingParams
 from verbatim.serve.settings import ServeSettings
 
@@ -67,6 +69,27 @@ def test_chats_whole_and_streamed(client):
     with client.chat.completions.stream(**ask) as stream:  # which wants no end by length
         said = stream.get_final_completion().choices[0].message.content
     assert texts[0].startswith(said)
+
+
+def test_what_programs_send_beside_what_they_mean_is_taken(client):
+    """Fields of which ignoring is the meaning, as agents and gateways send them."""
+    ask = {"model": "tales", "max_tokens": 3, "seed": 1}
+    plain = client.chat.completions.create(messages=SAYS, **ask).choices[0].message.content
+    parts = [{"type": "text", "text": SAYS[0]["content"], "cache_control": {"type": "ephemeral"}}]
+    done = client.chat.completions.create(
+        messages=[{"role": "user", "content": parts}], **ask, modalities=["text"], logprobs=False,
+        top_logprobs=0, prompt_cache_retention="24h", store=False, metadata={"a": "b"},
+    )  # fmt: skip
+    assert done.choices[0].message.content == plain
+    earlier = {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}
+    assert client.chat.completions.create(messages=[*SAYS, earlier, *SAYS], **ask)
+    made = client.responses.create(
+        model="tales", input="Hi", max_output_tokens=3, store=False, truncation="disabled",
+        reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"], tools=[],
+        tool_choice="auto", parallel_tool_calls=True,
+    )  # fmt: skip
+    assert made.output_text
+    assert not made.output[0].content[0].logprobs
 
 
 class Animal(BaseModel):
@@ -141,6 +164,18 @@ def test_tools_are_called_and_their_arguments_parsed():
                 ],
             )  # fmt: skip
             assert back.usage.output_tokens == 2
+
+
+def test_the_python_blocks_of_the_page_run_in_order(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    module = toys.make_toy("llama", vocab_size=264, eos_token_id=1, max_position_embeddings=4096)
+    hf = tokenizer(HERMES[: HERMES.index("{%- for")] + THINKING, added=True)
+    with LLM(module, tokenizer=hf) as llm, serving(llm) as server:
+        code = "\n".join(blocks).replace("http://127.0.0.1:8000", server.url)
+        exec(compile(code, "docs/serve.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "weather" in out and "reasoning_tokens" in out
 
 
 @pytest.mark.parametrize(

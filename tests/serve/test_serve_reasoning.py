@@ -52,7 +52,7 @@ def answers(served: Served, **body: Any) -> tuple[dict[str, Any], dict[str, str]
         for name in texts:
             texts[name] += piece["choices"][0]["delta"].get(name) or ""
     assert texts["content"] == (whole["message"]["content"] or "")
-    assert texts["reasoning_content"] == whole["message"].get("reasoning_content", "")
+    assert texts["reasoning_content"] == (whole["message"]["reasoning_content"] or "")
     return whole, texts
 
 
@@ -90,6 +90,36 @@ def test_a_structure_begins_after_the_reasoning(served, seed, effort):
     assert "reasoning" in served.refused(
         "/v1/chat/completions", ASK | LOW | {"grammar": 'start: "a"'}
     )["message"]  # fmt: skip
+
+
+def test_the_usage_counts_the_tokens_of_reasoning(served):
+    body = ASK | LOW | {"logit_bias": served.bias, "logprobs": True}
+    whole = served.post("/v1/chat/completions", **body)
+    tokens = [entry["token"] for entry in whole["choices"][0]["logprobs"]["content"]]
+    text, count = "", 0
+    while "</think>" not in text and count < len(tokens):
+        text += tokens[count]
+        count += 1
+    usage = whole["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+    asked = body | {"stream_options": {"include_usage": True}}
+    assert served.stream("/v1/chat/completions", **asked)[-2]["usage"] == usage
+    del body["messages"], body["logprobs"], body["max_tokens"], body["reasoning_effort"]
+    told = served.post(
+        "/v1/responses", **body, input="Hi", reasoning={"effort": "low"}, max_output_tokens=120
+    )["usage"]
+    assert told["output_tokens_details"] == {"reasoning_tokens": count}
+    plain = served.post("/v1/chat/completions", **ASK | {"reasoning_effort": "none"})["usage"]
+    assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_spelled_mark_ends_no_reasoning_of_a_structure(served):
+    """The reader sees only text, so the grammar must not let a model spell what ends its reasoning."""
+    ids = served.llm.tokenizer.encode("<>/hiknt", special_tokens=False)
+    body = ASK | LOW | {"regex": "a", "max_tokens": 300, "n": 4}
+    body |= {"logit_bias": served.bias | {str(i): 2.0 for i in ids}}
+    for choice in served.post("/v1/chat/completions", **body)["choices"]:
+        assert choice["message"]["content"] in ("", "a", None)
 
 
 def test_tools_are_called_after_the_reasoning(served):

@@ -250,6 +250,34 @@ def test_what_can_not_be_called_is_refused(served, change, said):
     assert said in answer.text
 
 
+def test_no_tools_are_no_tools(served):
+    """Programs that build requests send the empty list, and the choice that goes with any."""
+    body = {"messages": ASK["messages"], "max_tokens": 2, "seed": 1}
+    plain = served.post("/v1/chat/completions", **body)["choices"]
+    none = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    assert served.post("/v1/chat/completions", **body, **none)["choices"] == plain
+    served.post("/v1/responses", input="Hi", max_output_tokens=2, **none)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    metadata = {"user_id": None}
+    served.post("/v1/messages", **body, tools=[], tool_choice=choice, metadata=metadata)
+    body["tool_choice"] = "required"
+    assert (
+        "requires tools" in served.refused("/v1/chat/completions", body | {"tools": []})["message"]
+    )
+
+
+def test_special_tokens_stay_where_they_are_asked_for(served):
+    special = "<s>"
+    number = served.llm.tokenizer.hf.convert_tokens_to_ids(special)
+    body = {"messages": ASK["messages"], "tools": TOOLS, "max_tokens": 3, "seed": 1}
+    body |= {"allowed_token_ids": [number, ord("a") - 31], "logit_bias": {str(number): 50.0}}
+    body |= {"tool_choice": "none"}
+    for asked, shown in ((False, True), (True, False), (None, False)):
+        told = {} if asked is None else {"skip_special_tokens": asked}
+        (choice,) = served.post("/v1/chat/completions", **body, **told)["choices"]
+        assert (special in str(choice["message"])) == shown
+
+
 def tool(name: str, **schema: Any) -> Function:
     return Function(name=name, parameters=schema or None)
 
@@ -386,6 +414,30 @@ def test_strings_without_quotes_are_read_by_their_schema(template):
             parts += reader.push(text[start : start + size])
         (call,) = split_parts([*parts, *reader.push("", last=True)])[2]
         assert json.loads(call.arguments) == {name: value for name, (_, value) in WRITTEN.items()}
+
+
+@pytest.mark.parametrize("template", [QWEN_CODER, PYTHONIC], ids=["raw", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"type": [{}]}}},
+        {"properties": {"a": {"type": "string", "pattern": "x"}}, "oneOf": []},
+        {"properties": {"a": {"enum": ["</parameter>"]}}, "not": {}},
+        {"properties": {"a b": {"type": "string"}}},
+    ],
+    ids=json.dumps,
+)
+def test_schemas_of_arguments_that_are_none_are_refused(template, schema):
+    def grammar() -> str:
+        found = ToolUse.resolve([tool("f", **schema)], None, None, template)
+        assert found is not None
+        return found.grammar()
+
+    with pytest.raises(VerbatimError, match="f: "):
+        grammar()
 
 
 CHANNELS = {

@@ -39,6 +39,8 @@ _KEYWORDS |= frozenset(
     "$ref const enum type minItems maxItems required minProperties maxProperties minLength maxLength "
     "pattern format".split()
 )
+_OF_OTHERS = frozenset(["additionalProperties", "patternProperties", "minProperties"])
+_CHOICES = frozenset(["$ref", "anyOf", "oneOf"])
 _OLD_DRAFT = re.compile("draft-0[0-7]|2019-09")
 # Comments and literals of a Lark grammar, and the beginning of a schema in it.
 LARK_LITERAL = r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/'
@@ -96,6 +98,41 @@ def check_schema(root: dict[str, Any]) -> None:
                 todo.append(
                     (value, _at(root, value))
                 )  # the target may be outside of schema keywords
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of which objects have only the listed properties, where it does not mention others.
+
+    All documents that fit it fit the given one. A model, above all a small one, would else go on with
+    properties of its own. A schema with several parts for one value stays as it is.
+    """
+    todo: list[Any] = [schema]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            if "allOf" in part or ("properties" in part and part.keys() & _CHOICES):
+                return schema
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+    found: dict[str, Any] = _closed(schema, 32)
+    return found
+
+
+def _closed(schema: Any, depth: int) -> Any:
+    if not isinstance(schema, dict) or not depth:
+        return schema
+    found = dict(schema)
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            found[key] = {name: _closed(part, depth - 1) for name, part in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            found[key] = [_closed(part, depth - 1) for part in value]
+        elif key in _SINGLES:
+            found[key] = _closed(value, depth - 1)
+    if schema.get("properties") and not schema.keys() & _OF_OTHERS:
+        found["additionalProperties"] = False
+    return found
 
 
 # llguidance intersects the automata of `allOf`, `$ref` and the keywords beside them, in a time and

@@ -21,8 +21,9 @@ from verbatim.serve.formats import (
 )
 from verbatim.serve.marks import Dropped, Marks, text_without
 from verbatim.serve.reader import Reader
-from verbatim.serve.tokens import TokenTexts
 from verbatim.serve.tools import ToolUse
+from verbatim.text.detokenizer import Detokenizer
+from verbatim.text.tokenizer import Tokenizer
 
 
 class Answers:
@@ -67,22 +68,25 @@ class Answers:
             return ChannelReader(self.use, dropped=self._dropped)
         return Reader(self.use, self._reasoning, opened=self._opened, dropped=self._dropped)
 
-    def num_reasoning_tokens(self, result: Result, texts: TokenTexts) -> int:
+    def num_reasoning_tokens(
+        self, result: Result, tokenizer: Tokenizer, keeps_special: bool
+    ) -> int:
         """Return the number of tokens of all completions up to the end of their reasoning."""
         total = 0
-        for output in result.outputs if self.reasons else ():
-            reader = self.reader()
-            reader.push(output.text, last=True)
-            text = (
-                output.text if self._dropped is None else self._dropped.drop(output.text, True)[0]
+        for output in result.outputs:
+            reader, count = self.reader(), 0
+            texts = Detokenizer(
+                tokenizer,
+                skip_special_tokens=not keeps_special,
+                prompt_tail_ids=result.prompt_token_ids,
             )
-            left = len(text[: reader.num_reasoning].encode())
-            for token_id in output.token_ids:
-                if left <= 0:
+            for number, token_id in enumerate(output.token_ids, start=1):
+                read = reader.num_reasoning
+                reader.push(texts.push(token_id))
+                count = number if reader.num_reasoning > read else count
+                if not reader.may_reason:
                     break
-                if self._dropped is None or not self._dropped.drops(texts.text(token_id)):
-                    left -= len(texts.octets(token_id))
-                total += 1
+            total += count
         return total
 
     def grammar(self, structure: str, value: Any) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.sampling.json_schema import closed
 from verbatim.serve.fields import Function
 from verbatim.serve.marks import ANYTHING, Marks
 
@@ -27,7 +28,7 @@ _OF_ARGUMENTS |= {"$schema", "$id"}  # keys of the schema of all arguments
 
 def schema_of(function: Function) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object."""
-    schema = function.parameters or ANY_OBJECT
+    schema = closed(function.parameters or ANY_OBJECT)
     return schema if "$ref" in schema else ANY_OBJECT | schema
 
 
@@ -56,7 +57,20 @@ class ArgumentFormat:
         """Return the rules of a function's arguments, the required ones first.
 
         Rules of raw strings are the same for all functions.
+
+        Raises:
+            InvalidRequest, NotSupported: a schema that is none, or that this format can't be held to.
         """
+        try:
+            return self._rules(rule, function, marks)
+        except (
+            TypeError,
+            AttributeError,
+            KeyError,
+        ) as error:  # keywords with values of other types
+            raise InvalidRequest(f"tools: {function.name}: not a JSON schema: {error}") from None
+
+    def _rules(self, rule: str, function: Function, marks: Marks) -> list[str]:
         schema = schema_of(function)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         self._check(function.name, schema, properties, required)

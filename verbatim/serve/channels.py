@@ -26,6 +26,10 @@ class ChannelReader(Reader):
         super().__init__(use, dropped=dropped)
         self._header: str | None = None  # of the message that is read
 
+    @property
+    def may_reason(self) -> bool:
+        return True
+
     def _parts(self, last: bool) -> list[Part]:
         parts: list[Part] = []
         while self._held:

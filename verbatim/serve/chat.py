@@ -13,6 +13,7 @@ from uuid import uuid4
 from verbatim.core import Completion, Delta, FinishReason, Request, Result
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.params import STRUCTURES
+from verbatim.sampling.json_schema import closed
 from verbatim.serve.answers import Answers
 from verbatim.serve.arguments import ANY_OBJECT
 from verbatim.serve.completions import (
@@ -55,6 +56,9 @@ class Conversation:
         template_kwargs: other variables of the template.
         effort: of the reasoning; "none" turns it off.
         thinking: turns reasoning on or off, if the template can.
+
+    Attributes:
+        num_reasoning_tokens: of the answer, once it is counted.
 
     Raises:
         InvalidRequest, NotSupported: an unsupported combination.
@@ -103,6 +107,7 @@ class Conversation:
             fields["skip_special_tokens"] = False  # the reader drops the others
         self._structure = structures[0] if len(structures) == 1 else None
         self.params = service.chat_defaults.replace(**fields)
+        self.num_reasoning_tokens = 0
 
     async def prompt(self) -> list[int]:
         """Render the conversation to prompt ids."""
@@ -127,9 +132,16 @@ class Conversation:
         prompt = await self.prompt()
         return await self.service.admit(reservation, [prompt], self.params, client)
 
-    def num_reasoning_tokens(self, result: Result) -> int:
-        """Return the number of tokens of reasoning, for the usage."""
-        return self.answers.num_reasoning_tokens(result, self.service.texts)
+    async def count_reasoning(self, result: Result) -> None:
+        """Count the tokens of reasoning, for the usage."""
+        tokenizer = self.service.llm.tokenizer
+        if self.answers.reasons and tokenizer is not None:
+            self.num_reasoning_tokens = await self.service.in_thread(
+                lambda: self.answers.num_reasoning_tokens(
+                    result, tokenizer, not self.params.skip_special_tokens
+                ),
+                num_chars=sum(len(output.text) for output in result.outputs),
+            )
 
 
 _TAIL_IDS = 16  # ids at the end of a prompt that may have a mark of reasoning
@@ -215,6 +227,7 @@ class ChatRequest:
         with self.service.reserve() as reservation:
             requests = await self.conversation.admit(reservation, client)
             results = await self.service.results(requests)
+        await self.conversation.count_reasoning(results[0])
         choices = LazyList(lambda: map(self._choice, results[0].outputs), large=True)
         answer = self._envelope("chat.completion", choices) | {"usage": self._usage(results[0])}
         if self.body.return_token_ids:
@@ -260,6 +273,7 @@ class ChatRequest:
                             seed=requests[0].seed,
                         )
         if with_usage and result is not None:
+            await self.conversation.count_reasoning(result)
             yield self._envelope("chat.completion.chunk", []) | {"usage": self._usage(result)}
 
     def _pieces(self, delta: Delta, reader: Reader) -> list[dict[str, Any]]:
@@ -284,8 +298,8 @@ class ChatRequest:
         reader = self.conversation.answers.reader()
         text, reasoning, calls = split_parts(reader.push(output.text, last=True))
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        if self.conversation.answers.reasons:
+            message["reasoning_content"] = reasoning or None
         if calls:
             message["tool_calls"] = [call.wire() for call in calls]
             message["content"] = text or None
@@ -300,7 +314,7 @@ class ChatRequest:
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:
-        details = {"reasoning_tokens": self.conversation.num_reasoning_tokens(result)}
+        details = {"reasoning_tokens": self.conversation.num_reasoning_tokens}
         return usage([result]) | {"completion_tokens_details": details}
 
     def _finish(self, reason: FinishReason, reader: Reader) -> str | None:
@@ -343,7 +357,7 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
         fields["max_tokens"] = limits[0]
     if fields.get("max_tokens") == 0:
         raise InvalidRequest("max_completion_tokens=0: must be 1 or more")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(f"top_logprobs={body.top_logprobs} needs logprobs=true")
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
@@ -354,7 +368,7 @@ def _fields(body: ChatCompletions) -> dict[str, Any]:
 def structure_of(response_format: PlainFormat | SchemaFormat | None) -> dict[str, Any]:
     """Return the structure of a response format."""
     if isinstance(response_format, SchemaFormat):
-        return {"json_schema": response_format.json_schema.schema_}
+        return {"json_schema": closed(response_format.json_schema.schema_)}
     if response_format is not None and response_format.type == "json_object":
         return {"json_schema": ANY_OBJECT}
     return {}
@@ -374,9 +388,11 @@ def message_of(message: Message) -> dict[str, Any]:
         plain["tool_call_id"] = message.tool_call_id
     elif message.name is not None:
         plain["name"] = message.name
-    if isinstance(message, AssistantMessage) and message.reasoning_content:
-        plain["reasoning_content"] = message.reasoning_content
-    if isinstance(message, AssistantMessage) and message.tool_calls:
+    if not isinstance(message, AssistantMessage):
+        return plain
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
         plain["tool_calls"] = [
             {
                 "id": call.id,

@@ -112,6 +112,9 @@ class Sampling(Strict):
     prompt_cache_key: str | None = Field(
         None, description="Has no effect: any cached prefix is found. See cache_salt."
     )
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(
+        None, description="Has no effect."
+    )
     # Verbatim's own, with the names of SamplingParams.
     top_k: Integer = within(minimum=0)
     min_p: Number = within(minimum=0, maximum=1)
@@ -230,11 +233,16 @@ class Completions(ForTrainers):
     early_stopping: bool | Literal["never"] | None = None
 
 
+# Any cached prefix is found, so there is nothing to control.
+CacheControl = Annotated[dict[str, Any], AtMost(8)] | None
+
+
 class TextPart(Strict):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
 
 class FunctionCall(Strict):
@@ -271,6 +279,7 @@ class AssistantMessage(Strict):
     tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] | None = None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="Another name of reasoning_content.")
     name: str | None = None
     function_call: None = None
     audio: None = None
@@ -365,6 +374,7 @@ class ChatCompletions(ForTrainers):
     response_format: Format | None = None
     tools: Annotated[list[Tool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    modalities: Annotated[list[Literal["text"]], AtMost(1)] | None = None
     parallel_tool_calls: Switch = None
     reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
     chat_template_kwargs: Variables | None = Field(

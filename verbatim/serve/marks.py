@@ -84,10 +84,6 @@ class Dropped:
         self._starts = re.compile("[" + re.escape("".join({mark[0] for mark in marks})) + "]")
         self._longest = max(map(len, marks))
 
-    def drops(self, text: str) -> bool:
-        """Return whether a token's text is left out."""
-        return text in self._marks
-
     def drop(self, text: str, last: bool) -> tuple[str, str]:
         """Return the text without the tokens, and its end if that may begin another one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import uuid4
 
 from verbatim.core import Completion, FinishReason, Result
 from verbatim.errors import InvalidRequest
+from verbatim.sampling.json_schema import closed
 from verbatim.serve.chat import Conversation
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
@@ -69,6 +71,7 @@ class MessagesRequest:
         with self.service.reserve() as reservation:
             requests = await self.conversation.admit(reservation, client)
             (result,) = await self.service.results(requests)
+        await self.conversation.count_reasoning(result)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
         return self._message([_block(part) for part in parts], result)
@@ -101,6 +104,7 @@ class MessagesRequest:
             if index >= 0:
                 yield _event("content_block_stop", index=index)
         assert result is not None
+        await self.conversation.count_reasoning(result)
         whole = self._message([], result, called)
         ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=ended, usage=whole["usage"])
@@ -129,7 +133,7 @@ class MessagesRequest:
 
     def _usage(self, result: Result) -> dict[str, Any]:
         cached = result.num_cached_tokens
-        thinking = self.conversation.num_reasoning_tokens(result)
+        thinking = self.conversation.num_reasoning_tokens
         return {
             "input_tokens": len(result.prompt_token_ids) - cached,
             "cache_creation": None,
@@ -149,9 +153,13 @@ def _event(kind: str, **fields: Any) -> Event:
 
 def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, ParsedCall):
-        call_id = f"toolu_{part.id.removeprefix('call_')}"
-        given = json.loads(part.arguments)
-        return {"type": "tool_use", "id": call_id, "name": part.name, "input": given}
+        return {
+            "type": "tool_use",
+            "id": re.sub(r"\W", "_", f"toolu_{part.id.removeprefix('call_')}"),
+            "caller": {"type": "direct"},
+            "name": part.name,
+            "input": json.loads(part.arguments),
+        }
     if isinstance(part, Reasoning):
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part, "citations": None}
@@ -191,7 +199,7 @@ def _fields(body: CountTokens) -> dict[str, Any]:
                 raise InvalidRequest("stop and stop_sequences: they mean the same; set only one")
             fields["stop"] = body.stop_sequences
     if body.output_config is not None and body.output_config.format is not None:
-        fields["json_schema"] = body.output_config.format.schema_
+        fields["json_schema"] = closed(body.output_config.format.schema_)
     return fields
 
 

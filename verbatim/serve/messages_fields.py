@@ -10,15 +10,13 @@ from verbatim.serve.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     AtMost,
+    CacheControl,
     Effort,
     Function,
     Sampling,
     Strict,
     Switch,
 )
-
-# Any cached prefix is found, so there is nothing to control.
-CacheControl = Annotated[dict[str, Any], AtMost(8)] | None
 
 
 class TextBlock(Strict):
@@ -45,6 +43,7 @@ class ToolUseBlock(Strict):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, Any] | None = Field(None, description="Has no effect.")
     cache_control: CacheControl = None
 
 

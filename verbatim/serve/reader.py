@@ -57,6 +57,11 @@ class Reader:
         self._skips_lines = opened  # the next line ends belong to the format
         self._num_pushed = self.num_calls = self.num_reasoning = 0
 
+    @property
+    def may_reason(self) -> bool:
+        """True until the reasoning has ended."""
+        return self._marks is not None
+
     def push(self, text: str, *, last: bool = False) -> list[Part]:
         """Add text; return the final parts in order: non-empty texts and reasoning, and whole calls.
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from verbatim.core import Completion, Delta, FinishReason, Result
 from verbatim.errors import InvalidRequest, NotSupported
+from verbatim.sampling.json_schema import closed
 from verbatim.serve.chat import Conversation, structure_of
 from verbatim.serve.events import Event
 from verbatim.serve.fields import (
@@ -46,7 +47,7 @@ class ResponsesRequest:
         self.id = f"resp_{uuid4().hex}"
         self.created = int(time.time())
         service.note_user(self.id, body.user)
-        self.logprobs = bool(body.include)
+        self.logprobs = body.has_logprobs()
         service.check_logprobs(body.top_logprobs)
         self.conversation = Conversation(
             service,
@@ -70,6 +71,7 @@ class ResponsesRequest:
         with self.service.reserve() as reservation:
             requests = await self.conversation.admit(reservation, client)
             (result,) = await self.service.results(requests)
+        await self.conversation.count_reasoning(result)
         output = result.outputs[0]
         parts = self.conversation.answers.reader().push(output.text, last=True)
         logprobs = self._logprobs(output)
@@ -122,6 +124,7 @@ class ResponsesRequest:
             for piece in message.end(items):
                 yield piece
         assert result is not None
+        await self.conversation.count_reasoning(result)
         whole = self._response(items, result)
         kind = "incomplete" if whole["status"] == "incomplete" else "completed"
         yield event(f"response.{kind}", response=whole)
@@ -191,9 +194,7 @@ class ResponsesRequest:
                 "cache_write_tokens": 0,
             },
             "output_tokens": num_new,
-            "output_tokens_details": {
-                "reasoning_tokens": self.conversation.num_reasoning_tokens(result)
-            },
+            "output_tokens_details": {"reasoning_tokens": self.conversation.num_reasoning_tokens},
             "total_tokens": num_prompt + num_new,
         }
 
@@ -328,16 +329,16 @@ def _fields(body: Responses) -> dict[str, Any]:
     fields = body.sampling()
     if body.max_output_tokens is not None:
         fields["max_tokens"] = body.max_output_tokens
-    if body.top_logprobs and not body.include:
+    if body.top_logprobs and not body.has_logprobs():
         raise InvalidRequest(
             f"top_logprobs={body.top_logprobs} needs include=['message.output_text.logprobs']"
         )
-    if body.include:
+    if body.has_logprobs():
         fields["logprobs"] = body.top_logprobs or 0
     fmt = None if body.text is None else body.text.format
     if fmt is None or isinstance(fmt, PlainFormat):
         return fields | structure_of(fmt)
-    return fields | {"json_schema": fmt.schema_}
+    return fields | {"json_schema": closed(fmt.schema_)}
 
 
 def _messages(body: Responses) -> list[Any]:

@@ -67,7 +67,10 @@ class ReasoningOptions(Strict):
     """The effort of the reasoning."""
 
     effort: Effort | None = Field(None, description="Passed to the chat template.")
-    summary: None = None
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Has no effect: the reasoning itself is in the answer."
+    )
+    generate_summary: None = None
 
 
 class CallItem(_Item):
@@ -133,6 +136,10 @@ Item = Annotated[
 ]
 
 
+# Reasoning is in the answer as it is, so there is nothing to encrypt.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 class Responses(Sampling):
     """A request for a response, which is not stored."""
 
@@ -145,7 +152,7 @@ class Responses(Sampling):
     tools: Annotated[list[FunctionTool], AtMost(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: Switch = None
-    include: Annotated[list[Literal["message.output_text.logprobs"]], AtMost(8)] | None = None
+    include: Annotated[list[Included], AtMost(8)] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     reasoning: ReasoningOptions | None = None
     background: Literal[False] | None = None
@@ -154,3 +161,7 @@ class Responses(Sampling):
     )
     truncation: Literal["disabled"] | None = None
     n: Literal[1] | None = None
+
+    def has_logprobs(self) -> bool:
+        """Return whether the texts of the answer have log-probs."""
+        return "message.output_text.logprobs" in (self.include or ())
