@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from verbatim.cli.deferred import deferred_imports
 from verbatim.cli.interrupts import opened
 from verbatim.cli.terminal import WrongUsage
 from verbatim.files import read_file
@@ -350,6 +351,7 @@ def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = No
         settings["placement"] = placement
     import verbatim
 
-    llm = verbatim.LLM(settings.pop("model", None), **settings)
+    with deferred_imports():
+        llm = verbatim.LLM(settings.pop("model", None), **settings)
     opened()
     return llm

@@ -199,11 +199,11 @@ def serve(
         **{key: value for key, value in given.items() if value is not None},
     )
     placement = placement_of({**values, "stats": None})
-    from verbatim.serve.server import run
-
     # A log that can't be written, on a full disk or a closed pipe, must not end the server.
     logging.raiseExceptions = False
     with open_llm(values, placement) as llm:
+        from verbatim.serve.server import run  # imports what opening a model imports with care
+
         report_placement(llm, placement)
         run(llm, settings, host, port, log_level=log_level, drain_s=drain_timeout_s, say=note)
 

@@ -517,7 +517,10 @@ def _check_fit(source: str, config: Any, where: dict[str, Any]) -> None:
             if index is not None:
                 shards_of(Path(index))
         return
-    with torch.device("meta"):
+    from transformers.initialization import no_init_weights
+
+    # Without it, torch draws meta tensors through its compiler, whose import takes half a second.
+    with torch.device("meta"), no_init_weights():
         module = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust)
     if "gguf_file" in where:
         check_size(source, module, (folder / where["gguf_file"]).stat().st_size)
