@@ -168,7 +168,7 @@ class Asked:
     """
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         check_stream_options(body.stream_options, body.stream)
         self.service = service
         self.body = body
@@ -185,7 +185,7 @@ class Asked:
         self.conversation = Conversation(
             service,
             [message_of(message) for message in body.messages],
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             use,
             [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
             body.chat_template_kwargs,
@@ -288,7 +288,7 @@ class Asked:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }

@@ -47,8 +47,9 @@ class Asked:
     """
 
     def __init__(self, service: Service, body: CountTokens) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         self.service = service
+        self.model = body.model or service.name
         self.id = f"msg_{uuid4().hex}"
         service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
         tools = [_tool(tool) for tool in body.tools] if body.tools else None
@@ -61,7 +62,7 @@ class Asked:
         self.conversation = Conversation(
             service,
             [message_of(message) for message in _messages(body)],
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             use,
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             switches,
@@ -125,7 +126,7 @@ class Asked:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.name,
+            "model": self.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,

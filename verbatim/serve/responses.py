@@ -45,7 +45,7 @@ class Asked:
     """
 
     def __init__(self, service: Service, body: Responses) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         self.service = service
         self.body = body
         self.id = f"resp_{uuid4().hex}"
@@ -64,7 +64,7 @@ class Asked:
         self.conversation = Conversation(
             service,
             _messages(body),
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             use,
             [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
             effort=None if body.reasoning is None else body.reasoning.effort,
@@ -164,7 +164,7 @@ class Asked:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,
