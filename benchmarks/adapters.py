@@ -1,7 +1,7 @@
 """Decoding with a LoRA adapter for each row, against the same rows without, in the same run.
 
-    python benchmarks/adapters.py [--rows 8] [--rank 16] [--steps 24] [--rounds 7] [--layers 28] [--vocab 151936]
-        [--attention]
+    python benchmarks/adapters.py [--rows 8] [--rank 16] [--steps 24] [--rounds 7] [--layers 28]
+        [--vocab 151936] [--attention]
 
 Qwen3-0.6B's shape with random weights in bfloat16, and adapters for all linear layers of attention and MLP
 (`--attention`: of attention alone). The sides use one engine and take turns, and each round gives a ratio, so

@@ -80,7 +80,7 @@ def _params(service: Service, body: Generate) -> SamplingParams:
             why = "can't be sent" if name == "logits_processors" else "is unknown"
             meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
             raise InvalidRequest(f"params.{name} {why}{meant}")
-    fields = {"adapter": adapter} | body.params
+    fields: dict[str, Any] = {"adapter": adapter} | body.params
     bias = fields.get("logit_bias")
     if isinstance(bias, dict):  # JSON's keys are strings
         fields["logit_bias"] = {_as_id(key): value for key, value in bias.items()}
