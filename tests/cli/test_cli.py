@@ -17,7 +17,7 @@ import verbatim
 from support.scripted_llm import ScriptedLLM, interrupted_after, run
 from verbatim.cli.generate import generate
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import GENERATE_ONLY, MODEL, SAMPLING
+from verbatim.cli.options import ADAPTERS, GENERATE_ONLY, MODEL, SAMPLING
 from verbatim.cli.placing import CLUSTER
 from verbatim.core import Completion, Metrics, Result
 from verbatim.errors import StageFailed
@@ -32,6 +32,7 @@ LEFT_ALONE = {
     "replay_indices",
     "priority",  # no other request waits
     "cache_salt",  # nor shares a prefix
+    "adapter",  # named by the option that loads it
     "draft",  # one who wants no drafts asks the engine for none
 }
 
@@ -44,6 +45,13 @@ def test_text_goes_to_stdout_and_the_counts_to_stderr():
     assert last.startswith("2 prompt tokens, 4 new tokens in ")
     assert last.endswith(" tokens/s), seed 11, finish: stop")
     assert ScriptedLLM.last.closed
+
+
+def test_an_adapter_is_loaded_and_named_by_the_request():
+    assert run("generate", "Hello", "--adapter", "law=some/folder").exit_code == 0
+    assert ScriptedLLM.last.settings["adapters"] == {"law": "some/folder"}
+    assert ScriptedLLM.last.params[0].adapter == "law"
+    assert "must be NAME=FOLDER" in run("generate", "Hello", "--adapter", "law").stderr
 
 
 def test_every_sampling_option_reaches_the_request():
@@ -294,7 +302,7 @@ def test_a_closed_pipe_ends_quietly(monkeypatch):
 
 
 def _nothing_given():
-    options = (*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
+    options = (*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
     return {option.name: None for option in options}
 
 

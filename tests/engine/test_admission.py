@@ -86,6 +86,7 @@ def test_params_out_of_range_are_refused(fields: dict[str, Any], message: str) -
         (dict(priority=0.5), InvalidRequest, "priority=0.5: must be an integer"),
         (dict(timeout_s=0), InvalidRequest, "timeout_s=0.0: must be above 0"),
         (dict(cache_salt=b"x"), InvalidRequest, "cache_salt=b'x'"),
+        (dict(adapter=3), InvalidRequest, "adapter=3"),
         (dict(record_routing=1), InvalidRequest, "record_routing=1: must be True or False"),
         (dict(replay_routing=torch.zeros(1)), InvalidRequest, "must be integers of shape"),
         (dict(replay_routing=[[[-1, 0]]]), InvalidRequest, "experts below 0"),

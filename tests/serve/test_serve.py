@@ -498,7 +498,7 @@ NATIVE: dict[str, Any] = {
     "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "regex": "[a-z]{3}", "grammar": 'start: "x"',
     "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
     "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
-    "cache_salt": "x", "draft": False,
+    "cache_salt": "x", "draft": False, "adapter": "law",
     "record_routing": None, "replay_routing": None, "record_indices": None, "replay_indices": None,
     "hidden_states": True,
 }  # fmt: skip
@@ -513,6 +513,10 @@ def test_generate_gives_what_generate_gives(served, admitted, name):
     fields = {"seed": 5, "max_tokens": 6, name: NATIVE[name]}
     if name in ("length_penalty", "early_stopping"):
         fields["num_beams"] = 2
+    if name == "adapter":  # test_serve_adapters.py has some
+        error = served.refused("/v1/generate", {"prompt": PROMPT, "params": fields})
+        assert "adapter='law': none is loaded" in error["message"]
+        return
     if NATIVE[name] is None:  # of mixtures of experts and of indexers, which this has none of
         value = True if name.startswith("record_") else [[[0]]]
         error = served.refused("/v1/generate", {"prompt": PROMPT, "params": {name: value}})

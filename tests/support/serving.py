@@ -36,7 +36,12 @@ class Client(httpx.Client):
         return super().build_request(method, url, **rest)
 
 
-NAMELESS = ("/v1/generate", "/v1/logprobs")
+NAMELESS = (
+    "/v1/generate",
+    "/v1/logprobs",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
 
 
 class Served:

@@ -12,10 +12,12 @@ import typer
 from verbatim.cli.interrupts import EXIT_INTERRUPTED
 from verbatim.cli.offload import OFFLOAD, report_stats
 from verbatim.cli.options import (
+    ADAPTERS,
     DEFAULT_MAX_TOKENS,
     GENERATE_ONLY,
     MODEL,
     SAMPLING,
+    adapters_of,
     given,
     open_llm,
     seeded,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @command
-@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, *OFFLOAD, *CLUSTER)
+@takes(*SAMPLING, *GENERATE_ONLY, *MODEL, ADAPTERS, *OFFLOAD, *CLUSTER)
 def generate(
     arguments: Annotated[
         list[str] | None,
@@ -72,6 +74,7 @@ def generate(
     for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices"):
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
+    fields["adapter"] = next(iter(adapters_of(values)), None)
     params = seeded(SamplingParams(**fields))
     placement = placement_of(values)
     with open_llm(values, placement) as llm:

@@ -245,6 +245,27 @@ MODEL = (
 )
 
 
+def _adapter(entry: str) -> tuple[str, str]:
+    name, equals, folder = entry.partition("=")
+    if not (name and equals and folder):
+        raise WrongUsage(f"--adapter {entry!r}: must be NAME=FOLDER, such as law=adapters/law")
+    return name, folder
+
+
+def adapters_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the adapters of a command: the folder of each name."""
+    return dict(_adapter(entry) for entry in values.get("adapter") or ())
+
+
+ADAPTERS = Option(
+    "adapter",
+    list[str],
+    _ENGINE,
+    "Load a LoRA adapter, a PEFT folder; `generate` runs with the first one.",
+    "NAME=FOLDER",
+)
+
+
 def takes(
     *options: Option, show_defaults: bool = True, positional_model: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -347,6 +368,8 @@ def open_llm(values: Mapping[str, Any], placement: Offload | Cluster | None = No
     """Open the model that the options name."""
     prepare()
     settings = given(values, MODEL)
+    if adapters := adapters_of(values):
+        settings["adapters"] = adapters
     if placement is not None:
         settings["placement"] = placement
     import verbatim

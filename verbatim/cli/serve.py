@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verbatim.cli.offload import OFFLOAD
-from verbatim.cli.options import MODEL, open_llm, takes
+from verbatim.cli.options import ADAPTERS, MODEL, open_llm, takes
 from verbatim.cli.placing import CLUSTER, placement_of, report_placement
 from verbatim.cli.terminal import WrongUsage, command, note
 from verbatim.files import read_file
@@ -22,7 +22,7 @@ _SERVER, _LIMITS = "Server", "Limits"
 
 
 @command
-@takes(*MODEL, *OFFLOAD, *CLUSTER, positional_model=True)
+@takes(*MODEL, ADAPTERS, *OFFLOAD, *CLUSTER, positional_model=True)
 def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
@@ -61,6 +61,14 @@ def serve(
         typer.Option(
             help="Origin of web pages that may call the API (CORS). Repeatable.",
             metavar="URL",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    adapter_root: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder from which clients with the API key may load LoRA adapters. Default: none.",
+            metavar="FOLDER",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -189,6 +197,7 @@ def serve(
         no_api_key,
         api_key_file,
         name=name,
+        adapter_root=adapter_root,
         cors_origins=tuple(cors_origin or ()),
         playground=playground,
         docs=docs,

@@ -17,7 +17,8 @@ from verbatim._version import __version__
 from verbatim.errors import NotSupported, VerbatimError
 from verbatim.llm import LLM
 from verbatim.plain import to_plain
-from verbatim.serve import native
+from verbatim.serve import adapters, native
+from verbatim.serve.adapters import LoadAdapter, UnloadAdapter
 from verbatim.serve.bodies import BodyRoute, refusal_of_body
 from verbatim.serve.chat import ChatRequest
 from verbatim.serve.completions import CompletionRequest
@@ -41,6 +42,7 @@ PAGE = Path(__file__).with_name("page") / "index.html"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "An unknown field or an invalid value; the message names it."},
     401: {"description": "No API key, or an invalid one."},
+    403: {"description": "The server does not allow it."},
     404: {"description": "The model is not the served one."},
     408: {"description": "The body took too long to arrive."},
     415: {"description": "The content type is not JSON."},
@@ -86,6 +88,7 @@ def make_app(llm: LLM, settings: ServeSettings | None = None) -> FastAPI:
     _refusals(app)
     _openai(app, service)
     _ours(app, service)
+    _adapters(app, service)
     _operations(app, service)
     if settings.training:
         app.include_router(training_routes(service))
@@ -132,23 +135,12 @@ def _openai(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> Response:
-        return Json({"object": "list", "data": [_model(service)]})
+        return Json({"object": "list", "data": service.models()})
 
     @app.get("/v1/models/{model:path}", responses={404: _ERRORS[404]}, tags=["OpenAI"])
     async def retrieve_model(model: str) -> Response:
-        service.check_model(model)
-        return Json(_model(service))
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "verbatim",
-        "max_model_len": service.llm.max_length,
-        "numerics_key": service.fingerprint,
-    }
+        name = service.check_model(model) or service.name
+        return Json(next(told for told in service.models() if told["id"] == name))
 
 
 def _ours(app: FastAPI, service: Service) -> None:
@@ -171,6 +163,18 @@ def _ours(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", responses=_ERRORS, tags=["Verbatim"])
     async def detokenize(http: Request, body: Detokenize) -> Response:
         return await answered(http, native.detokenize(service, body))
+
+
+def _adapters(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/load_lora_adapter", responses=_ERRORS, tags=["Operations"])
+    async def load(http: Request, body: LoadAdapter) -> Response:
+        """Load a LoRA adapter from a folder below --adapter-root; needs an API key."""
+        return await answered(http, adapters.load(service, body))
+
+    @app.post("/v1/unload_lora_adapter", responses=_ERRORS, tags=["Operations"])
+    async def unload(http: Request, body: UnloadAdapter) -> Response:
+        """Unload a LoRA adapter; running requests finish with it. Needs an API key."""
+        return await answered(http, adapters.unload(service, body))
 
 
 def _operations(app: FastAPI, service: Service) -> None:

@@ -202,7 +202,7 @@ class ChatRequest:
     """
 
     def __init__(self, service: Service, body: ChatCompletions) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         check_stream_options(body.stream_options, body.stream)
         service.check_logprobs(body.top_logprobs, body.prompt_logprobs, body.stream)
         self.service = service
@@ -214,7 +214,7 @@ class ChatRequest:
         self.conversation = Conversation(
             service,
             body.messages,
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             [tool.function for tool in body.tools or ()],
             choice.function if isinstance(choice, NamedTool) else choice,
             body.parallel_tool_calls,
@@ -339,7 +339,7 @@ class ChatRequest:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }

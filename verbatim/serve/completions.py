@@ -27,11 +27,11 @@ class CompletionRequest:
     """
 
     def __init__(self, service: Service, body: Completions) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         self.service = service
         self.body = body
         self.prompts = _prompts(body.prompt)
-        self.params = _params(body)
+        self.params = _params(body).replace(adapter=adapter)
         self.echo = bool(body.echo)
         self.id = f"cmpl-{uuid4().hex}"
         self.created = int(time.time())
@@ -79,7 +79,7 @@ class CompletionRequest:
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
             "system_fingerprint": self.service.fingerprint,
             "choices": choices,
         }

@@ -47,14 +47,15 @@ class MessagesRequest:
     """
 
     def __init__(self, service: Service, body: CountTokens) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         self.service = service
+        self.model = body.model or service.name
         self.id = f"msg_{uuid4().hex}"
         service.note_user(self.id, body.user or (body.metadata or {}).get("user_id"))
         self.conversation = Conversation(
             service,
             _messages(body),
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             body.tools or (),
             *_choice(body.tool_choice),
             effort=None if body.output_config is None else body.output_config.effort,
@@ -120,7 +121,7 @@ class MessagesRequest:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.service.name,
+            "model": self.model,
             "content": content,
             "container": None,
             "stop_details": None,

@@ -73,13 +73,14 @@ class Detokenize(Strict):
     skip_special_tokens: bool = False
 
 
-def _params(body: Generate) -> SamplingParams:
+def _params(service: Service, body: Generate) -> SamplingParams:
+    adapter = service.check_model(body.model)
     for name in body.params:
         if name not in PARAMS:
             why = "can't be sent" if name == "logits_processors" else "is unknown"
             meant = did_you_mean(name, PARAMS) or f"; allowed are {', '.join(PARAMS)}"
             raise InvalidRequest(f"params.{name} {why}{meant}")
-    fields = dict(body.params)
+    fields: dict[str, Any] = {"adapter": adapter} | body.params
     bias = fields.get("logit_bias")
     if isinstance(bias, dict):  # JSON's keys are strings
         fields["logit_bias"] = {_as_id(key): value for key, value in bias.items()}
@@ -94,8 +95,7 @@ def _as_id(key: str) -> int:
 
 async def generate(service: Service, body: Generate, client: Client) -> dict[str, Any]:
     """Generate, and return the `Result` as JSON."""
-    service.check_model(body.model)
-    params = _params(body)
+    params = _params(service, body)
     with service.reserve() as reservation:
         requests = await service.admit(reservation, [body.prompt], params, client)
         (result,) = await service.results(requests)
@@ -109,8 +109,7 @@ async def generate_events(
     service: Service, body: Generate, client: Client
 ) -> AsyncGenerator[Event, None]:
     """Generate, and yield `Delta`s as JSON; the last one has the result."""
-    service.check_model(body.model)
-    params = _params(body)
+    params = _params(service, body)
     known: set[int] = set()
     with service.reserve() as reservation:
         requests = await service.admit(reservation, [body.prompt], params, client)
@@ -144,8 +143,8 @@ def _new_texts(service: Service, value: Result | Delta, known: set[int]) -> dict
 
 async def score(service: Service, body: Score, client: Client) -> dict[str, Any]:
     """Return the log-prob of each token given the tokens before it, at temperature 1."""
-    service.check_model(body.model)
-    params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0)
+    adapter = service.check_model(body.model)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=body.top_logprobs or 0, adapter=adapter)
     with service.reserve() as reservation:
         requests = await service.admit(reservation, body.prompts, params, client)
         results = await service.results(requests)

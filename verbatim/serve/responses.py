@@ -41,7 +41,7 @@ class ResponsesRequest:
     """
 
     def __init__(self, service: Service, body: Responses) -> None:
-        service.check_model(body.model)
+        adapter = service.check_model(body.model)
         self.service = service
         self.body = body
         self.id = f"resp_{uuid4().hex}"
@@ -52,7 +52,7 @@ class ResponsesRequest:
         self.conversation = Conversation(
             service,
             _messages(body),
-            _fields(body),
+            _fields(body) | {"adapter": adapter},
             body.tools or (),
             body.tool_choice,
             body.parallel_tool_calls,
@@ -159,7 +159,7 @@ class ResponsesRequest:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": self.service.name,
+            "model": self.body.model or self.service.name,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "presence_penalty": params.presence_penalty,

@@ -122,15 +122,33 @@ class Service:
             info = self._info = asyncio.create_task(asyncio.to_thread(self.llm.info))
         return await asyncio.shield(info)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
-        if name is not None and name != self.name:
-            raise Refusal(
-                404,
-                f"model={name!r}: this server serves {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model, None for the model itself; refuse others."""
+        if name is None or name == self.name:
+            return None
+        adapters = self.llm.adapters
+        if name in adapters:
+            return name
+        served = ", ".join(map(repr, [self.name, *adapters]))
+        raise Refusal(
+            404,
+            f"model={name!r}: this server serves {served}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the model and its adapters, as OpenAI describes models."""
+        shared = {
+            "object": "model",
+            "created": self.created,
+            "owned_by": "verbatim",
+            "max_model_len": self.llm.max_length,
+            "numerics_key": self.fingerprint,
+        }
+        names = [name for name in self.llm.adapters if name != self.name]
+        adapters = [{"id": name, **shared, "parent": self.name} for name in names]
+        return [{"id": self.name, **shared, "parent": None}, *adapters]
 
     def check_logprobs(
         self, num_top: int | None, num_prompt: int | None = None, stream: bool | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 from dataclasses import dataclass
 
 from verbatim.errors import InvalidRequest
@@ -38,6 +39,8 @@ class ServeSettings:
         cors_origins: origins of web pages that may call the server; empty: none.
         docs: serve /docs and /openapi.json.
         playground: serve the playground at /.
+        adapter_root: folder in which clients may load LoRA adapters from, if there are `api_keys`; None: they
+            may load none.
         chat_defaults: sample chats with the defaults of the model's generation_config.json.
         logprobs_mode: the log-probs of drawn tokens in OpenAI's endpoints. "raw_logprobs": of the model at
             temperature 1. "processed_logprobs": of the distribution that was drawn from.
@@ -65,6 +68,7 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()
     docs: bool = True
     playground: bool = True
+    adapter_root: str | None = None
     chat_defaults: bool = True
     logprobs_mode: str = "raw_logprobs"
     training: bool = False
@@ -96,6 +100,13 @@ class ServeSettings:
             )
         if self.name is not None and not self.name.strip():
             raise InvalidRequest("name='': must not be empty")
+        if self.adapter_root is not None:
+            if not self.api_keys:
+                raise InvalidRequest(
+                    f"adapter_root={self.adapter_root!r}: loading adapters needs an API key"
+                )
+            if not os.path.isdir(self.adapter_root):
+                raise InvalidRequest(f"adapter_root={self.adapter_root!r}: must be a folder")
         for key in self.api_keys:
             # Valid in a header, and too long to be found by brute force.
             if len(key) < 8 or not all(33 <= ord(c) <= 126 for c in key):

@@ -1,0 +1,119 @@
+"""LoRA adapters over HTTP: named as models, loaded from one folder by clients with the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.lora import save_adapter
+from support.serving import Served, serving
+from support.toys import make_toy, random_ids
+from verbatim import LLM, InvalidRequest, SamplingParams
+from verbatim.serve.settings import ServeSettings
+
+KEY = "a-key-of-the-operator"
+IDS = random_ids(12, seed=1)
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    module = make_toy("llama")
+    module.save_pretrained(folder / "base")
+    for seed, name in enumerate(("law", "french")):
+        save_adapter(folder / "root" / name, module, seed=seed)
+    save_adapter(folder / "outside", module, seed=5)
+    (folder / "root" / "link").symlink_to(folder / "outside")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder / "base", adapters={"law": folder / "root" / "law"}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM, folder: Path) -> Iterator[Served]:
+    settings = ServeSettings(name="base", api_keys=(KEY,), adapter_root=str(folder / "root"))
+    with serving(llm, settings) as served:
+        served.client.headers["Authorization"] = f"Bearer {KEY}"
+        yield served
+
+
+def ids_of(served: Served, model: str) -> Any:
+    body = dict(params={"max_tokens": 6, "seed": 3, "ignore_eos": True}, prompt=IDS, model=model)
+    return served.post("/v1/generate", **body)["outputs"][0]["token_ids"]
+
+
+def test_a_model_field_names_an_adapter(served: Served, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    for model, adapter in (("base", None), ("law", "law")):
+        (result,) = llm.generate([IDS], params.replace(adapter=adapter))
+        assert ids_of(served, model) == result.outputs[0].token_ids
+    by_params = served.post(
+        "/v1/generate", prompt=IDS, params={"max_tokens": 1, "seed": 3, "adapter": "law"}
+    )
+    assert by_params["outputs"][0]["token_ids"] == ids_of(served, "law")[:1]
+    assert ids_of(served, "law") != ids_of(served, "base")
+    told = served.post("/v1/completions", model="law", prompt=IDS, max_tokens=2)
+    assert told["model"] == "law"
+    scores = [
+        served.post("/v1/logprobs", model=model, prompts=[IDS])["scores"][0]["logprobs"]
+        for model in ("base", "law")
+    ]
+    assert scores[0] == llm.score(IDS) and scores[1] == llm.score(IDS, adapter="law")
+    error = served.refused("/v1/completions", {"model": "other", "prompt": IDS}, 404)
+    assert error["code"] == "model_not_found" and "'base', 'law'" in error["message"]
+
+
+def test_models_lists_adapters_with_their_parent(served: Served) -> None:
+    models = served.client.get("/v1/models").json()["data"]
+    assert [(m["id"], m["parent"]) for m in models] == [("base", None), ("law", "base")]
+    assert served.client.get("/v1/models/law").json()["parent"] == "base"
+
+
+def test_clients_with_the_key_load_and_unload(served: Served, llm: LLM) -> None:
+    law = ids_of(served, "law")
+    served.post(LOAD, lora_name="french", lora_path="french")
+    french = ids_of(served, "french")
+    assert french not in (law, ids_of(served, "base"))
+    assert (
+        "unload it first"
+        in served.refused(LOAD, {"lora_name": "french", "lora_path": "law"})["message"]
+    )
+    served.post(LOAD, lora_name="french", lora_path="law", load_inplace=True)
+    assert ids_of(served, "french") == law
+    served.post(UNLOAD, lora_name="french", lora_int_id=None)
+    served.refused("/v1/completions", {"model": "french", "prompt": IDS}, 404)
+    assert "adapter='french'" in served.refused(UNLOAD, {"lora_name": "french"})["message"]
+    assert (
+        "is the name of the model"
+        in served.refused(LOAD, {"lora_name": "base", "lora_path": "law"})["message"]
+    )
+    assert llm.adapters == ["law"]
+
+
+@pytest.mark.parametrize("path", ["../outside", "link", "/", "/etc/passwd", "..", "a\0b"])
+def test_no_folder_outside_of_the_root_is_read(served: Served, path: str) -> None:
+    error = served.refused(LOAD, {"lora_name": "x", "lora_path": path}, 403)
+    assert "--adapter-root" in error["message"]
+
+
+def test_loading_needs_a_key_and_a_root(served: Served, llm: LLM, folder: Path) -> None:
+    body = {"lora_name": "french", "lora_path": "french"}
+    for path in (LOAD, UNLOAD):
+        wrong = served.client.post(path, json=body, headers={"Authorization": "Bearer no"})
+        assert wrong.status_code == 401
+    with pytest.raises(InvalidRequest, match="needs an API key"):
+        ServeSettings(adapter_root=str(folder))
+    with pytest.raises(InvalidRequest, match="must be a folder"):
+        ServeSettings(adapter_root=str(folder / "none"), api_keys=(KEY,))
+    with serving(llm, ServeSettings(name="base")) as open_to_all:
+        open_to_all.refused(LOAD, body, 403)
+        open_to_all.refused(UNLOAD, {"lora_name": "law"}, 403)
+    assert llm.adapters == ["law"]

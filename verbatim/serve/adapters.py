@@ -1,0 +1,72 @@
+"""Loading and unloading of LoRA adapters over HTTP, with vLLM's paths and fields."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from verbatim.errors import InvalidRequest
+from verbatim.serve.errors import Refusal
+from verbatim.serve.fields import Strict, Switch
+from verbatim.serve.service import Service
+
+
+class LoadAdapter(Strict):
+    """A request to load an adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
+    lora_path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="Its folder: inside of --adapter-root, or relative to it.",
+        examples=["law-v2"],
+    )
+    load_inplace: Switch = Field(
+        None, description="Take the place of an adapter of this name, for later requests."
+    )
+
+
+class UnloadAdapter(Strict):
+    """A request to unload an adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256, examples=["law"])
+    lora_int_id: int | None = Field(None, description="Has no effect.")
+
+
+async def load(service: Service, body: LoadAdapter) -> dict[str, Any]:
+    """Load an adapter between two steps of the engine."""
+    root = _root(service)
+    if body.lora_name == service.name:
+        raise InvalidRequest(f"lora_name={body.lora_name!r} is the name of the model")
+    try:
+        folder = (root / body.lora_path).resolve()
+    except (OSError, ValueError):  # a loop of links, a null byte
+        folder = Path("/")
+    if not folder.is_relative_to(root):
+        raise Refusal(
+            403, f"lora_path={body.lora_path!r}: not inside of the server's --adapter-root"
+        )
+    await asyncio.to_thread(
+        service.llm.load_adapter, body.lora_name, folder, replace=bool(body.load_inplace)
+    )
+    return {"status": "ok", "lora_name": body.lora_name}
+
+
+async def unload(service: Service, body: UnloadAdapter) -> dict[str, Any]:
+    """Unload an adapter; running requests finish with it."""
+    _root(service)
+    await asyncio.to_thread(service.llm.unload_adapter, body.lora_name)
+    return {"status": "ok", "lora_name": body.lora_name}
+
+
+def _root(service: Service) -> Path:
+    """Return the folder that adapters may be in; refuse where clients may not load any."""
+    settings = service.settings
+    if settings.adapter_root is None or not settings.api_keys:
+        raise Refusal(
+            403, "adapters are loaded only by a server with --adapter-root and an API key"
+        )
+    return Path(settings.adapter_root).resolve()
