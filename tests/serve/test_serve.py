@@ -82,6 +82,7 @@ HARMLESS: dict[str, Any] = {
     "service_tier": "flex",
     "safety_identifier": "me",
     "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
 }
 
 
@@ -96,7 +97,7 @@ OWN_FIELDS = {  # likewise; where each is tested is below
     "early_stopping " + TRAINERS,
     ChatCompletions: "messages max_tokens max_completion_tokens logprobs top_logprobs stream_options "
     "response_format tools tool_choice parallel_tool_calls chat_template_kwargs "
-    "reasoning_effort " + TRAINERS,
+    "reasoning_effort modalities " + TRAINERS,
     Responses: "input instructions max_output_tokens text tools tool_choice parallel_tool_calls include "
     "top_logprobs background reasoning max_tool_calls truncation n",
 }
@@ -370,9 +371,9 @@ def test_response_formats_hold(served):
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, None),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None),  # not in the template
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"parallel_tool_calls": True}, None),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["audio"]}, "modalities"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, None),
     ],

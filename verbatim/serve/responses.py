@@ -165,6 +165,7 @@ class ResponsesRequest:
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_retention": body.prompt_cache_retention,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
