@@ -26,6 +26,7 @@ from verbatim import (
     PipelineParallel,
     SamplingParams,
     TensorParallel,
+    rl,
 )
 from verbatim.model.whole import WholeModel
 
@@ -281,6 +282,18 @@ def test_new_weights_of_the_base_leave_adapters_loaded(toy: Toy, tmp_path: Path)
         assert llm.generate([toy.prompts[0]], params)[0].prompt_logprobs == found
 
 
+def test_a_rollout_is_scored_with_its_adapter(toy: Toy, llm: LLM) -> None:
+    """And the log-probs of another adapter are others."""
+    params = SamplingParams(max_tokens=6, ignore_eos=True, adapter=NAMES[1])
+    made = rl.rollout(llm, toy.prompts[:2], params, group_size=2, seed=1)
+    scores = [
+        rl.score(llm, made.sequences, made.attention_mask, adapter=adapter).gather(2, made.columns)
+        for adapter in (NAMES[1], NAMES[0], None)
+    ]
+    assert torch.equal(scores[0][made.action_mask], made.logprobs[made.action_mask])
+    assert not torch.equal(scores[0], scores[1]) and not torch.equal(scores[0], scores[2])
+
+
 def test_beams_on_a_live_module_take_adapters(toy: Toy) -> None:
     params = SamplingParams(num_beams=3, n=2, max_tokens=5, seed=0, temperature=0.0)
     params, module = params.replace(adapter=NAMES[4]), toy.make()
@@ -317,6 +330,9 @@ def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
         (NotSupported, "peft_type='IA3'", {"peft_type": "IA3"}),
         (ModelError, "must be a number", {"lora_alpha": "8"}),
         (ModelError, "must be a finite number", {"lora_alpha": float("inf")}),
+        (ModelError, "without repeated groups", {"alpha_pattern": {"(a+)+b": 8}}),
+        (ModelError, "a pattern can't be read", {"alpha_pattern": {"[": 8}}),
+        (ModelError, "alpha_pattern", {"alpha_pattern": [8]}),
     ],
 )
 def test_other_adapters_are_refused_by_name(

@@ -28,6 +28,7 @@ def score(
     *,
     routing: Tensor | None = None,
     indices: Tensor | None = None,
+    adapter: str | None = None,
     process_group: Any = None,
 ) -> Tensor:
     """Return the log-prob of each token given the tokens before it, at temperature 1, without gradients.
@@ -43,6 +44,7 @@ def score(
             token to the router.
         indices: `[..., L, layers, k]` int32: keys that the tokens attend to, such as `Rollout.indices`; -1
             leaves a token to the indexer.
+        adapter: as `SamplingParams.adapter`.
         process_group: as for `rollout`.
 
     Returns:
@@ -60,7 +62,8 @@ def score(
         llm = engine_of(model)
         rows = rows_of(flat[nonempty], mask[nonempty])
         return llm.engine, [
-            llm.engine.admission.admit(*each) for each in zip(rows, params, strict=True)
+            llm.engine.admission.admit(row, each.replace(adapter=adapter))
+            for row, each in zip(rows, params, strict=True)
         ]
 
     results = run_together(begin, process_group)

@@ -105,11 +105,19 @@ def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
         ModelError: the config has no number for it.
     """
     patterns = config.get("alpha_pattern") or {}
-    alpha = next(
-        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
-        config.get("lora_alpha"),
-    )
-    if not isinstance(alpha, int | float):
+    # A repeated group can take ages to match.
+    if not isinstance(patterns, dict) or any(re.search(r"\)[*+?{]", key) for key in patterns):
+        raise ModelError(
+            "adapter_config.json: alpha_pattern: must be patterns without repeated groups"
+        )
+    try:
+        alpha = next(
+            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
+            config.get("lora_alpha"),
+        )
+    except re.error:
+        raise ModelError("adapter_config.json: alpha_pattern: a pattern can't be read") from None
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise ModelError(f"adapter_config.json: lora_alpha={str(alpha)[:80]!r}: must be a number")
     scaling = float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
     if not math.isfinite(scaling):
