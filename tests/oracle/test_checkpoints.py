@@ -9,13 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from support import checkpoints
 from support.checkpoints import save
 from support.requests_mixed import all_facts, mixed_requests
 from support.toys import make_toy, random_ids
-from verbatim import LLM, Cluster, ModelError, NotSupported, Offload
+from verbatim import (
+    LLM,
+    Cluster,
+    ModelError,
+    NotSupported,
+    Offload,
+    PipelineParallel,
+    TensorParallel,
+)
+from verbatim.model.quantization import Quantization
+from verbatim.model.quantize import rounded
+from verbatim.model.weight_packing import Encoding, WeightPacking
 
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2)
 EXPERTS: dict[str, Any] = dict(SHAPE, head_dim=32, num_experts=4, moe_intermediate_size=64)
@@ -209,6 +220,93 @@ def test_adapters_that_can_not_be_added_are_refused_by_name(tmp_path: Path) -> N
     save_adapter(tmp_path / "lost", tmp_path / "nowhere/at/all", module)
     with pytest.raises(ModelError, match="neither a folder nor a hub id"):
         LLM(tmp_path / "lost")
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written("fp8", folder := tmp_path_factory.mktemp("checkpoints") / "fp8")
+    return folder
+
+
+def test_quantization_applies_where_it_takes_fewer_bits(fp8_folder: Path) -> None:
+    def told(kind: str, **settings: Any) -> dict[str, Any]:
+        with LLM(fp8_folder, quantization=kind, **settings) as llm:
+            llm.score(PROMPTS)
+            found: dict[str, Any] = llm.info()["quantization"]
+            return found
+
+    for settings in ({}, {"placement": Offload(cpu="64MB")}):
+        bits = {kind: told(kind, **settings)["bits_per_weight"] for kind in ("int8", "int4")}
+        assert bits["int8"] > 8 and bits["int4"] < 5.5
+        # Numbers of the file have no error, and those that are rounded have one.
+        assert "relative_error" in told("int4", **settings)
+    assert told("w8a8")["activation_bits"] == 8
+
+
+def test_new_weights_are_rounded_to_the_format_that_is_held(tmp_path: Path) -> None:
+    written("compressed-fp8", tmp_path)
+    module, kind = make_toy("qwen2", **SHAPE, seed=5), Quantization(8, 128, None)
+    with LLM(tmp_path) as llm:
+        before = llm.info()["weight_bytes"]
+        llm.update_weights(module.state_dict())
+        assert llm.info()["weight_bytes"] == before
+        scores = [torch.tensor(score[1:]) for score in llm.score(PROMPTS)]
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("proj.weight"):
+                shape = tuple(weight.shape)
+                packing = WeightPacking(shape, weight.dtype, kind, encoding=Encoding.FP8)
+                weight.copy_(rounded(weight, packing))
+    for ids, found in zip(PROMPTS, scores, strict=True):
+        torch.testing.assert_close(found, expected_scores(module, ids), atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+def test_ranks_hold_their_share_as_it_is_stored(name: str, tmp_path: Path) -> None:
+    written(name, tmp_path)
+    requests = mixed_requests(4)
+    with LLM(tmp_path) as llm:
+        outputs = all_facts(llm.generate(*requests))
+    for placement in (TensorParallel(2), PipelineParallel(2)):
+        with LLM(tmp_path, placement=placement) as llm:
+            assert all_facts(llm.generate(*requests)) == outputs
+
+
+def change(folder: Path, changes: dict[str, torch.Tensor]) -> None:
+    """Write some tensors of a checkpoint anew."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | changes, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    for i, (kind, key, damage) in enumerate(
+        [
+            ("awq", "scales", lambda x: x * torch.inf),
+            ("awq", "qweight", lambda x: x.long()),
+            ("gptq", "g_idx", lambda x: x.flip(0)),
+            ("compressed-int4-zeros", "weight_zero_point", lambda x: x[:1]),
+            ("compressed-fp8", "weight", lambda x: torch.full_like(x, torch.nan)),
+            ("nf4", "weight.quant_map", lambda x: x[:3]),
+            ("nf4-nested", "weight.nested_quant_map", lambda x: x[:3]),
+        ]
+    ):
+        written(kind, folder := tmp_path / str(i))
+        tensor = load_file(folder / "model.safetensors")[f"{name}.{key}"]
+        change(folder, {f"{name}.{key}": damage(tensor)})
+        with pytest.raises(ModelError, match=r"q_proj|g_idx"):
+            LLM(folder)
+
+
+def test_a_quantized_checkpoint_without_safetensors_is_refused_as_such(fp8_folder: Path) -> None:
+    (folder := fp8_folder.parent / "bin").mkdir()
+    (folder / "config.json").write_text((fp8_folder / "config.json").read_text())
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(
+        NotSupported, match=r"a quantized checkpoint is read from model\.safetensors"
+    ):
+        LLM(folder)
 
 
 @pytest.mark.parametrize(

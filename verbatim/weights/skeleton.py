@@ -165,8 +165,10 @@ def tensors_of(folder: Path, config: Any = None) -> dict[str, Stored]:
     elif index.is_file():
         files = [folder / name for name in shards_of(index)]
     else:
+        is_quantized = config is not None and quantization_of(config) is not None
+        reader = "a quantized checkpoint is read from" if is_quantized else "this placement reads"
         raise NotSupported(
-            f"this placement reads model.safetensors or its shards, and {folder} has none; load the model "
+            f"{reader} model.safetensors or its shards, and {folder} has none; load the model "
             "with transformers and save it with save_pretrained"
         )
     found: dict[str, Stored] = {}
