@@ -360,6 +360,24 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
         llm.load_adapter("b", folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (dict(lora_alpha=10**400), ModelError, "finite number"),
+        (dict(lora_alpha=1e300), ModelError, "finite number"),
+        (dict(alpha_pattern=["q_proj"]), NotSupported, "alpha_pattern"),
+        (dict(alpha_pattern={"(": 2}), NotSupported, "alpha_pattern"),
+        (dict(alpha_pattern={"(.|.)*!": 2}), NotSupported, "alpha_pattern"),  # takes years
+    ],
+)
+def test_damaged_scalings_are_refused(
+    toy: Toy, llm: LLM, tmp_path: Path, config: dict[str, Any], error: Any, words: str
+) -> None:
+    folder = save_adapter(tmp_path / "b", toy.make(), **config)
+    with pytest.raises(error, match=words):
+        llm.load_adapter("b", folder)
+
+
 def test_names_are_checked(toy: Toy, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="did you mean 'adapter 1'"):
         llm.generate([toy.prompts[0]], SamplingParams(adapter="adaptr 1"))
