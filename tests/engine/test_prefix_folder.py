@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from support.toys import make_toy, random_ids
-from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams
+from verbatim import LLM, InvalidRequest, NotSupported, SamplingParams, TensorParallel
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
 PROMPT = random_ids(70, seed=3)
@@ -261,6 +261,13 @@ def test_two_engines_share_a_folder(open_: Callable[..., LLM], tmp_path: Path) -
         (dict(prefix_cache=False), InvalidRequest, "prefix_cache=False"),
         (dict(prefix_folder_bytes="much"), InvalidRequest, "prefix_folder_bytes='much'"),
         (dict(trust_remote_code=True), NotSupported, "trust_remote_code"),
+        # A file would hold the heads of rank 0 alone.
+        pytest.param(
+            dict(placement=TensorParallel(size=2)),
+            NotSupported,
+            "placement=TensorParallel",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_can_not_be_done_is_refused(

@@ -116,6 +116,12 @@ class Leading(Rank):
 
         return write_all
 
+    def read_cache(self, kind: str, numbers: list[int]) -> Tensor | None:
+        raise NotSupported("placement=TensorParallel: each rank keeps K and V of its own heads")
+
+    def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
+        raise NotSupported("placement=TensorParallel: each rank keeps K and V of its own heads")
+
     def load_adapter(self, adapter: Adapter) -> None:
         """See `Runner`. Each rank holds all of it, and adds it to the gathered columns."""
         with Shield().up():
