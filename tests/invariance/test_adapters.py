@@ -330,9 +330,6 @@ def test_layers_that_can_not_have_an_adapter_are_refused_by_name(
         (NotSupported, "peft_type='IA3'", {"peft_type": "IA3"}),
         (ModelError, "must be a number", {"lora_alpha": "8"}),
         (ModelError, "must be a finite number", {"lora_alpha": float("inf")}),
-        (ModelError, "without repeated groups", {"alpha_pattern": {"(a+)+b": 8}}),
-        (ModelError, "a pattern can't be read", {"alpha_pattern": {"[": 8}}),
-        (ModelError, "alpha_pattern", {"alpha_pattern": [8]}),
     ],
 )
 def test_other_adapters_are_refused_by_name(
@@ -373,6 +370,24 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
         llm.load_adapter("b", folder)
     file.unlink()
     with pytest.raises(ModelError, match=r"holds no adapter_model\.safetensors"):
+        llm.load_adapter("b", folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (dict(lora_alpha=10**400), ModelError, "finite number"),
+        (dict(lora_alpha=1e300), ModelError, "finite number"),
+        (dict(alpha_pattern=["q_proj"]), NotSupported, "alpha_pattern"),
+        (dict(alpha_pattern={"(": 2}), NotSupported, "alpha_pattern"),
+        (dict(alpha_pattern={"(.|.)*!": 2}), NotSupported, "alpha_pattern"),  # takes years
+    ],
+)
+def test_damaged_scalings_are_refused(
+    toy: Toy, llm: LLM, tmp_path: Path, config: dict[str, Any], error: Any, words: str
+) -> None:
+    folder = save_adapter(tmp_path / "b", toy.make(), **config)
+    with pytest.raises(error, match=words):
         llm.load_adapter("b", folder)
 
 

@@ -102,7 +102,7 @@ class PrefixFolder:
 
     def has(self, kind: str, key: bytes) -> bool:
         """Return whether there is a file, which may still be damaged."""
-        return self._off is None and self._file(kind, key).exists()
+        return self._off is None and os.path.exists(self._file(kind, key))
 
     def leading(self, keys: list[bytes]) -> int:
         """Return for how many leading keys there are files of blocks."""

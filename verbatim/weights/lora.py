@@ -6,7 +6,6 @@ placement, and rounded once to the model's dtype.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,9 @@ _OTHERS = (
     *("use_dora", "use_qalora", "lora_bias", "target_parameters", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"),
 )
+# A name of a layer, or its end: other patterns of a file can take exponential time.
+_PATTERN = re.compile(r"\^?[\w.-]+")
+_MOST = torch.finfo(torch.float32).max
 
 
 def add_adapter(
@@ -103,26 +105,24 @@ def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
 
     Raises:
         ModelError: the config has no number for it.
+        NotSupported: it has one by a pattern that isn't a name.
     """
     patterns = config.get("alpha_pattern") or {}
-    # A repeated group can take ages to match.
-    if not isinstance(patterns, dict) or any(re.search(r"\)[*+?{]", key) for key in patterns):
-        raise ModelError(
-            "adapter_config.json: alpha_pattern: must be patterns without repeated groups"
+    if not isinstance(patterns, dict) or not all(map(_PATTERN.fullmatch, patterns)):
+        raise NotSupported(
+            f"adapter_config.json: alpha_pattern={str(patterns)[:80]!r}: must be numbers by names of layers"
         )
-    try:
-        alpha = next(
-            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
-            config.get("lora_alpha"),
-        )
-    except re.error:
-        raise ModelError("adapter_config.json: alpha_pattern: a pattern can't be read") from None
+    alpha = next(
+        (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)),
+        config.get("lora_alpha"),
+    )
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise ModelError(f"adapter_config.json: lora_alpha={str(alpha)[:80]!r}: must be a number")
-    scaling = float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
-    if not math.isfinite(scaling):
-        raise ModelError(f"adapter_config.json: lora_alpha={alpha}: must be a finite number")
-    return scaling
+    divisor = rank**0.5 if config.get("use_rslora") else rank
+    # Beyond float32, in which it is computed, it would be infinite.
+    if not abs(alpha) <= _MOST * divisor:
+        raise ModelError("adapter_config.json: lora_alpha must be a finite number")
+    return float(alpha / divisor)
 
 
 def _merge(dtype: torch.dtype, scaling: float, turned: bool) -> Any:
