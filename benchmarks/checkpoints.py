@@ -239,7 +239,8 @@ def speed(names: list[str], threads: int, rounds: int, layers: int) -> None:
         rates: dict[str, float] = {}
         for name, llm in models.items():
             # Of the embedding one row is read.
-            table = llm.engine.runner.decoder.module.get_input_embeddings()
+            runner: Any = llm.engine.runner
+            table = runner.decoder.module.get_input_embeddings()
             held = table.packed if hasattr(table, "packed") else table.weight
             nbytes = llm.info()["weight_bytes"] - held.nbytes
             median = statistics.median(times[name])
