@@ -256,6 +256,14 @@ class Candidates:
         return map(Candidate, self.ids, self.logprobs, self.scores)
 
 
+class Support(NamedTuple):
+    """What the filters (top-k, top-p, min-p, typical) left of a row to draw from."""
+
+    ids: list[int] | None  # ascending; None: all that can be drawn
+    # Logarithm of their share of the distribution before the filters, after the temperature.
+    log_mass: float
+
+
 @dataclass(slots=True)
 class Draws:
     """The results of a `SamplePlan`, row by row."""
@@ -266,9 +274,10 @@ class Draws:
     top_ids: list[list[int]]  # likeliest first (ties: lowest id), raw distribution
     top_logprobs: list[list[float]]
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by row, of beams only
+    supports: dict[int, Support] = field(default_factory=dict)  # by row, where requested
 
     def some(self, rows: Sequence[int]) -> Draws:
-        """Return the results of these rows, none of which is a beam's."""
+        """Return the results of these rows, without candidates and supports."""
         if len(rows) == len(self.ids):
             return self
         columns = (self.ids, self.logprobs, self.sampled_logprobs, self.top_ids, self.top_logprobs)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from verbatim.batch import Candidates
+from verbatim.batch import Candidates, Support
 from verbatim.beam import BeamSearch
 from verbatim.params import SamplingParams
 
@@ -149,6 +149,10 @@ class Completion:
     seed: int  # reproduces this completion, together with `sample_index`
     # The weight version that generated each token, as counted by `update_weights`; one per token.
     weight_versions: list[int]
+    # The ids that the filters left to draw each token from, ascending, None for all; and the logarithm of
+    # their share of the distribution before the filters. Only with SamplingParams(support=True).
+    supports: list[list[int] | None] | None = None
+    log_masses: list[float] | None = None
     score: float | None = None  # of a beam: summed log-probs / length ** length_penalty
     hidden_states: Tensor | None = None  # [N, H]: input of the LM head for each token
     # [P + N - 1, layers, k] int16: the experts selected for each token. Fewer positions if the request
@@ -247,6 +251,8 @@ class Delta:
     result: Result | None = None  # with the last delta of the request
     num_accepted: int = 0  # the first so many of `token_ids` were accepted draft tokens
     weight_versions: list[int] = field(default_factory=list)  # one per token
+    supports: list[list[int] | None] | None = None  # as those of a completion
+    log_masses: list[float] | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -262,6 +268,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)  # if requested
     hidden: list[Tensor] = field(default_factory=list)  # [H] each, one per token
     routing: Tensor | None = None  # read from its blocks when it ends
     indices: Tensor | None = None  # so are these
@@ -365,6 +372,7 @@ class Sequence:
             weight_versions=list(self.weight_versions),
             logprobs=list(self.logprobs),
             top_logprobs=list(self.top_logprobs),
+            supports=list(self.supports),
             hidden=list(self.hidden),
             keys=list(self.keys),
             number=self.number,

@@ -41,6 +41,7 @@ _SWITCHES = (
     "record_routing",
     "record_indices",
     "hidden_states",
+    "support",
 )
 
 
@@ -110,6 +111,7 @@ class SamplingParams:
             completion, in any order, -1 where there are fewer than k; -1 in all k leaves that token to the
             indexer.
         hidden_states: report the input of the model's head for each token, `[tokens, H]`.
+        support: report the ids that the filters left to draw each token from, and their share of the mass.
 
     Raises:
         InvalidRequest: a value out of its range; the message names the field, the value and the range.
@@ -157,6 +159,7 @@ class SamplingParams:
     record_indices: bool = False
     replay_indices: Any = None
     hidden_states: bool = False
+    support: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -287,6 +290,8 @@ class SamplingParams:
             return
         if self.n > self.num_beams:
             raise InvalidRequest(f"n={self.n}: must be at most num_beams={self.num_beams}")
+        if self.support:
+            raise NotSupported(f"support with num_beams={self.num_beams}: beams are not drawn")
         filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         for name, off in filters.items():
             if getattr(self, name) != off:

@@ -63,9 +63,9 @@ def check_async(client: AsyncClient) -> None:
     print("async client: health, models, server_info, world size, pause, resume")
 
 
-def check_generation(client: Any, llm: LLM) -> None:
+def check_generation(client: Any, llm: Any) -> None:
     """Ids and log-probs are those of `LLM.generate`."""
-    fields = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 24}
+    fields: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 24}
     expected = llm.generate(PROMPTS, SamplingParams(n=2, seed=5, **fields))
     outputs = [output for result in expected for output in result.outputs]
     answer = client.generate(PROMPTS, n=2, generation_kwargs={"seed": 5}, **fields)
@@ -74,27 +74,27 @@ def check_generation(client: Any, llm: LLM) -> None:
     assert answer["logprobs"] == [[[p] for p in output.sampled_logprobs] for output in outputs]
     assert answer["logprob_token_ids"] == [[[i] for i in output.token_ids] for output in outputs]
     talk = [{"role": "user", "content": "Tell me a story."}]
-    expected = llm.chat(talk, SamplingParams(seed=5, **fields))
+    (output,) = llm.chat(talk, SamplingParams(seed=5, **fields)).outputs
     answer = client.chat([talk], generation_kwargs={"seed": 5}, **fields)
-    assert answer["completion_ids"] == [expected.outputs[0].token_ids]
-    assert answer["logprobs"] == [[[p] for p in expected.outputs[0].sampled_logprobs]]
+    assert answer["completion_ids"] == [output.token_ids]
+    assert answer["logprobs"] == [[[p] for p in output.sampled_logprobs]]
     words = client.generate(["x"], structured_outputs_regex="[ab]{4}")["completion_ids"][0]
     assert re.fullmatch("[ab]{4}", llm.tokenizer.decode(words, True).strip())
     print("generation client: generate, chat, regex; ids and log-probs equal LLM.generate's")
 
 
-def check_scores(client: Any, llm: LLM) -> None:
+def check_scores(client: Any, llm: Any) -> None:
     """`get_sequence_logprobs` has the bits of `LLM.score`."""
     result = llm.generate(PROMPTS[0], SamplingParams(seed=1, max_tokens=12))[0]
     ids, start = result.prompt_token_ids + result.outputs[0].token_ids, len(result.prompt_token_ids)
-    answer = client.get_sequence_logprobs([ids, ids], [start, start], top_logprobs=2000)
+    answer = client.get_sequence_logprobs([ids, ids], [start, start], top_logprobs=1000)
     assert [[p] for p in result.outputs[0].logprobs] == answer["actual_logprobs"][1]
     few = client.get_sequence_logprobs([ids], [start], top_logprobs=1)
     assert few["logprob_token_ids"][0] == [[row[0]] for row in answer["logprob_token_ids"][0]]
     print("generation client: get_sequence_logprobs; equal to the rollout's")
 
 
-def check_weights(client: Any, llm: LLM, url: str, key: str | None) -> None:
+def check_weights(client: Any, llm: Any, url: str, key: str | None) -> None:
     """New weights by a process group and as a file, and while a request runs."""
     plain = {name: tensor.clone() for name, tensor in llm.engine.runner.module.state_dict().items()}
     other = {name: tensor * 1.25 for name, tensor in plain.items()}
@@ -156,12 +156,14 @@ def server(key: str | None) -> Iterator[str]:
                 env=environment, stdout=output, stderr=output,
             )  # fmt: skip
         try:
+            found = None
             for _ in range(600):
                 found = re.search(r"http://127\.0\.0\.1:(\d+)", log.read_text())
                 if found:
                     break
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.1)
+            assert found is not None, log.read_text()
             user = "" if key is None else f":{key}@"
             yield f"http://{user}127.0.0.1:{found[1]}"
         finally:

@@ -444,3 +444,64 @@ def test_the_example_of_the_page_runs() -> None:
     exec(update, scope)
     assert scope["llm"].stats()["weight_version"] == 70
     scope["llm"].close()
+
+
+class TestSupport:
+    """The support of each draw makes truncated sampling's ratios exact."""
+
+    PARAMS = SamplingParams(temperature=0.8, top_k=20, top_p=0.7, max_tokens=9, support=True)
+
+    def test_probabilities_within_the_support_are_those_drawn_from(self, module) -> None:
+        r = rl.rollout(module, PROMPTS, self.PARAMS, group_size=3, seed=4)
+        assert r.log_masses is not None and (r.log_masses[r.action_mask] < 0).all()
+        at_temperature = rl.logprobs(module, r.sequences, r.attention_mask, temperature=0.8)
+        drawn = r.of_responses(at_temperature) - r.log_masses
+        assert torch.allclose(drawn[r.action_mask], r.sampled_logprobs[r.action_mask], atol=1e-4)
+        for result in r.results:
+            for output in result.outputs:
+                with torch.no_grad():
+                    ids = torch.tensor([result.prompt_token_ids + output.token_ids])
+                    logits = (
+                        module(input_ids=ids).logits[0].float()[-len(output.token_ids) - 1 :] / 0.8
+                    )
+                assert output.supports is not None
+                for row, support, token_id, logprob in zip(
+                    logits, output.supports, output.token_ids, output.sampled_logprobs, strict=False
+                ):
+                    assert support is not None and len(support) <= 20
+                    kept = row[support].log_softmax(0)
+                    assert kept[support.index(token_id)].item() == pytest.approx(logprob, abs=1e-4)
+
+    def test_support_changes_no_token_and_no_bit(self, module) -> None:
+        r = rl.rollout(module, PROMPTS, self.PARAMS, group_size=3, seed=4)
+        plain = rl.rollout(
+            module, PROMPTS, self.PARAMS.replace(support=False), group_size=3, seed=4
+        )
+        assert plain.log_masses is None and plain.results[0].outputs[0].supports is None
+        assert torch.equal(r.sequences, plain.sequences)
+        assert torch.equal(r.sampled_logprobs, plain.sampled_logprobs)
+
+    def test_in_any_schedule(self, module) -> None:
+        """Alone, in chunks, streamed, and of the first tokens of a group."""
+        params = self.PARAMS.replace(n=2, seed=5)
+        with LLM(module) as llm:
+            whole = llm.generate(PROMPTS, params)
+            pieces = list(llm.stream(PROMPTS[1], params))
+        with LLM(module, max_batch_tokens=4, block_size=4) as small:
+            (alone,) = small.generate([PROMPTS[1]], params)
+        for a, b in zip(whole[1].outputs, alone.outputs, strict=True):
+            own = [piece for piece in pieces if piece.index == a.index]
+            assert a.supports == b.supports == [s for p in own for s in p.supports or ()]
+            assert a.log_masses == b.log_masses == [m for p in own for m in p.log_masses or ()]
+
+    def test_without_a_filter_all_ids_are_left(self, module) -> None:
+        with LLM(module) as llm:
+            output = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, support=True))[
+                0
+            ].outputs[0]
+            greedy = SamplingParams(max_tokens=3, support=True, temperature=0)
+            certain = llm.generate([PROMPTS[0]], greedy)[0].outputs[0]
+        assert output.supports == [None] * 3 and output.log_masses == [0.0] * 3
+        assert certain.supports == [[i] for i in certain.token_ids]
+        with pytest.raises(NotSupported, match="beams"):
+            SamplingParams(support=True, num_beams=2)

@@ -91,7 +91,7 @@ def test_no_field_of_sampling_is_without_a_test():
 
 
 # tested in test_serve_training.py
-TRAINERS = "return_token_ids return_tokens_as_token_ids prompt_logprobs structured_outputs"
+TRAINERS = "return_token_ids return_tokens_as_token_ids prompt_logprobs structured_outputs support"
 OWN_FIELDS = {  # likewise; where each is tested is below
     Completions: "prompt max_tokens logprobs echo stream_options json_schema num_beams length_penalty "
     "early_stopping " + TRAINERS,

@@ -77,6 +77,8 @@ def test_completion_has_ids_versions_and_log_probs_of_the_draw(served: Served) -
     assert choice["token_ids"] == output.token_ids
     assert choice["weight_versions"] == output.weight_versions
     assert choice["logprobs"]["token_logprobs"] == output.sampled_logprobs != output.logprobs
+    top = choice["logprobs"]["top_logprobs"]  # TRL's client needs the drawn tokens in it
+    assert [p for best in top for p in best.values()] == output.sampled_logprobs
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in output.token_ids]
 
 
@@ -102,6 +104,26 @@ def test_chat_has_ids_whole_and_streamed(served: Served) -> None:
     assert pieces[0]["prompt_token_ids"] == answer["prompt_token_ids"]
     ids = [i for piece in pieces for i in piece["choices"][0].get("token_ids", [])]
     assert ids == choice["token_ids"]
+
+
+def test_supports_of_the_draws(served: Served) -> None:
+    params = SamplingParams(seed=7, max_tokens=6, temperature=0.7, top_p=0.8, support=True)
+    output = served.llm.generate(PROMPT, params)[0].outputs[0]
+    body = BODY | {"top_p": 0.8, "support": True}
+    choice = served.post("/v1/completions", **body)["choices"][0]
+    assert (choice["supports"], choice["log_masses"]) == (output.supports, output.log_masses)
+    pieces = served.stream("/v1/completions", **body)[:-1]
+    assert [s for p in pieces for s in p["choices"][0]["supports"]] == output.supports
+    talk = CHAT | {"top_p": 0.8, "temperature": 0.7, "support": True}
+    chat = served.post("/v1/chat/completions", **talk)["choices"][0]
+    pieces = served.stream("/v1/chat/completions", **talk)[:-1]
+    own = [s for p in pieces for s in p["choices"][0].get("supports", [])]
+    assert own == chat["supports"]
+    native = {
+        "prompt": PROMPT,
+        "params": {"seed": 7, "max_tokens": 6, "top_p": 0.8, "support": True},
+    }
+    assert len(served.post("/v1/generate", **native)["outputs"][0]["supports"]) == 6
 
 
 def test_prompt_logprobs_are_those_of_score(served: Served) -> None:

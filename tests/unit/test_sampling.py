@@ -17,7 +17,7 @@ from verbatim.errors import NotSupported
 from verbatim.params import SamplingParams
 from verbatim.sampling import fast, logprobs
 from verbatim.sampling.noise import gumbel_row
-from verbatim.sampling.processors import bitmask, process
+from verbatim.sampling.processors import bitmask, edit, is_greedy, process
 from verbatim.sampling.sampler import sample_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,6 +103,39 @@ def test_kernel_and_reference_agree_on_random_rows(rng_seed: int) -> None:
         same = {"rel": 1e-6, "abs": 1e-7, "nan_ok": True}
         assert ours.logprobs == pytest.approx(reference.logprobs, **same)
         assert ours.sampled_logprobs == pytest.approx(reference.sampled_logprobs, **same)
+
+
+@needs_kernel
+@pytest.mark.parametrize("rng_seed", range(2))
+def test_supports_of_kernel_and_reference_agree(rng_seed: int) -> None:
+    """They hold the drawn id, and their mass leads from one log-prob to the other."""
+    rng = random.Random(rng_seed)
+    for vocab_size in [5, 33, 100, 1000, 4097] * 8 + [32_003]:
+        logits = random_logits(rng, 4, vocab_size)
+        rows = [random_row(rng, vocab_size, typical=True) for _ in range(4)]
+        for row in rows:
+            row.params = row.params.replace(support=True)
+        ours = sample_rows(logits, SamplePlan(rows), backend="kernel")
+        reference = sample_rows(logits, SamplePlan(rows), backend="reference")
+        assert ours.supports.keys() == reference.supports.keys()
+        for i, row in enumerate(rows):
+            drawn = row.target is None and ours.ids[i] >= 0
+            assert drawn == (i in ours.supports)
+            if not drawn:
+                continue
+            ids, log_mass = ours.supports[i]
+            assert ids == reference.supports[i].ids, row
+            assert log_mass == pytest.approx(reference.supports[i].log_mass, abs=1e-9)
+            edited = process(logits[i], dataclasses.replace(row, params=row.params.replace(
+                top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)))  # fmt: skip
+            if ids is None:
+                assert log_mass == 0.0
+            elif not is_greedy(edit(logits[i], row), row.params.temperature):
+                assert ids == sorted(set(ids)) and ours.ids[i] in ids
+                whole = edited.double().log_softmax(0)
+                assert log_mass == pytest.approx(whole[ids].logsumexp(0).item(), abs=1e-6)
+                own = whole[ours.ids[i]].item() - log_mass
+                assert ours.sampled_logprobs[i] == pytest.approx(own, abs=1e-5)
 
 
 @needs_kernel

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from verbatim.batch import Support
 from verbatim.beam import BeamSearch
 from verbatim.core import BadWords, GrammarState, Request, Sequence, SessionCache
 from verbatim.engine.adapters import LoadedAdapters
@@ -361,6 +362,7 @@ def _resume(sequence: Sequence, watch: StopWatch) -> None:
     sequence.logprobs = [math.nan] * len(ids)
     sequence.sampled_logprobs = [math.nan] * len(ids)
     sequence.top_logprobs = [[] for _ in ids] if request.params.logprobs is not None else []
+    sequence.supports = [Support(None, 0.0) for _ in ids] if request.params.support else []
     sequence.num_sent = len(ids)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,8 @@ def grow(sequence: Sequence, draws: Draws, rows: Iterable[int], hidden: Tensor |
         sequence.sampled_logprobs.append(draws.sampled_logprobs[row])
         if request.params.logprobs is not None:
             sequence.top_logprobs.append(draws.top(row))
+        if request.params.support:
+            sequence.supports.append(draws.supports[row])
         if hidden is not None:
             sequence.hidden.append(hidden[place].clone())
         request.note_token()
@@ -156,6 +159,7 @@ def delta(sequence: Sequence, num_accepted: int = 0) -> Delta:
         result=request.result,
         num_accepted=num_accepted,
         weight_versions=sequence.weight_versions[new],
+        **_supports(sequence, new),
     )
 
 
@@ -196,11 +200,20 @@ def _completion(sequence: Sequence) -> Completion:
         stop_reason=sequence.stop_reason,
         seed=request.seed,
         weight_versions=sequence.weight_versions[new],
+        **_supports(sequence, new),
         score=None if request.search is None else sequence.score,
         hidden_states=_stack(request, sequence.hidden),
         routing=sequence.routing,
         indices=sequence.indices,
     )
+
+
+def _supports(sequence: Sequence, new: slice) -> dict[str, Any]:
+    """Return the fields of a completion or a delta for the supports of its tokens."""
+    if not sequence.request.params.support:
+        return {}
+    found = sequence.supports[new]
+    return {"supports": [s.ids for s in found], "log_masses": [s.log_mass for s in found]}
 
 
 def _stack(request: Request, rows: list[Tensor]) -> Tensor | None:

@@ -83,31 +83,40 @@ static int64_t draw(const List &list, const Noise &noise, int64_t vocab, Workspa
     return best_id;
 }
 
-// The filters and the draw over logits that were already divided by the temperature. `mass` is the
-// row's total mass where the caller has it, or 0.
+// The survivors of the filters, in `list`; false where there is no filter. `mass` is the row's total mass
+// where the caller has it, or 0.
+template <typename View>
+static bool filter(const View &view, float max, double mass, const SampleRow &row, List &list,
+                   Workspace &w) {
+    bool by_k = row.top_k > 0 && row.top_k < view.n, by_p = row.top_p < 1;
+    if (!by_k && !by_p && !(row.min_p > 0)) return false;
+    if (!mass && !by_k && by_p) mass = total_mass(view, max);
+    // Without top-k, first drop what can't survive: tokens that together weigh less than half of
+    // what top-p leaves out, or that miss min-p by far.
+    double slack = 1e-3 + std::fabs(max) * 1e-6, least = max - slack;
+    if (by_k) {
+        top_k(view, row.top_k, list, w);
+        mass = by_p ? total_mass(list.view(), max) : 0;
+    } else {
+        least += by_p ? std::log(0.5 * (1 - row.top_p) * mass / view.n) : std::log(row.min_p);
+        collect(view, (float)least, list);
+    }
+    if (by_p) top_p(list, max, row.top_p * mass, w);
+    if (row.min_p > 0) min_p(list, max, row.min_p);
+    return true;
+}
+
+// The filters and the draw over logits that were already divided by the temperature.
 template <typename View>
 static void sample(const View &view, float max, double mass, SampleRow &row, Workspace &w) {
     Noise noise(row.seed, row.sample_index, row.position);
-    bool by_k = row.top_k > 0 && row.top_k < view.n, by_p = row.top_p < 1;
-    if (!mass && !by_k && (by_p || !(row.min_p > 0))) mass = total_mass(view, max);
-    if (!by_k && !by_p && !(row.min_p > 0)) {
-        row.id = (int32_t)draw(view, noise, first_of(view, max));
-    } else {
-        List list{w.y.get(), w.id.get()};
-        // Without top-k, first drop what can't survive: tokens that together weigh less than half of
-        // what top-p leaves out, or that miss min-p by far.
-        double slack = 1e-3 + std::fabs(max) * 1e-6, least = max - slack;
-        if (by_k) {
-            top_k(view, row.top_k, list, w);
-            mass = by_p ? total_mass(list.view(), max) : 0;
-        } else {
-            least += by_p ? std::log(0.5 * (1 - row.top_p) * mass / view.n) : std::log(row.min_p);
-            collect(view, (float)least, list);
-        }
-        if (by_p) top_p(list, max, row.top_p * mass, w);
-        if (row.min_p > 0) min_p(list, max, row.min_p);
+    List list{w.y.get(), w.id.get()};
+    if (filter(view, max, mass, row, list, w)) {
         mass = total_mass(list.view(), max);
         row.id = (int32_t)draw(list, noise, view.n, w);
+    } else {
+        if (!mass) mass = total_mass(view, max);
+        row.id = (int32_t)draw(view, noise, first_of(view, max));
     }
     row.sampled_logprob = (float)((double)view.one(row.id) - max - std::log(mass));
 }
@@ -198,6 +207,20 @@ void vb_sample_rows(const void *logits, int is_bf16, int64_t stride, int64_t num
     else
         all_rows((const float *)logits, stride, num_rows, vocab, rows, top_ids, top_logprobs,
                  top_stride, num_threads);
+}
+
+// The ids that survive a row's filters, and the logarithm of their share of the mass. The logits are divided
+// by the temperature. Returns their number; -1 where there is no filter.
+int64_t vb_support(const float *logits, int64_t vocab, const SampleRow *row, int32_t *ids,
+                   double *log_mass) {
+    Plain<float> view{logits, vocab};
+    Workspace workspace(vocab);
+    List list{workspace.y.get(), ids};
+    float max = largest(view);
+    double mass = total_mass(view, max);
+    if (!filter(view, max, mass, *row, list, workspace)) return -1;
+    *log_mass = std::log(total_mass(list.view(), max)) - std::log(mass);
+    return list.n;
 }
 
 // The noise of ids 0 to vocab - 1, as the draws see it.

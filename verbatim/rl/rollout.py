@@ -48,6 +48,9 @@ class Rollout:
             last token, which was not computed. None if not recorded.
         indices: `[B, G, P + N, layers, k]` int32: keys that the indexers of sparse attention chose; -1 as for
             `routing`, and behind fewer than k keys. None if not recorded.
+        log_masses: `[B, G, N]` float32: logarithm of the share of the distribution, after the temperature,
+            that the filters left; 0.0 on padding. None without `SamplingParams(support=True)`; the ids are
+            in the outputs of `results`.
         pad_token_id: id that pads `sequences` and `responses`.
         results: B results with G outputs each: texts, stop reasons, times.
         columns: `[B, G, N]` int64: column in `sequences` of each completion token; any valid column on
@@ -67,6 +70,7 @@ class Rollout:
     weight_versions: Tensor
     routing: Tensor | None
     indices: Tensor | None
+    log_masses: Tensor | None
     pad_token_id: int
     results: list[Result]
     columns: Tensor
@@ -181,6 +185,7 @@ def rollout(
             padding_side == "left",
             pad,
             {name: llm.shape_of(name) for name in checked.records},
+            checked.support,
         )
         return llm.engine, requests
 
@@ -197,6 +202,7 @@ class _OutputShape:
     left: bool
     pad: int
     records: dict[str, tuple[int, int]]  # layers, k of what is recorded
+    support: bool
 
 
 def _check_params(
@@ -291,6 +297,7 @@ def _tensors(results: list[Result], shape: _OutputShape) -> Rollout:
             ),
             routing=_records(layout, groups, shape, "routing", torch.int16),
             indices=_records(layout, groups, shape, "indices", torch.int32),
+            log_masses=_of_tokens(layout, groups, "log_masses") if shape.support else None,
             pad_token_id=pad,
             results=results,
             columns=layout.columns(),

@@ -7,8 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from verbatim.batch import Draws, SampleRow
+from verbatim.batch import Draws, SampleRow, Support
 from verbatim.kernels import library
+from verbatim.params import SamplingParams
 from verbatim.sampling.processors import edit
 
 
@@ -100,6 +101,30 @@ def _fill(spec: _Row, row: SampleRow, raw: Tensor, edited: list[Tensor]) -> None
     if changed is not raw:
         edited.append(changed)
         spec.edited = changed.data_ptr()
+
+
+def has_support() -> bool:
+    """Return whether the kernel finds supports."""
+    return hasattr(library(), "vb_support")
+
+
+def support(logits: Tensor, params: SamplingParams) -> Support:
+    """Return the support of float32 logits `[V]` that were divided by the temperature."""
+    vocab_size = logits.shape[0]
+    spec = _Row(top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    ids = torch.empty(vocab_size + 32, dtype=torch.int32)  # the kernel writes beyond the last
+    log_mass = ctypes.c_double()
+    kernels = library()
+    assert kernels is not None
+    kernels.vb_support.restype = ctypes.c_int64
+    count = kernels.vb_support(
+        ctypes.c_void_p(logits.contiguous().data_ptr()),
+        ctypes.c_int64(vocab_size),
+        ctypes.byref(spec),
+        ctypes.c_void_p(ids.data_ptr()),
+        ctypes.byref(log_mass),
+    )
+    return Support(None, 0.0) if count < 0 else Support(ids[:count].tolist(), log_mass.value)
 
 
 def gumbel_row(seed: int, sample_index: int, position: int, vocab_size: int) -> Tensor:

@@ -22,6 +22,7 @@ from verbatim.sampling import fast, gpu
 from verbatim.sampling.logprobs import Mass, likeliest
 from verbatim.sampling.noise import gumbel_row
 from verbatim.sampling.processors import edit, is_greedy, warp
+from verbatim.sampling.support import support_of
 
 BACKENDS = ("auto", "kernel", "reference")
 MAX_POSITION = 2**32 - 1
@@ -58,9 +59,17 @@ def sample_rows(
     places = _places(logits, plan)
     if backend == "kernel" and not fast.available():
         raise NotSupported("backend='kernel': no kernel was built for this processor")
+    logits = logits.detach()
     if backend == "auto" and logits.is_floating_point() and kernels.triton_serves(logits.device):
-        return _on_gpu(logits.detach(), plan.rows, places, num_threads)
-    return _on_cpu(logits.detach().cpu(), plan.rows, places, backend, num_threads)
+        draws = _on_gpu(logits, plan.rows, places, num_threads)
+    else:
+        draws = _on_cpu(logits.cpu(), plan.rows, places, backend, num_threads)
+    use_kernel = backend != "reference" and fast.has_support()
+    for i, row in enumerate(plan.rows):
+        if row.params.support and row.target is None and draws.ids[i] >= 0:
+            raw = logits[places[i]].cpu()
+            draws.supports[i] = support_of(raw, row, draws.ids[i], use_kernel=use_kernel)
+    return draws
 
 
 def _on_gpu(
@@ -142,6 +151,9 @@ def merge(parts: SequenceOf[Draws], places: SequenceOf[SequenceOf[int]]) -> Draw
             place: parts[part].candidates[i]
             for place, part, i in order
             if i in parts[part].candidates
+        },
+        supports={
+            place: parts[part].supports[i] for place, part, i in order if i in parts[part].supports
         },
     )
 

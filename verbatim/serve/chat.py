@@ -289,9 +289,10 @@ class ChatRequest:
             pieces.append({"delta": {"content": text}, "logprobs": logprobs})
         for number, call in enumerate(calls, start=done):
             pieces.append({"delta": {"tool_calls": [{"index": number} | call.wire()]}})
-        if self.body.return_token_ids and delta.token_ids:
+        tokens = ids_of(delta, self.body)
+        if tokens and delta.token_ids:
             pieces = pieces or [{"delta": {}}]
-            pieces[0] |= ids_of(delta)
+            pieces[0] |= tokens
         return pieces
 
     def _choice(self, output: Completion) -> dict[str, Any]:
@@ -310,7 +311,7 @@ class ChatRequest:
             "finish_reason": self._finish(output.finish_reason, reader),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
-            **(ids_of(output) if self.body.return_token_ids else {}),
+            **ids_of(output, self.body),
         }
 
     def _usage(self, result: Result) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from verbatim.errors import InvalidRequest
 from verbatim.params import SamplingParams
 from verbatim.serve.errors import LazyList, Refusal
 from verbatim.serve.events import Event
-from verbatim.serve.fields import Completions, StreamOptions
+from verbatim.serve.fields import Completions, ForTrainers, StreamOptions
 from verbatim.serve.service import Client, Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -102,11 +102,8 @@ class CompletionRequest:
             "finish_reason": finish_reason(output.finish_reason),
             "stop_reason": stop_reason(output.stop_reason),
             "seed": output.seed,
-            **(
-                {"prompt_token_ids": result.prompt_token_ids, **ids_of(output)}
-                if self.body.return_token_ids
-                else {}
-            ),
+            **({"prompt_token_ids": result.prompt_token_ids} if self.body.return_token_ids else {}),
+            **ids_of(output, self.body),
             **(
                 {"prompt_logprobs": self.service.texts.prompt_logprobs(result)}
                 if self.body.prompt_logprobs is not None
@@ -129,7 +126,7 @@ class CompletionRequest:
                 logprobs = [None, *request.prompt_logprobs, *logprobs]
                 top = [None, *request.prompt_top_logprobs, *top]
         offsets[index] = offset + sum(len(self._texts.text(i)) for i in ids)
-        tokens = self.body.return_token_ids
+        tokens = self.body.return_token_ids or self.body.support
         if not (text or delta.finish_reason or tokens) and self.body.logprobs is None:
             return None
         ended = delta.finish_reason is not None
@@ -143,8 +140,12 @@ class CompletionRequest:
                 if ended
                 else {}
             ),
-            **({"prompt_token_ids": request.prompt_ids} if tokens and is_first else {}),
-            **(ids_of(delta) if tokens else {}),
+            **(
+                {"prompt_token_ids": request.prompt_ids}
+                if self.body.return_token_ids and is_first
+                else {}
+            ),
+            **ids_of(delta, self.body),
         }
 
     def _prompt_text(self, request: Request) -> str:
@@ -158,7 +159,12 @@ class CompletionRequest:
     ) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        return self._texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+        found = self._texts.legacy(ids, logprobs, top, self.body.logprobs, offset)
+        if self.body.return_tokens_as_token_ids and not self.body.logprobs:
+            # As in vLLM, whose clients expect at least the drawn tokens.
+            pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+            found["top_logprobs"] = [None if p is None else {text: p} for text, p in pairs]
+        return found
 
 
 def _entries(top: list[TopLogprobs] | None) -> list[TopLogprobs | None]:
@@ -191,9 +197,14 @@ def _params(body: Completions) -> SamplingParams:
 # ---- shared with chats
 
 
-def ids_of(piece: Completion | Delta) -> dict[str, Any]:
-    """Return the ids of a piece with the weight version that drew each."""
-    return {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+def ids_of(piece: Completion | Delta, body: ForTrainers) -> dict[str, Any]:
+    """Return what a trainer requests of each token of a piece."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+    if body.support:
+        found |= {"supports": piece.supports, "log_masses": piece.log_masses}
+    return found
 
 
 def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:

@@ -192,12 +192,18 @@ class ForTrainers(Sampling):
         minimum=0,
         maximum=MAX_LOGPROBS,
     )
+    support: Switch = Field(
+        None,
+        description="Return the ids that the filters left to draw each token from (`supports`).",
+    )
     structured_outputs: StructuredOutputs | None = None
 
     def sampling(self) -> dict[str, Any]:
         found = super().sampling()
         if self.prompt_logprobs is not None:
             found["prompt_logprobs"] = self.prompt_logprobs
+        if self.support is not None:
+            found["support"] = self.support
         if self.structured_outputs is not None:
             for name, value in self.structured_outputs.model_dump(exclude_none=True).items():
                 name = "json_schema" if name == "json_" else name

@@ -297,6 +297,9 @@ class Service:
         if params.prompt_logprobs is not None:
             prompt += _ENTRY_BYTES * (1 + params.prompt_logprobs)
         more = 0
+        if params.support:
+            limit = self.llm.engine.admission.vocab_size
+            new += _TOKEN_BYTES * min(params.top_k or limit, limit) + _NUMBER_BYTES
         if params.hidden_states:
             more += self._hidden_size
         for name in params.records:

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verbatim.batch import Adapter, Batch, Candidates, Draws, LowRank, SamplePlan, SampleRow
+from verbatim.batch import (
+    Adapter,
+    Batch,
+    Candidates,
+    Draws,
+    LowRank,
+    SamplePlan,
+    SampleRow,
+    Support,
+)
 from verbatim.params import SamplingParams
 
 
@@ -30,6 +39,7 @@ _DRAWN_WITH = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "support",
 )
 
 
@@ -121,13 +131,15 @@ def pack_draws(draws: Draws) -> dict[str, Any]:
         "top_ids": draws.top_ids,
         "top_logprobs": draws.top_logprobs,
         "candidates": [[row, c.ids, c.logprobs, c.scores] for row, c in draws.candidates.items()],
+        "supports": [[row, *support] for row, support in draws.supports.items()],
     }
 
 
 def unpack_draws(plain: dict[str, Any]) -> Draws:
     """Convert plain data to the draws."""
     candidates = {row: Candidates(*columns) for row, *columns in plain["candidates"]}
-    return Draws(**{**plain, "candidates": candidates})
+    supports = {row: Support(*columns) for row, *columns in plain["supports"]}
+    return Draws(**{**plain, "candidates": candidates, "supports": supports})
 
 
 def _pack_params(params: SamplingParams) -> dict[str, Any]:

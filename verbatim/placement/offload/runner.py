@@ -130,6 +130,7 @@ class Offloaded(Resident):
             for name in ("ids", "logprobs", "sampled_logprobs", "top_ids", "top_logprobs"):
                 getattr(draws, name).extend(getattr(more, name))
             draws.candidates.update({first + row: c for row, c in more.candidates.items()})
+            draws.supports.update({first + row: s for row, s in more.supports.items()})
         self._measured.sample_s += perf_counter() - begin
         self._measured.draws += 1
         self._measured.tokens += sum(row.target is None for row in plan.rows)
