@@ -150,8 +150,9 @@ def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     rows, at = [], 0
     for piece in pieces:  # [N, groups, bytes]
         count = piece.shape[1]
-        head = heads[:, at : at + count].t().contiguous().view(torch.uint8)
-        rows.append(torch.cat([head, piece.movedim(0, -1).flatten(1)], 1).flatten())
+        head = heads[:, at : at + count].t().clone(memory_format=torch.contiguous_format)
+        code_bytes = piece.movedim(0, -1).flatten(1)
+        rows.append(torch.cat([head.view(torch.uint8), code_bytes], 1).flatten())
         at += count
     return torch.cat(rows)
 
