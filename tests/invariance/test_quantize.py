@@ -29,7 +29,7 @@ from verbatim import (
     TierFailed,
     kernels,
 )
-from verbatim.model.groups import LARGEST
+from verbatim.model.groups import LARGEST, heads_of
 from verbatim.model.quantization import GROUP_SIZES, Quantization, settle_quantization
 from verbatim.model.quantize import pack, pack_and_measure, squared_error, unpack
 from verbatim.model.weight_packing import Encoding, WeightPacking
@@ -569,3 +569,15 @@ def test_a_tied_head_and_odd_widths(tmp_path: Path) -> None:
         with quantized(tmp_path / "plain", kind, weights=weights) as llm:
             assert llm.info()["quantization"]["exact"] == []
             assert [facts(result) for result in llm.generate(*requests)] == expected
+
+
+@pytest.mark.parametrize("encoding", [Encoding.ZERO_POINT, Encoding.SIGNED])
+@pytest.mark.parametrize("scale", [0.0, -1.5])
+def test_a_zero_has_the_same_sign_with_every_backend(encoding: Encoding, scale: float) -> None:
+    packing = WeightPacking((1, 32), torch.float32, Quantization(4, 32, None), encoding=encoding)
+    heads = heads_of(torch.tensor([[scale]]), torch.tensor([[8]]), encoding)
+    codes = torch.arange(32, dtype=torch.uint8)[None, :16]
+    packed = torch.cat([codes.flatten(), heads.view(torch.uint8).flatten()])
+    first, *others = (unpack(packed, packing, backend=b) for b in ("torch", *kernels.available()))
+    assert not first[first == 0].signbit().any()
+    assert all(torch.equal(first.view(torch.int32), x.view(torch.int32)) for x in others)

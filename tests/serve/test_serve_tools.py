@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -322,6 +323,17 @@ def test_a_reader_reads_any_pieces_alike(name):
         parts += reader.push("", last=True)
         assert plain(parts) == whole
         assert reader.num_calls == len(whole[1])
+
+
+def test_marks_within_an_argument_are_read_in_time_that_grows_little() -> None:
+    """An end mark in a string is no end, and is not tried again with each piece of text."""
+    value, started = "</tool_call>" * 2000, time.process_time()
+    text = f'<tool_call>\n{{"name": "f", "arguments": {{"x": "{value}"}}}}\n</tool_call>'
+    reader, parts = Reader(use()), []
+    for start in range(0, len(text), 12):
+        parts += reader.push(text[start : start + 12])
+    assert [call.arguments for call in split_parts(parts)[2]] == [f'{{"x": "{value}"}}']
+    assert time.process_time() - started < 5
 
 
 def test_arguments_come_as_they_were_written():

@@ -11,6 +11,7 @@ import builtins
 import functools
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,9 +56,9 @@ _importing = False
 def deferred_imports() -> Iterator[None]:
     """Import what opening a model needs, and none of these packages until the end of the block.
 
-    In a process that has imported transformers' models already, nothing is deferred.
+    In a process that has imported transformers' models already, and with VERBATIM_DEFER=0, nothing is.
     """
-    if _MODELS in sys.modules:
+    if _MODELS in sys.modules or os.environ.get("VERBATIM_DEFER") == "0":
         yield
         return
     original = builtins.__import__

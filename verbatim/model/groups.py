@@ -117,7 +117,9 @@ def _decode(code: Tensor, heads: Tensor, dim: int, size: int, packing: WeightPac
         number = code.view(torch.float8_e4m3fn).float()
     elif encoding in TABLES:
         number = TABLES[encoding].to(code.device)[code.int()]
-    return scale * number
+    # As in the kernels, a zero of integers is never -0, also with a scale that is 0 or negative.
+    integers = encoding in (Encoding.ZERO_POINT, Encoding.SIGNED)
+    return scale * number + 0.0 if integers else scale * number
 
 
 def _round_up(x: Tensor, bits: int = 16) -> Tensor:

@@ -49,15 +49,16 @@ class CallFormat:
         return "".join(parts)
 
     def parse(
-        self, text: str, functions: Mapping[str, Function]
-    ) -> list[tuple[str, str, str | None]] | None:
-        """Return (name, arguments, id) of calls that are all of `text`; None if it is anything else."""
-        if not text.startswith(self.begin):
+        self, text: str, at: int, functions: Mapping[str, Function]
+    ) -> tuple[list[tuple[str, str, str | None]], int] | None:
+        """Return (name, arguments, id) of the calls at a position, and where they end; None without calls."""
+        if not text.startswith(self.begin, at):
             return None
         names = "|".join(map(re.escape, sorted(functions, key=len, reverse=True)))
         head = re.escape(self.head).replace("NAME", f"({names})").replace("INDEX", _INDEX)
-        calls, at = list[tuple[str, str, str | None]](), len(self.begin)
-        while match := re.compile(head).match(text, at):
+        calls, at = list[tuple[str, str, str | None]](), at + len(self.begin)
+        end, pattern = at, re.compile(head)
+        while match := pattern.match(text, at):
             name, at = match[1], match.end()
             try:
                 if self.arguments is None:
@@ -68,15 +69,13 @@ class CallFormat:
                 return None
             if not text.startswith(self.tail, at):
                 return None
-            at += len(self.tail)
+            end = at = at + len(self.tail)
             call_id = f"functions.{name}:{match[2]}" if "INDEX" in self.head else None
             calls.append((name, arguments, call_id))
-            if text[at:] == self.end:
-                return calls
             if self.between is None or not text.startswith(self.between, at):
-                return None
+                break
             at += len(self.between)
-        return None
+        return (calls, end + len(self.end)) if calls and text.startswith(self.end, end) else None
 
 
 _DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"

@@ -148,21 +148,19 @@ class Reader:
                 cut = len(self._held) - keep
                 parts.append(self._take(cut if last else len(self._held[:cut].rstrip("\n"))))
                 return parts
-            # An argument may contain the end mark, so the call's end is the first one that makes it whole.
-            end, calls = self._held.find(end_mark, start), None
-            while end >= 0:
-                calls = use.calls(self._held[start : end + len(end_mark)])
-                if calls is not None:
-                    break
-                end = self._held.find(end_mark, end + 1)
-            if calls is None and not last:
+            # An argument may contain the end mark, so the calls are read up to where they end.
+            found = None
+            if self._held.find(end_mark, start) >= 0:
+                found = use.calls_at(self._held, start)
+            if found is None and not last:
                 parts.append(self._take(len(self._held[:start].rstrip("\n"))))
                 return parts
-            if calls is None:
+            if found is None:
                 parts.append(self._take(start + len(mark)))
                 continue
+            calls, end = found
             parts += [self._held[:start].rstrip("\n"), *calls]
-            self._take(end + len(end_mark))
+            self._take(end)
             self._skips_lines = True
 
     def _skip_lines(self) -> None:

@@ -138,14 +138,20 @@ class ToolUse:
         return f"call: {' | '.join(names)}\n" + "".join(dict.fromkeys(rules))
 
     def calls(self, text: str) -> list[ParsedCall] | None:
-        """Parse calls; return None if they are incomplete or not calls."""
-        calls = self.format.parse(text, self.functions)
-        if calls is None:
+        """Parse calls that are all of a text; return None if they are incomplete or not calls."""
+        found = self.calls_at(text, 0)
+        return None if found is None or found[1] < len(text) else found[0]
+
+    def calls_at(self, text: str, at: int) -> tuple[list[ParsedCall], int] | None:
+        """Parse the calls at a position; return them and where they end, or None as `calls`."""
+        found = self.format.parse(text, at, self.functions)
+        if found is None:
             return None
+        calls, end = found
         return [
             ParsedCall(call_id or f"call_{uuid4().hex[:24]}", name, given)
             for name, given, call_id in calls
-        ]
+        ], end
 
 
 def _check(function: Function) -> None:

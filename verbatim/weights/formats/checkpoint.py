@@ -154,8 +154,9 @@ def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
         return out.flatten()
     rows_, at = [], 0
     for piece in pieces(code):
-        head = heads[:, at : at + piece.shape[1]].t().contiguous().view(torch.uint8)
-        rows_.append(torch.cat([head, piece.movedim(0, -1).flatten(1)], 1).flatten())
+        # A copy, as the transpose of one column counts as contiguous with its old strides.
+        head = heads[:, at : at + piece.shape[1]].t().clone(memory_format=torch.contiguous_format)
+        rows_.append(torch.cat([head.view(torch.uint8), piece.movedim(0, -1).flatten(1)], 1).flatten())
         at += piece.shape[1]
     return torch.cat(rows_)
 
