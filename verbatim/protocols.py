@@ -89,7 +89,7 @@ class Runner(Protocol):
         """Write what `read_cache` returned, of any blocks or slots; return False where it returns None."""
         ...
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Follow a live module that was edited since it was opened.
 
         Raises:

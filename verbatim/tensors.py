@@ -28,7 +28,7 @@ def engine_of(model: LLM | nn.Module) -> LLM:
         )
     while (kept := _kept(model)) is not None:
         try:
-            kept.engine.runner.look_again()
+            kept.engine.runner.refresh()
             if not kept.engine.closed:
                 return kept
         except (ModelChanged, EngineClosed):

@@ -52,8 +52,8 @@ from verbatim.compat.coati import (
     update_model_kwargs_fn,
 )
 from verbatim.placement.actor import RowRunner
-from verbatim.placement.foreign import ExternalRunner, Piece
-from verbatim.placement.hooked import CallbackRunner, Hooks
+from verbatim.placement.callbacks import CallbackRunner, Hooks
+from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.options import EngineOptions
 
 PAD, EOS = 0, 2
@@ -582,10 +582,10 @@ def test_an_engine_of_one_call_is_closed_with_it(model, monkeypatch):
     next(stream)
     assert closed == ["actor"]
     stream.close()
-    assert closed == ["actor", "hooked"]
+    assert closed == ["actor", "callbacks"]
     with pytest.raises(InvalidRequest, match="outside 0 to 127"):
         greedy(actor, IDS + 125)
-    assert closed == ["actor", "hooked", "actor"]
+    assert closed == ["actor", "callbacks", "actor"]
 
 
 def test_a_stream_of_an_actor_lets_go_of_it_when_closed(model):
@@ -1175,7 +1175,7 @@ def test_rows_that_lose_their_blocks_under_hooks_are_computed_anew(gpt2):
         hooks = Hooks(prepare, update_model_kwargs_fn)
         mask = (IDS != PAD).long()
         runner = CallbackRunner(gpt2, hooks, IDS, mask, {}, PAD, block_size=4, num_blocks=blocks)
-        with LLM._over(runner, options, name="hooked", max_length=(None, "")) as llm:
+        with LLM._over(runner, options, name="callbacks", max_length=(None, "")) as llm:
             assert llm._generate_rows(ROWS, params) == expected
         assert begun[0] and any(begun[1:]) == ((blocks, tokens, seats) != (64, 64, 8))
 

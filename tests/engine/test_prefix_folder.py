@@ -105,14 +105,14 @@ def spoil(path: Path, how: str) -> None:
     path.write_bytes(spoilt[how])
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "longer", "flipped", "zeros", "foreign"])
+@pytest.mark.parametrize("how", ["truncated", "empty", "longer", "flipped", "zeros", "external"])
 def test_a_damaged_file_is_a_miss_and_is_written_again(
     how: str, open_: Callable[..., LLM], tmp_path: Path
 ) -> None:
     with open_() as llm:
         first, _ = result(llm)
     kept = files(tmp_path)  # the last block first
-    if how == "foreign":  # a whole file under another name
+    if how == "external":  # a whole file under another name
         kept[0].write_bytes(kept[1].read_bytes())
         kept[3].write_bytes(kept[1].read_bytes())
     else:

@@ -409,7 +409,7 @@ class Own(LlamaForCausalLM):
 """
 
 
-@pytest.mark.parametrize("code", [HOOKED, MASKED], ids=["hooked", "masked"])
+@pytest.mark.parametrize("code", [HOOKED, MASKED], ids=["callbacks", "masked"])
 def test_code_that_came_with_a_checkpoint_is_run(code: str, tmp_path: Path) -> None:
     folder = tmp_path / f"own_{'hook' if code is HOOKED else 'mask'}"
     make_toy("llama").save_pretrained(folder)

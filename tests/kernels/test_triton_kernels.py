@@ -182,9 +182,9 @@ def test_rope_turns_as_transformers_does_and_writes(dtype: str) -> None:
     ]
     slots = torch.tensor([5, 6, 19, 3, 0, 11, 12], device=DEVICE)
     out = rope.rope_and_write(q, k, v, cos, sin, *stores, slots)
-    assert bit_equal(out, rope.turned(q, cos, sin).contiguous())
+    assert bit_equal(out, rope.rotated(q, cos, sin).contiguous())
     wanted = [torch.full_like(store, torch.nan) for store in stores]
-    kv.write_kv(rope.turned(k, cos, sin), v, *wanted, slots)
+    kv.write_kv(rope.rotated(k, cos, sin), v, *wanted, slots)
     assert all(bit_equal(a, b) for a, b in zip(stores, wanted, strict=True))
 
 

@@ -29,7 +29,7 @@ from support.routing_cases import (
 )
 from verbatim.batch import Choices
 from verbatim.errors import ModelChanged, NotSupported
-from verbatim.model.decoder import FlatPass
+from verbatim.model.decoder import FlatContext
 from verbatim.model.routing import ChoiceStore, Routing
 from verbatim.placement.resident import Resident
 
@@ -171,11 +171,13 @@ def weights_of(runner: Resident, forced: Tensor | None) -> tuple[Tensor, Tensor]
     layers = decoder.spec.routed
     assert layers is not None
     seen: list[Tensor] = []
-    walk = FlatPass(decoder.spec.slots, work, runner.store, Routing(layers, LENGTHS[0], forced))
+    context = FlatContext(
+        decoder.spec.slots, work, runner.store, Routing(layers, LENGTHS[0], forced)
+    )
     with before_experts(decoder.module, lambda n, block, args: seen.append(args[2])):
-        decoder._forward(decoder.module, [walk])
-    assert walk.routing is not None
-    return walk.routing.record()[:, 0].long(), seen[0].double()
+        decoder._forward(decoder.module, [context])
+    assert context.routing is not None
+    return context.routing.record()[:, 0].long(), seen[0].double()
 
 
 @pytest.mark.parametrize("case", [case for case in ROUTED if case != "phimoe"])

@@ -24,7 +24,7 @@ from verbatim.batch import AttentionBatch
 from verbatim.kernels.options import AttentionOptions
 from verbatim.kv.quantized import PACKINGS, KVDtype
 from verbatim.kv.store import KVStore, LayerShape, make_store
-from verbatim.placement.offload.kv import TieredKVStore, deal
+from verbatim.placement.offload.kv import TieredKVStore, assign_tiers
 from verbatim.placement.offload.kv_disk import PrefetchSchedule
 from verbatim.placement.offload.prefetch import Job, Prefetcher
 from verbatim.placement.offload.schedule import HiddenStates, Part
@@ -315,11 +315,11 @@ def test_whole_pages_go_past_the_page_cache(
 
 
 def test_layers_are_dealt_out_evenly() -> None:
-    tiers = deal([10] * 20, (30, 40, 30))
+    tiers = assign_tiers([10] * 20, (30, 40, 30))
     assert [tiers.count(t) for t in ("gpu", "cpu", "disk")] == [6, 8, 6]
     for first in range(0, 20, 10):
         assert set(tiers[first : first + 10]) == {"gpu", "cpu", "disk"}
-    assert deal([3, 5, 7], (0, 0, 100)) == ["disk"] * 3
+    assert assign_tiers([3, 5, 7], (0, 0, 100)) == ["disk"] * 3
 
 
 def test_a_store_needs_its_room_at_once(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class KVStore:
         """Write the rows `k` `[T, Hkv, Dk]` and `v` `[T, Hkv, Dv]` at `slots` `[T]` (`Batch.slots`)."""
         write_kv(k, v, *self.layers[layer], slots)
 
-    def write_turned(
+    def write_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor
     ) -> Tensor:
         """Apply rotary embeddings `[T, R]` to `q` and `k`, `write` `k` and `v`, and return `q`; on a GPU."""

@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 Update = Callable[[Tensor, StateRows], Tensor]
 
 
-class Pass(Protocol):
+class ForwardContext(Protocol):
     """The context of one forward.
 
     Attributes:
@@ -64,7 +64,7 @@ class Pass(Protocol):
         ...
 
 
-class RecurrentPass(Pass, Protocol):
+class RecurrentContext(ForwardContext, Protocol):
     """The context of a forward of a model with recurrent layers."""
 
     def update_state(
@@ -81,16 +81,16 @@ class RecurrentPass(Pass, Protocol):
 _thread = threading.local()
 
 
-def active_pass() -> Pass | None:
+def active_context() -> ForwardContext | None:
     """Return the forward context of this thread; None outside of the engine's forwards."""
     return getattr(_thread, "active", None)
 
 
 @contextmanager
-def activate(walk: Pass) -> Iterator[None]:
-    """Make `walk` the forward context of this thread, within a `with` block."""
-    before = active_pass()
-    _thread.active = walk
+def activate(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the forward context of this thread, within a `with` block."""
+    before = active_context()
+    _thread.active = context
     try:
         yield
     finally:
@@ -105,15 +105,15 @@ def attend(
     options: AttentionOptions | IndexOptions,
 ) -> Tensor:
     """Attend in the active context: `[T, H, Dk]`, `[T, Hkv, Dk]`, `[T, Hkv, Dv]` to `[T, H, Dv]`."""
-    walk = active_pass()
-    if walk is None:
+    context = active_context()
+    if context is None:
         raise RuntimeError("a module is set to Verbatim's attention outside of Verbatim's forward")
-    return walk.attend(module, q, k, v, options)
+    return context.attend(module, q, k, v, options)
 
 
 def route(experts: nn.Module, index: Tensor) -> None:
     """Record in the active context that tokens use the experts `index` `[T, k]`."""
-    note = getattr(active_pass(), "route", None)  # a context without routing has none
+    note = getattr(active_context(), "route", None)  # a context without routing has none
     if note is not None:
         note(experts, index)
 

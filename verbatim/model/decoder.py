@@ -19,7 +19,7 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.kv.hidden import HiddenStore
 from verbatim.kv.states import StateRows, StateShape, open_states
 from verbatim.kv.store import KVStore
-from verbatim.model.context import IMPLEMENTATION, Pass, Update, activate, flat_attention
+from verbatim.model.context import IMPLEMENTATION, ForwardContext, Update, activate, flat_attention
 from verbatim.model.direct import direct_rows
 from verbatim.model.experts import flat_experts, how_run
 from verbatim.model.fused import FusedLayers
@@ -48,7 +48,9 @@ class Order(Protocol):
         """Cut `batch` into micro-batches, in row order."""
         ...
 
-    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    def run(
+        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
+    ) -> list[Tensor]:
         """Run `forwards`, each with its context active; return their results."""
         ...
 
@@ -59,10 +61,12 @@ class InOnePiece:
     def cut(self, batch: Batch) -> list[Batch]:
         return [batch]
 
-    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    def run(
+        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
+    ) -> list[Tensor]:
         outputs = []
-        for walk, forward in zip(walks, forwards, strict=True):
-            with activate(walk):
+        for context, forward in zip(contexts, forwards, strict=True):
+            with activate(context):
                 outputs.append(forward())
         return outputs
 
@@ -161,7 +165,7 @@ class Decoder:
             NotSupported, InvalidRequest: it does not fit the model.
         """
         with exclusive:
-            self.look_again()
+            self.refresh()
             if self.adapters is None:
                 self.adapters = Adapters(self.spec.dtype)
                 self._attach(self.adapters, self.held)
@@ -172,7 +176,7 @@ class Decoder:
         if self.adapters is not None:
             self.adapters.unload(number)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Inspect the module again if it was edited since the last forward.
 
         Raises:
@@ -259,7 +263,7 @@ class Decoder:
         """
         with exclusive:
             if self._watched:
-                self.look_again()
+                self.refresh()
             layers = self.spec.routed
             if batch.forced_experts is not None and self.spec.replay_reason is not None:
                 raise NotSupported(f"its routing can't be replayed: {self.spec.replay_reason}")
@@ -275,8 +279,8 @@ class Decoder:
             store.copy_blocks(batch.block_copies)
             batches = self._order.cut(batch)
             with store.stores_for(batches) as stores:
-                walks = [
-                    FlatPass(
+                contexts = [
+                    FlatContext(
                         self.spec.slots,
                         part,
                         own,
@@ -285,17 +289,17 @@ class Decoder:
                     )
                     for part, own in zip(batches, stores, strict=True)
                 ]
-                output = self._forward(self.held, walks, body=body, hooks=hooks)
+                output = self._forward(self.held, contexts, body=body, hooks=hooks)
             if routing is not None:
-                for walk in walks:
-                    assert walk.routing is not None
-                    routing.write(walk.rows, walk.routing.record())
+                for context in contexts:
+                    assert context.routing is not None
+                    routing.write(context.rows, context.routing.record())
             return output
 
     def steps_can_be_recorded(self) -> bool:
         """Return whether every forward runs the same operations, without hooks."""
         with exclusive:
-            self.look_again()
+            self.refresh()
             plain = self.spec.routed is None and not self.spec.has_indexers
             return plain and not self._tree.has_hooks()
 
@@ -305,8 +309,8 @@ class Decoder:
         For graph capture; requires `steps_can_be_recorded`.
         """
         with exclusive:
-            walk = FlatPass(self.spec.slots, batch, store, rows=rows)
-            return self._forward(self.module, [walk], hooks=False).logits
+            context = FlatContext(self.spec.slots, batch, store, rows=rows)
+            return self._forward(self.module, [context], hooks=False).logits
 
     def check_replay(self, name: str = "routing") -> None:
         """Check that this model's experts, or the keys of its indexers ("indices"), can be forced.
@@ -315,7 +319,7 @@ class Decoder:
             NotSupported: they can't; the message has the reason.
         """
         with exclusive:
-            self.look_again()
+            self.refresh()
             spec = self.spec
             reason = spec.replay_reason if name == "routing" else spec.indexed.reason
             if reason is not None:
@@ -328,14 +332,14 @@ class Decoder:
             NotSupported: it can't; the message has the reason.
         """
         with exclusive:
-            self.look_again()
+            self.refresh()
             device, bodies = next(self.held.parameters()).device, []
             try:
                 for self._head_reads_body in (False, True):
-                    walk = FlatPass(self.spec.slots, self._trial_batch(), self._trial_store())
+                    context = FlatContext(self.spec.slots, self._trial_batch(), self._trial_store())
                     body = HiddenStore(hidden_size, 2, _TRIAL_TOKENS, self.spec.dtype, device)
-                    self._forward(self.held, [walk], body=body, hooks=False)
-                    bodies.append(body.read(walk.rows))
+                    self._forward(self.held, [context], body=body, hooks=False)
+                    bodies.append(body.read(context.rows))
                 self._head_reads_body = torch.equal(*bodies)
             except Exception as error:  # a body of any architecture
                 raise NotSupported(
@@ -369,15 +373,15 @@ class Decoder:
     def _forward(
         self,
         module: nn.Module,
-        walks: list[FlatPass],
+        contexts: list[FlatContext],
         *,
         body: HiddenStore | None = None,
         hooks: bool = True,
     ) -> Output:
         """Run the forwards of all micro-batches; join their outputs."""
-        spec, wants_hidden = self.spec, walks[0].batch.wants_hidden
+        spec, wants_hidden = self.spec, contexts[0].batch.wants_hidden
         forwards_of_layers, adapters = self._forwards, self.adapters
-        groups = [group for walk in walks for group in walk.adapted]
+        groups = [group for context in contexts for group in context.adapted]
         fused = not groups
         if groups:
             if adapters is None:
@@ -386,46 +390,46 @@ class Decoder:
             fused = self._layers is not None and adapters.serves(groups, whole=False)
             if fused and self._layers is not None:
                 forwards_of_layers += self._layers.forwards
-                for walk in walks:
-                    if walk.direct is not None and walk.adapted:
-                        walk.direct.adapt(adapters.structs(walk.adapted))
+                for context in contexts:
+                    if context.direct is not None and context.adapted:
+                        context.direct.adapt(adapters.structs(context.adapted))
         if self._layers is not None:
             watched = self._watched
             hooked = hooks and (self._tree.has_hooks() if watched else hooked_everywhere())
             # A hook may keep references to modules, and edit them later.
             self._watched |= hooked
             self._layers.look(hooks=hooked, watched=watched)
-            walk = walks[0]
-            serves = body is None or (self._head_reads_body and _needs_all_logits(walk.batch))
+            context = contexts[0]
+            serves = body is None or (self._head_reads_body and _needs_all_logits(context.batch))
             if groups and (adapters is None or not adapters.serves(groups, whole=True)):
                 serves = False
             whole = self._layers.whole_now() if serves and self._in_one_piece else None
             if whole is not None:
                 with plain_numbers():
-                    found = whole.run(walk, watched=watched)
+                    found = whole.run(context, watched=watched)
                 if found is not None:
                     if body is not None:
-                        body.write(walk.rows, found.hidden)
+                        body.write(context.rows, found.hidden)
                     return Output(found.logits, found.hidden if wants_hidden else None)
         with (
             patched(self._tree, forwards_of_layers, self._configs, hooks=hooks),
             _mode(self._tree, spec, self._batch_invariant),
-            head_inputs(head_of(inner_model(module)) if wants_hidden else None, walks) as seen,
-            body_outputs(None if body is None else self._body_of(module), walks) as made,
+            head_inputs(head_of(inner_model(module)) if wants_hidden else None, contexts) as seen,
+            body_outputs(None if body is None else self._body_of(module), contexts) as made,
         ):
-            forwards = [partial(_logits, module, spec, walk.batch) for walk in walks]
-            logits = self._order.run(walks, forwards)
+            forwards = [partial(_logits, module, spec, context.batch) for context in contexts]
+            logits = self._order.run(contexts, forwards)
             if adapters is not None:
-                for walk in walks:
-                    adapters.check(walk.adapted, walk.changed, fused=fused)
+                for context in contexts:
+                    adapters.check(context.adapted, context.changed, fused=fused)
             hidden = [
-                hidden_rows(inputs, walk.batch.logit_rows)
-                for inputs, walk in zip(seen, walks, strict=True)
+                hidden_rows(inputs, context.batch.logit_rows)
+                for inputs, context in zip(seen, contexts, strict=True)
                 if wants_hidden
             ]
             if body is not None:
-                for walk, (last,) in zip(walks, made, strict=True):
-                    body.write(walk.rows, last.flatten(0, -2))
+                for context, (last,) in zip(contexts, made, strict=True):
+                    body.write(context.rows, last.flatten(0, -2))
         return Output(_joined(logits), _joined(hidden) if hidden else None)
 
 
@@ -461,7 +465,7 @@ def _routing(layers: RoutedLayers, batch: Batch, device: torch.device) -> Routin
     return Routing(layers, batch.num_tokens, batch.forced_experts, device)
 
 
-class FlatPass:
+class FlatContext:
     """Attention for one batch: write K and V at the batch's slots, then attend through the blocks.
 
     Args:
@@ -557,7 +561,7 @@ class FlatPass:
         self._num_indexed = own.stop
         return chosen
 
-    def attend_turned(
+    def attend_rotated(
         self,
         module: nn.Module,
         q: Tensor,
@@ -572,7 +576,7 @@ class FlatPass:
         if cos is None or sin is None:
             self._store.write(layer, k, v, self.rows)
         else:
-            q = self._store.write_turned(layer, q, k, v, cos, sin, self.rows)
+            q = self._store.write_rotated(layer, q, k, v, cos, sin, self.rows)
         return self._attend(layer, q, options)
 
     def _attend(self, layer: int, q: Tensor, options: AttentionOptions | IndexOptions) -> Tensor:

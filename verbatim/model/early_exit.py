@@ -77,7 +77,7 @@ class EarlyExitLayers(DraftLayers):
         Raises:
             ModelChanged: as the whole model's; other edits of a live module are followed.
         """
-        self._whole.look_again()
+        self._whole.refresh()
         if self._whole.spec is not self._spec:  # the module was edited
             self._cut()
         return self._short.run(batch, store, hooks=False).logits

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verbatim.errors import first_line
 from verbatim.kernels.options import AttentionOptions
-from verbatim.model.context import activate, active_pass
+from verbatim.model.context import activate, active_context
 from verbatim.model.layer_parts import LayerParts
 from verbatim.model.layer_trial import Watch
 from verbatim.model.norms import Norm
@@ -63,9 +63,9 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         return rms_norm(x, weight, norm.module.__dict__[eps], kind, residual=residual)
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        walk = active_pass()
+        context = active_context()
         hooked = any(values[name] for values in fields for name in _HOOKS)
-        if walk is None or args or hooked or now() != before:
+        if context is None or args or hooked or now() != before:
             return plain(layer, hidden_states, *args, **kwargs)
         x, _ = normed(role("before_attention"), hidden_states)
         made = [module(x) for module in parts.inputs]
@@ -79,13 +79,13 @@ def forward_of(parts: LayerParts, options: AttentionOptions, turns: bool) -> Cal
         cos = sin = None
         if turns:
             cos, sin = (angles.flatten(0, -2) for angles in kwargs["position_embeddings"])
-        attend_turned = getattr(walk, "attend_turned", None)
-        if attend_turned is not None:
-            attended = attend_turned(attention, q, k, v, cos, sin, options)
+        attend_rotated = getattr(context, "attend_rotated", None)
+        if attend_rotated is not None:
+            attended = attend_rotated(attention, q, k, v, cos, sin, options)
         else:  # a look or a trial
             if cos is not None and sin is not None:
-                q, k = rope.turned(q, cos, sin), rope.turned(k, cos, sin)
-            attended = walk.attend(attention, q, k, v, options)
+                q, k = rope.rotated(q, cos, sin), rope.rotated(k, cos, sin)
+            attended = context.attend(attention, q, k, v, options)
         out = parts.output(attended.reshape(*hidden_states.shape[:-1], -1))
         if role("after_attention") is not None:
             out, _ = normed(role("after_attention"), out)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from verbatim.errors import NotSupported
-from verbatim.model.context import Pass, active_pass
+from verbatim.model.context import ForwardContext, active_context
 
 
 def head_of(inner: Any) -> nn.Module | None:
@@ -26,19 +26,21 @@ def head_of(inner: Any) -> nn.Module | None:
 
 
 @contextmanager
-def head_inputs(head: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Any]]]:
+def head_inputs(
+    head: nn.Module | None, contexts: Sequence[ForwardContext]
+) -> Iterator[list[list[Any]]]:
     """Record the inputs of `head` in each of these forward contexts, by a temporary hook.
 
     As the last hook, it sees the result of the owner's hooks and wrappers.
     """
-    seen: list[list[Any]] = [[] for _ in walks]
+    seen: list[list[Any]] = [[] for _ in contexts]
     if head is None:
         yield seen
         return
-    by_walk = {id(walk): found for walk, found in zip(walks, seen, strict=True)}
+    by_context = {id(context): found for context, found in zip(contexts, seen, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = by_walk.get(id(active_pass()))
+        found = by_context.get(id(active_context()))
         if found is not None:
             found.append(args[0] if args else next(iter(kwargs.values()), None))
 
@@ -50,19 +52,21 @@ def head_inputs(head: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[
 
 
 @contextmanager
-def body_outputs(body: nn.Module | None, walks: Sequence[Pass]) -> Iterator[list[list[Tensor]]]:
+def body_outputs(
+    body: nn.Module | None, contexts: Sequence[ForwardContext]
+) -> Iterator[list[list[Tensor]]]:
     """Record the last hidden states of `body` (the model's `get_decoder()`) in each forward context.
 
     It is a temporary hook, as in `head_inputs`, and sees all rows. None records nothing.
     """
-    made: list[list[Tensor]] = [[] for _ in walks]
+    made: list[list[Tensor]] = [[] for _ in contexts]
     if body is None:
         yield made
         return
-    by_walk = {id(walk): found for walk, found in zip(walks, made, strict=True)}
+    by_context = {id(context): found for context, found in zip(contexts, made, strict=True)}
 
     def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = by_walk.get(id(active_pass()))
+        found = by_context.get(id(active_context()))
         if found is not None:
             found.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.kernels.options import AttentionOptions
-from verbatim.model.context import active_pass
+from verbatim.model.context import active_context
 from verbatim.model.layer_parts import LayerParts, Rotation, Shape
 from verbatim.model.mixers import MIXER_STRUCTS
 from verbatim.model.mixture import MixtureStruct
@@ -270,9 +270,9 @@ class FusedLayer:
         finish = None if mlp is None else _finish(after_mlp, parts.residual_scale)
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            walk = active_pass()
+            context = active_context()
             if (
-                walk is None
+                context is None
                 or args
                 or kwargs.keys() != arguments
                 or hidden_states.dtype is not dtype
@@ -281,10 +281,10 @@ class FusedLayer:
                 return plain(hidden_states, *args, **kwargs)
             x = hidden_states if hidden_states.is_contiguous() else hidden_states.contiguous()
             rows, threads = x.numel() // hidden_size, get_num_threads()
-            direct = getattr(walk, "direct", None)
+            direct = getattr(context, "direct", None)
             if direct is not None and (direct.dtype is not dtype or direct.count != rows):
                 direct = None
-            if direct is None and (num_states or getattr(walk, "adapted", None)):
+            if direct is None and (num_states or getattr(context, "adapted", None)):
                 return plain(hidden_states, **kwargs)
             cos_at = sin_at = None
             angles = wide = 0
@@ -301,17 +301,17 @@ class FusedLayer:
             if finish is not None:
                 normed = empty_like(x)
                 normed_at = normed.data_ptr()
-            routing = None if experts is None else getattr(walk, "routing", None)
+            routing = None if experts is None else getattr(context, "routing", None)
             record: tuple[Any, ...] = (None, None, 0)
             if routing is not None:
                 assert rows == len(routing.chosen)
                 record = routing.addresses(experts)
             if direct is not None:
                 if num_states:
-                    first = walk.next_states(num_states)  # type: ignore[attr-defined]
+                    first = context.next_states(num_states)  # type: ignore[attr-defined]
                     k_at, v_at = direct.states(first, num_states)
                 else:
-                    k_at, v_at = direct.stores(walk.layer_of(attention))  # type: ignore[attr-defined]
+                    k_at, v_at = direct.stores(context.layer_of(attention))  # type: ignore[attr-defined]
                 whole(
                     address,
                     direct.address,
@@ -333,7 +333,7 @@ class FusedLayer:
                 before(address, x_at, rows, cos_at, sin_at, angles, wide, qkv_at, threads)
                 q, k, v, *_ = qkv.split(widths, dim=1)
                 own = options if with_sinks is None else add_sinks(options, with_sinks)
-                attended = walk.attend(
+                attended = context.attend(
                     attention,
                     q.unflatten(1, (heads, head_dim)),
                     k.unflatten(1, (kv_heads, head_dim)),

@@ -25,7 +25,7 @@ from verbatim import kernels
 from verbatim.batch import Adapter, Batch
 from verbatim.errors import InvalidRequest, NotSupported
 from verbatim.model import products
-from verbatim.model.context import active_pass
+from verbatim.model.context import active_context
 from verbatim.model.layer import FusedLayer
 from verbatim.model.packed import PackedConv1D, PackedLinear
 from verbatim.model.shard import Columns
@@ -197,26 +197,26 @@ class Adapters:
 
         def forward(x: Tensor) -> Tensor:
             out: Tensor = plain(x)
-            walk: Any = active_pass()
-            if getattr(walk, "adapted", None):
-                walk.changed.add(name)
-                out = self._add(name, walk, x, out)
+            context: Any = active_context()
+            if getattr(context, "adapted", None):
+                context.changed.add(name)
+                out = self._add(name, context, x, out)
             return out
 
         return forward
 
     @kernels.without_overrides
-    def _add(self, name: str, walk: Any, x: Tensor, out: Tensor) -> Tensor:
+    def _add(self, name: str, context: Any, x: Tensor, out: Tensor) -> Tensor:
         """Add to `out`, in place where it is contiguous, what the adapters of its rows have for a layer."""
         depth, cols = x.shape[-1], out.shape[-1]
         rows = x.reshape(-1, depth)
-        if rows.shape[0] != walk.batch.num_tokens:
+        if rows.shape[0] != context.batch.num_tokens:
             raise NotSupported(f"adapters: {name} is not called with one row for each token")
         if not out.is_contiguous():
             out = out.contiguous()
         found = [
             (group, matrices)
-            for group in walk.adapted
+            for group in context.adapted
             if (matrices := self._of(group).matrices.get(name)) is not None
         ]
         function = _function(kernels.library(), out.dtype) if out.is_cpu else None

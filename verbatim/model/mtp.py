@@ -24,11 +24,11 @@ from verbatim.kv.quantized import KVDtype
 from verbatim.kv.store import KVStore, LayerShape, bytes_per_token, make_store
 from verbatim.model.angles import rotary
 from verbatim.model.context import activate
-from verbatim.model.decoder import Decoder, FlatPass
+from verbatim.model.decoder import Decoder, FlatContext
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.model.invariant import InvariantMode, Recorder
 from verbatim.model.patching import configs_of, exclusive, patched, replaced_forwards
-from verbatim.model.spec import Look
+from verbatim.model.spec import InspectionContext
 from verbatim.model.tree import Tree
 from verbatim.model.weights import weight_info
 
@@ -63,7 +63,7 @@ class MtpLayers(DraftLayers):
         decoder.check_body(self._hidden_size)
         with exclusive:
             self._prepare()
-            self._shapes, self._slots, self._safety_net = self._look(decoder.spec.vocab_size)
+            self._shapes, self._slots, self._override = self._look(decoder.spec.vocab_size)
         self._store: KVStore | None = None
         self._inputs: list[HiddenStore] = []
 
@@ -124,13 +124,13 @@ class MtpLayers(DraftLayers):
         """
         assert self._store is not None
         inputs = self._inputs[k]
-        walk = FlatPass(self._slots, batch, self._store)
-        with activate(walk), InvariantMode() if self._safety_net else nullcontext():
-            out = self._through(k, batch.token_ids, inputs.read(walk.rows), batch.positions)
+        context = FlatContext(self._slots, batch, self._store)
+        with activate(context), InvariantMode() if self._override else nullcontext():
+            out = self._through(k, batch.token_ids, inputs.read(context.rows), batch.positions)
             last = out[batch.logit_rows]
             logits = self._logits(last)
         if k + 1 < self.count:
-            self._inputs[k + 1].write(walk.rows, out)
+            self._inputs[k + 1].write(context.rows, out)
         elif len(last):
             behind = replace(batch, positions=batch.positions + 1)
             inputs.write(behind.slots(inputs.block_size)[batch.logit_rows], last)
@@ -165,7 +165,7 @@ class MtpLayers(DraftLayers):
         """A forward of a few tokens through all layers: what each call of attention stores, and whether
         functions are called that are not row-invariant.
         """
-        look, recorder = Look(), Recorder()
+        look, recorder = InspectionContext(), Recorder()
         slots = torch.arange(_LOOK_TOKENS, device=self._device)
         hidden = torch.ones(_LOOK_TOKENS, self._hidden_size, dtype=self._dtype, device=self._device)
         try:

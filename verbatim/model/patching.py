@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from verbatim.model.adapters import adapter_for
-from verbatim.model.context import IMPLEMENTATION, active_pass
+from verbatim.model.context import IMPLEMENTATION, active_context
 from verbatim.model.invariant import forward_for, gate_forward, is_gate
 from verbatim.model.tree import Tree
 
@@ -82,7 +82,7 @@ def replaced_forwards(module: nn.Module, *, batch_invariant: bool = True) -> For
 
 def _aside(ours: Callable[..., Any], original: Any, layer: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if active_pass() is None:
+        if active_context() is None:
             return original(layer, *args, **kwargs)
         return ours(*args, **kwargs)
 

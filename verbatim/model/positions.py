@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbatim.model.context import active_pass
+from verbatim.model.context import active_context
 
 _BY_PADDING = "create_position_ids_from_input_ids"  # of RoBERTa's kind
 # Arguments of a position embedding of BART's kind; `cache_length` since transformers 5.24.
@@ -92,7 +92,7 @@ def _replace(cls: type, name: str, ours: Callable[..., Tensor]) -> None:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        positions = getattr(active_pass(), "positions", None)
+        positions = getattr(active_context(), "positions", None)
         if positions is None:
             return original(*args, **kwargs)
         device = next((a.device for a in args if isinstance(a, Tensor)), positions.device)

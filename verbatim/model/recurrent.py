@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verbatim.model.context import active_pass
+from verbatim.model.context import active_context
 from verbatim.model.recurrent_layers import FORWARDS, STATE_BYTES
 from verbatim.model.recurrent_ops import FUNCTIONS
 
@@ -42,7 +42,7 @@ def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 def _dispatch(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if active_pass() is None:
+        if active_context() is None:
             return original(*args, **kwargs)
         return ours(*args, **kwargs)
 

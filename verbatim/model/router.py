@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from verbatim import kernels
 from verbatim.model import products
-from verbatim.model.context import active_pass
+from verbatim.model.context import active_context
 from verbatim.model.places import Place
 from verbatim.model.products import Matrix
 
@@ -214,7 +214,7 @@ def _scores(logits: Tensor, score: int) -> Tensor:
 
 def forced_experts() -> Tensor | None:
     """Return the forced experts of the running router's layer, `[T, k]`, or None."""
-    note: Any = getattr(active_pass(), "forced_experts", None)  # a pass without routing has none
+    note: Any = getattr(active_context(), "forced_experts", None)  # a pass without routing has none
     return None if note is None else note()
 
 

@@ -95,7 +95,7 @@ class ModelSpec:
             raise NotSupported(f"{what}: not supported for models with recurrent layers")
 
 
-class Look:
+class InspectionContext:
     """A pass that notes every attention call and lets values flow through in their place."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ _POSITIONS = [[0, 1, 2, 3], [1, 2, 3, 4]]
 
 
 def inspect_model(module: nn.Module) -> ModelSpec:
-    """Look at `module` once.
+    """InspectionContext at `module` once.
 
     Raises:
         UnsupportedModel: the reason why it can't be run on flat batches.
@@ -211,11 +211,11 @@ def inspect_model(module: nn.Module) -> ModelSpec:
 
 
 def _look_through(module: nn.Module, inner: Any, *, positions: bool | None = None) -> ModelSpec:
-    """Look once; `positions` None: hand over `position_ids` if the forward names them."""
+    """InspectionContext once; `positions` None: hand over `position_ids` if the forward names them."""
     signature = inspect.signature(inner.forward).parameters
     named = takes_positions(inner)
     positions = named if positions is None else positions
-    look, recorder = Look(), Recorder()
+    look, recorder = InspectionContext(), Recorder()
     with recorder:
         logits, seen = inspect_forward(module, inner, look, positions=positions)
     ids = torch.tensor(_IDS)
@@ -273,7 +273,7 @@ def _dtype_of(inner: nn.Module) -> torch.dtype:
 
 
 def inspect_forward(
-    module: nn.Module, inner: Any, look: Look, *, positions: bool
+    module: nn.Module, inner: Any, look: InspectionContext, *, positions: bool
 ) -> tuple[Tensor, list[Any]]:
     """The forward of a look: a few tokens without a cache, with masks that tell what they mean.
 

@@ -30,7 +30,7 @@ _LENGTHS = (9, 6)
 _CUT = (4, 1)
 
 
-class _TrialPass:
+class _TrialContext:
     """Attention of the plainest kind, over keys and values kept in lists."""
 
     def __init__(self, device: torch.device) -> None:
@@ -155,36 +155,36 @@ def try_out(
     if not math.isfinite(scale):  # a matter of weights
         return
 
-    def flat(walk: _TrialPass, pieces: list[Tensor], starts: list[int]) -> list[Tensor]:
+    def flat(context: _TrialContext, pieces: list[Tensor], starts: list[int]) -> list[Tensor]:
         """Logits of each piece, in one flat forward."""
-        walk.start([len(piece) for piece in pieces])
+        context.start([len(piece) for piece in pieces])
         inputs: dict[str, Any] = {"input_ids": torch.cat(pieces)[None]}
         ranges = [
             torch.arange(start, start + len(piece), device=device)
             for start, piece in zip(starts, pieces, strict=True)
         ]
-        walk.positions = torch.cat(ranges)[None]
+        context.positions = torch.cat(ranges)[None]
         if positions:
-            inputs["position_ids"] = walk.positions
+            inputs["position_ids"] = context.positions
         with (
             patched(module, forwards, configs_of(module), hooks=False),
-            activate(walk),
+            activate(context),
             InvariantMode() if override else nullcontext(),
         ):
             logits: Tensor = module(**inputs, use_cache=False).logits[0]
-        return list(logits.split(walk.lengths))
+        return list(logits.split(context.lengths))
 
-    together = flat(_TrialPass(device), whole, [0] * len(whole))
+    together = flat(_TrialContext(device), whole, [0] * len(whole))
     for ids, beside in zip(whole, together, strict=True):
-        if not torch.equal(flat(_TrialPass(device), [ids], [0])[0], beside):
+        if not torch.equal(flat(_TrialContext(device), [ids], [0])[0], beside):
             raise UnsupportedModel("in a trial its logits changed with the rows beside them")
     for cuts in ((_LENGTHS,), (_CUT, _LENGTHS)):
-        walk = _TrialPass(device)
+        context = _TrialContext(device)
         starts = [0] * len(whole)
         for stops in cuts:
             spans = list(zip(starts, stops, strict=True))
             pieces = [ids[start:stop] for ids, (start, stop) in zip(whole, spans, strict=True)]
-            logits = flat(walk, pieces, starts)
+            logits = flat(context, pieces, starts)
             for s, (start, stop) in enumerate(spans):
                 error = _error(logits[s], plain[s][start:stop])
                 if not error <= scale * (1e-3 if logits[s].dtype == torch.float32 else 1e-1):

@@ -219,13 +219,13 @@ class WholeModel:
         if self._angles is not None:
             self._angles.forget()
 
-    def run(self, walk: Rows, *, watched: bool) -> Made | None:
-        """The forward of `walk`'s rows; None where they are many, or their K, V or dtypes not the kernels'.
+    def run(self, context: Rows, *, watched: bool) -> Made | None:
+        """Run the rows of `context`; None where they are many, or K, V or dtypes are not the kernels'.
 
         Args:
             watched: the caller has the model, so nothing is kept that may have changed.
         """
-        direct, batch = walk.direct, walk.batch
+        direct, batch = context.direct, context.batch
         if direct is None or direct.dtype is not self.dtype or direct.count > self._most_rows:
             return None
         hidden = self._embed(batch.token_ids[None])  # in memory of its own: the kernel writes to it
@@ -255,7 +255,7 @@ class WholeModel:
             0 if cos is None else cos.shape[-1],
             cos is not None and cos.dtype is torch.float32,
             angle_rows,
-            *((None, None) if walk.routing is None else walk.routing.all_addresses()),
+            *((None, None) if context.routing is None else context.routing.all_addresses()),
             batch.logit_rows.data_ptr(),
             count,
             seen.data_ptr(),

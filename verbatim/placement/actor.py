@@ -2,7 +2,7 @@
 
 Only the forward of such a model is known, so every step calls it with each whole row, one by one: there is
 no padding, no mask and no cache to get wrong, and a row's logits do not depend on other rows. A step costs
-as much as a prefill; hooks (`hooked.py`) use the model's own cache.
+as much as a prefill; hooks (`callbacks.py`) use the model's own cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from verbatim.errors import InvalidRequest, NotSupported, UnsupportedModel
 from verbatim.model.limits import max_length_of
 from verbatim.model.patching import exclusive
-from verbatim.placement.foreign import ExternalRunner, Piece
+from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before

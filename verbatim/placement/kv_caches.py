@@ -20,7 +20,7 @@ from verbatim.model.patching import exclusive, threads
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.tree import Tree
 from verbatim.options import dtype_name
-from verbatim.placement.foreign import ExternalRunner, Piece, on_cpu
+from verbatim.placement.external import ExternalRunner, Piece, on_cpu
 from verbatim.placement.kv_protocol import (
     CacheShape,
     call_together,
@@ -73,7 +73,7 @@ class KVCachesRunner(ExternalRunner):
         self._shape = shape
         self._tree = Tree(module)
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Inspect the module again if it was edited.
 
         Raises:
@@ -95,7 +95,7 @@ class KVCachesRunner(ExternalRunner):
         self.store.copy_blocks(copies)
 
     def run(self, pieces: list[Piece]) -> list[Tensor]:
-        self.look_again()
+        self.refresh()
         with taken(self.module, hooks=True):
             if self.rowwise_reason is None:
                 try:

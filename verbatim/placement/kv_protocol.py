@@ -16,7 +16,7 @@ from verbatim.kv.store import KVStore, LayerShape
 from verbatim.model.patching import patched, threads
 from verbatim.model.rowwise import NotRowwise, Rowwise
 from verbatim.model.steps import Step, Steps, Unseen
-from verbatim.placement.foreign import Piece
+from verbatim.placement.external import Piece
 
 _FIELDS = ("n_layers", "n_kv_heads", "head_dim", "max_seq_len")
 

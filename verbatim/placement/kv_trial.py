@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from verbatim.errors import UnsupportedModel
 from verbatim.model.rowwise import NotRowwise
 from verbatim.model.steps import Step
-from verbatim.placement.foreign import Piece
+from verbatim.placement.external import Piece
 from verbatim.placement.kv_protocol import CacheShape, call, call_together, run_alone, taken
 
 _SHORT = 5

@@ -80,9 +80,9 @@ class Resident:
         """The module itself; EngineClosed when it was held weakly and is gone."""
         return self.decoder.module
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Follow a live module that was edited; ModelChanged where that can't be done."""
-        self.decoder.look_again()
+        self.decoder.refresh()
 
     def forward(self, batch: Batch) -> Forward:
         self.num_forwards += 1

@@ -24,8 +24,8 @@ from verbatim.errors import InvalidRequest, NotSupported, PromptTooLong, Unsuppo
 from verbatim.llm import LLM
 from verbatim.params import SamplingParams
 from verbatim.placement.actor import ForwardArguments, RowRunner, limit_of
-from verbatim.placement.foreign import ExternalRunner
-from verbatim.placement.hooked import CallbackRunner, Hooks
+from verbatim.placement.callbacks import CallbackRunner, Hooks
+from verbatim.placement.external import ExternalRunner
 from verbatim.placement.kv_caches import speaks_kv_caches
 from verbatim.placement.options import EngineOptions
 from verbatim.placement.wrapped import check_runnable, is_transformers, unwrap

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verbatim.errors import InvalidRequest
 from verbatim.placement.actor import field_of
-from verbatim.placement.hooked import positions_of
+from verbatim.placement.callbacks import positions_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList

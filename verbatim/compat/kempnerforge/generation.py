@@ -14,7 +14,7 @@ from verbatim.compat.batches import integer
 from verbatim.compat.kempnerforge.filters import filters
 from verbatim.errors import InvalidRequest, PromptTooLong
 from verbatim.llm import LLM
-from verbatim.placement.foreign import on_cpu
+from verbatim.placement.external import on_cpu
 from verbatim.tensors import engine_of
 
 

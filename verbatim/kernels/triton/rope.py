@@ -15,16 +15,16 @@ from verbatim.kernels.triton.numbers import DTYPES, EXACT, helper, rounded, wide
 
 
 @helper
-def _turned(x, pointer, at, held, cos, sin, WIDTH: tl.constexpr, TURNED: tl.constexpr):
-    """The heads whose values `x` stand at `pointer + at`; the first `TURNED` of `WIDTH` turn."""
-    half: tl.constexpr = TURNED // 2
+def _turned(x, pointer, at, held, cos, sin, WIDTH: tl.constexpr, ROTATED: tl.constexpr):
+    """The heads whose values `x` stand at `pointer + at`; the first `ROTATED` of `WIDTH` turn."""
+    half: tl.constexpr = ROTATED // 2
     place = at % WIDTH
     other = tl.where(place < half, at + half, at - half)
-    beside = tl.load(pointer + other, mask=held & (place < TURNED), other=0.0)
+    beside = tl.load(pointer + other, mask=held & (place < ROTATED), other=0.0)
     beside = tl.where(place < half, -widened(beside), widened(beside))
     left = rounded(widened(x) * widened(cos), x.dtype)
     right = rounded(beside * widened(sin), x.dtype)
-    return tl.where(place < TURNED, rounded(widened(left) + widened(right), x.dtype), x)
+    return tl.where(place < ROTATED, rounded(widened(left) + widened(right), x.dtype), x)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _rope_and_write(
     KV_HEADS: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -61,11 +61,11 @@ def _rope_and_write(
     at = tl.arange(0, K_BLOCK)
     held = at < KV_HEADS * KEY
     keys = tl.load(k + token * k_stride + at, mask=held, other=0.0)
-    if TURNED > 0:
-        angle = held & (at % KEY < TURNED)
+    if ROTATED > 0:
+        angle = held & (at % KEY < ROTATED)
         c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
         s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        keys = _turned(keys, k + token * k_stride, at, held, c, s, KEY, TURNED)
+        keys = _turned(keys, k + token * k_stride, at, held, c, s, KEY, ROTATED)
     place = ((block * KV_HEADS + at // KEY) * BLOCK_SIZE + offset) * KEY + at % KEY
     tl.store(k_store + place, rounded(widened(keys), STORE), mask=held)
 
@@ -75,14 +75,14 @@ def _rope_and_write(
     place = ((block * KV_HEADS + at // VALUE) * BLOCK_SIZE + offset) * VALUE + at % VALUE
     tl.store(v_store + place, rounded(widened(values), STORE), mask=held)
 
-    if TURNED > 0:
+    if ROTATED > 0:
         at = tl.arange(0, Q_BLOCK)
         held = at < HEADS * KEY
         queries = tl.load(q + token * q_stride + at, mask=held, other=0.0)
-        angle = held & (at % KEY < TURNED)
+        angle = held & (at % KEY < ROTATED)
         c = tl.load(cos + angles + at % KEY, mask=angle, other=1.0)
         s = tl.load(sin + angles + at % KEY, mask=angle, other=0.0)
-        queries = _turned(queries, q + token * q_stride, at, held, c, s, KEY, TURNED)
+        queries = _turned(queries, q + token * q_stride, at, held, c, s, KEY, ROTATED)
         tl.store(q_out + token * HEADS * KEY + at, queries, mask=held)
 
 
@@ -115,18 +115,18 @@ def rope_and_write(
         slots: `[T]` int64.
 
     Returns:
-        The turned `q`, or `q` itself where nothing turns.
+        The rotated `q`, or `q` itself where nothing turns.
     """
     num_tokens, kv_heads, key_size = k.shape
     value_size, heads = v.shape[2], q.shape[1]
     assert k_store.is_contiguous() and v_store.is_contiguous()
     q, k, v = _rows(q), _rows(k), _rows(v)
-    turned = 0
+    rotated = 0
     out = q
     if cos is not None and sin is not None:
         cos, sin = cos.contiguous(), sin.contiguous()
-        turned, out = cos.shape[1], q.new_empty(q.shape)
-        assert turned % 2 == 0 and cos.dtype is sin.dtype is q.dtype is k.dtype
+        rotated, out = cos.shape[1], q.new_empty(q.shape)
+        assert rotated % 2 == 0 and cos.dtype is sin.dtype is q.dtype is k.dtype
     if num_tokens:
         _rope_and_write[(num_tokens,)](
             out,
@@ -141,12 +141,12 @@ def rope_and_write(
             q.stride(0),
             k.stride(0),
             v.stride(0),
-            turned,
+            rotated,
             HEADS=heads,
             KV_HEADS=kv_heads,
             KEY=key_size,
             VALUE=value_size,
-            TURNED=turned,
+            ROTATED=rotated,
             BLOCK_SIZE=k_store.shape[2],
             Q_BLOCK=triton.next_power_of_2(heads * key_size),
             K_BLOCK=triton.next_power_of_2(kv_heads * key_size),
@@ -163,8 +163,8 @@ def write_kv(k: Tensor, v: Tensor, k_store: Tensor, v_store: Tensor, slots: Tens
     rope_and_write(k, k, v, None, None, k_store, v_store, slots)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The plain reference: `x` `[T, H, D]` turned by angles `[T, R]`."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The plain reference: `x` `[T, H, D]` rotated by angles `[T, R]`."""
     width = cos.shape[1]
     turning, rest = x[..., :width], x[..., width:]
     half = width // 2

@@ -23,7 +23,7 @@ from verbatim.kernels.options import AttentionOptions, IndexOptions
 from verbatim.model.hidden import head_of
 from verbatim.model.packed import placeholder
 from verbatim.model.patching import configs_of
-from verbatim.model.spec import Look, inner_model, inspect_forward, takes_positions
+from verbatim.model.spec import InspectionContext, inner_model, inspect_forward, takes_positions
 
 _WEIGHT = 1 / 64  # every weight outside of the layers
 _PLAIN = (Tensor, bool, int, float, str, tuple, torch.dtype, torch.device, type(None))
@@ -142,7 +142,7 @@ class Walk:
     logits: Tensor | None = None
 
 
-class _LookInside(Look):
+class _InspectInside(InspectionContext):
     """A forward context that allows attention only in the layer under trial."""
 
     inside = False
@@ -209,7 +209,7 @@ class Outline:
         self._lost: int | None = None
         for index, layer in enumerate(self._layers):
             layer.__dict__["forward"] = partial(self._enter, index, layer)
-        self._look = _LookInside()
+        self._look = _InspectInside()
         self._walk = Walk()
         self.plain = self._first_walk(inner)
         assert self.plain.logits is not None

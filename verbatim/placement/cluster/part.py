@@ -240,7 +240,7 @@ class Part:
         return forward
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass hidden states through, in place of a layer of an earlier part."""
+        """ForwardContext hidden states through, in place of a layer of an earlier part."""
         return self._split.returned.passing(hidden_of(args, kwargs))
 
     def _receive(self, *args: Any, **kwargs: Any) -> Any:

@@ -270,7 +270,7 @@ class Clustered:
     def _stages(self) -> list[StageHandle]:
         return self.group.members
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Do nothing: the stages have no other users."""
 
     def rebalance(self) -> list[tuple[int, int]]:

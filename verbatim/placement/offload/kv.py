@@ -33,7 +33,7 @@ _POISONED = 256  # blocks that are written at once
 TIERS = ("gpu", "cpu", "disk")
 
 
-def deal(sizes: Sequence[int], percents: Percents) -> list[str]:
+def assign_tiers(sizes: Sequence[int], percents: Percents) -> list[str]:
     """A tier for each of `sizes`, so that any stretch of them has about these percents of its bytes."""
     given, total, tiers = [0.0, 0.0, 0.0], 0.0, []
     for size in sizes:
@@ -95,7 +95,7 @@ class TieredKVStore(KVStore):
     ) -> None:
         packing = dtype if isinstance(dtype, Packing) else None
         super().__init__([], num_blocks, block_size, torch.float32, device)
-        self.tiers = deal([bytes_per_token([shape], dtype) for shape in layers], percents)
+        self.tiers = assign_tiers([bytes_per_token([shape], dtype) for shape in layers], percents)
         in_memory = [i for i, tier in enumerate(self.tiers) if tier != "disk"]
         self.memory = make_store(
             [layers[i] for i in in_memory], num_blocks, block_size, dtype, device

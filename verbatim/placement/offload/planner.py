@@ -13,7 +13,7 @@ from verbatim.options import available_memory
 from verbatim.placement.offload import memory
 from verbatim.placement.offload.choice import Offload, Percents
 from verbatim.placement.offload.cost import Prediction, predict
-from verbatim.placement.offload.kv import deal
+from verbatim.placement.offload.kv import assign_tiers
 from verbatim.placement.offload.machine import NOMINAL, Machine
 from verbatim.placement.offload.memory import Widths
 from verbatim.placement.offload.plan import Plan
@@ -395,7 +395,7 @@ def _assign(
     tiers = ["disk"] * len(shape.slots)
     first = list(dict.fromkeys((*shape.held, *pinned)))
     if given.weights is not None:
-        tiers = deal([slot.nbytes for slot in shape.slots], given.weights)
+        tiers = assign_tiers([slot.nbytes for slot in shape.slots], given.weights)
     kept = _spread(shape, pinned, weight_steps) if given.weights is None else []
     for i in (*first, *kept):
         tiers[i] = "gpu"
@@ -497,7 +497,7 @@ def _used(inputs: PlannerInputs, plan: Plan) -> list[int]:
 
 def _kv_in_memory(shape: ModelShape, kv: Percents, kv_bytes: int) -> list[int]:
     """Return the bytes of K and V in gpu and in cpu, in whole layers as in the store."""
-    tiers = deal([1] * shape.layers, kv)
+    tiers = assign_tiers([1] * shape.layers, kv)
     return [-(-kv_bytes * tiers.count(tier) // shape.layers) for tier in ("gpu", "cpu")]
 
 

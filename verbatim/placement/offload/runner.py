@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verbatim.batch import Batch, Draws, SamplePlan
 from verbatim.errors import TierFailed, VerbatimError
 from verbatim.heap import give_back_freed
-from verbatim.model.context import Pass
+from verbatim.model.context import ForwardContext
 from verbatim.model.decoder import Decoder
 from verbatim.model.draft_layers import DraftLayers
 from verbatim.placement.offload.choice import Offload
@@ -56,8 +56,10 @@ class Micro:
     def cut(self, batch: Batch) -> list[Batch]:
         return cut(batch, self._plan.batch_size, self._plan.micro_tokens)
 
-    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        return self._schedule.run(walks, forwards)
+    def run(
+        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Tensor]]
+    ) -> list[Tensor]:
+        return self._schedule.run(contexts, forwards)
 
 
 class Offloaded(Resident):

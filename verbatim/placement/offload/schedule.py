@@ -17,9 +17,9 @@ from weakref import ref
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor, UntypedStorage, nn
 
-from verbatim.model.context import Pass, activate
+from verbatim.model.context import ForwardContext, activate
 from verbatim.placement.offload.choice import Percents
-from verbatim.placement.offload.kv import deal
+from verbatim.placement.offload.kv import assign_tiers
 from verbatim.placement.offload.kv_disk import Traffic
 from verbatim.placement.offload.scratch import Scratch
 from verbatim.placement.offload.trace import Trace
@@ -37,12 +37,12 @@ class Part:
         output: what its forward returned.
     """
 
-    def __init__(self, number: int, walk: Pass, forward: Callable[[], Any]) -> None:
+    def __init__(self, number: int, context: ForwardContext, forward: Callable[[], Any]) -> None:
         self.number = number
         self.unit: Unit | None = None
         self.inputs: tuple[Any, ...] = ()
         self.output: Any = None
-        self._walk = walk
+        self._context = context
         self._forward = forward
         self._greenlet = _Walker(self._run)
         self._greenlet.part = self
@@ -50,7 +50,7 @@ class Part:
 
     def go(self) -> None:
         """Run the next unit, and stop before the one after it."""
-        with activate(self._walk):
+        with activate(self._context):
             self._greenlet.switch()
 
     def stop_before(self, unit: Unit, inputs: tuple[Any, ...]) -> None:
@@ -62,7 +62,7 @@ class Part:
     def end(self) -> None:
         """Unwind an unfinished forward, and drop its output."""
         if self._greenlet:
-            with activate(self._walk):
+            with activate(self._context):
                 self._greenlet.throw(GreenletExit)
         # The greenlet refers to this part: left to the garbage collector, logits of many steps would pile up.
         self._greenlet.part = None
@@ -151,7 +151,7 @@ class HiddenStates:
 
     def _tier(self, number: int) -> str:
         if number >= len(self._tiers):
-            self._tiers = deal([1] * (number + 1), self._percents)
+            self._tiers = assign_tiers([1] * (number + 1), self._percents)
         return self._tiers[number]
 
     def _room(self, number: int, nbytes: int) -> int:
@@ -207,9 +207,11 @@ class BlockSchedule:
         self.compute_s = 0.0
         self._trace = trace
 
-    def run(self, walks: Sequence[Pass], forwards: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(
+        self, contexts: Sequence[ForwardContext], forwards: Sequence[Callable[[], Any]]
+    ) -> list[Any]:
         """Return the outputs of `forwards`, each under its forward context."""
-        parts = [Part(i, *pair) for i, pair in enumerate(zip(walks, forwards, strict=True))]
+        parts = [Part(i, *pair) for i, pair in enumerate(zip(contexts, forwards, strict=True))]
         try:
             for part in parts:
                 self._go(part, None, parts)

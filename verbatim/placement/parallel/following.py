@@ -86,7 +86,7 @@ class Following:
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         raise self._refused("K and V")
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Do nothing: the module has no other users."""
 
     def info(self) -> dict[str, Any]:

@@ -180,14 +180,14 @@ class RankGroup:
 def _end(
     pid: int,
     folder: Path,
-    door: Listener,
+    listener: Listener,
     links: dict[int, Link],
     processes: dict[int, WorkerProcess],
     launchers: list[Launcher],
 ) -> None:
     if os.getpid() != pid:  # a forked child
         return
-    door.close()
+    listener.close()
     for link in links.values():
         try:
             link.send({"do": "close"})

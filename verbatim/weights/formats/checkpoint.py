@@ -156,7 +156,9 @@ def _laid_out(code: Tensor, heads: Tensor, packing: WeightPacking) -> Tensor:
     for piece in pieces(code):
         # A copy, as the transpose of one column counts as contiguous with its old strides.
         head = heads[:, at : at + piece.shape[1]].t().clone(memory_format=torch.contiguous_format)
-        rows_.append(torch.cat([head.view(torch.uint8), piece.movedim(0, -1).flatten(1)], 1).flatten())
+        rows_.append(
+            torch.cat([head.view(torch.uint8), piece.movedim(0, -1).flatten(1)], 1).flatten()
+        )
         at += piece.shape[1]
     return torch.cat(rows_)
 

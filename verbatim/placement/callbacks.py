@@ -27,7 +27,7 @@ from verbatim.placement.actor import (
     rename_cache,
     vocabulary_of,
 )
-from verbatim.placement.foreign import ExternalRunner, Piece
+from verbatim.placement.external import ExternalRunner, Piece
 from verbatim.placement.wrapped import modules_of
 from verbatim.protocols import Forward
 
@@ -71,7 +71,7 @@ class CallbackRunner(ExternalRunner):
         UnsupportedModel: as for a `RowRunner`; a `prepare` of the caller need not pass `input_ids`.
     """
 
-    placement = "hooked"
+    placement = "callbacks"
 
     def __init__(
         self,

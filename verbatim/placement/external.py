@@ -63,7 +63,7 @@ class ExternalRunner:
         weak: hold the module only weakly.
     """
 
-    placement = "foreign"
+    placement = "external"
     has_hidden = False
 
     def __init__(
@@ -157,7 +157,7 @@ class ExternalRunner:
     def write_cache(self, kind: str, numbers: list[int], rows: Tensor) -> bool:
         raise NotSupported(f"{self._name} keeps K and V itself")
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Do nothing: the module's own forward is called each time."""
 
     def info(self) -> dict[str, Any]:
