@@ -69,6 +69,7 @@ def test_every_sampling_option_reaches_the_request():
         "--no-skip-special-tokens",
         "--record-routing",
         "--record-indices",
+        "--support",
         "--any-whitespace",
         "--json",
     ]
@@ -81,7 +82,7 @@ def test_every_sampling_option_reaches_the_request():
         bad_words=["x"], stop=["END", "|"], stop_token_ids=[9, 8], ignore_eos=True,
         allowed_token_ids=[7], include_stop_str_in_output=True,
         skip_special_tokens=False, record_routing=True, record_indices=True, any_whitespace=True,
-        timeout_s=2.5,
+        support=True, timeout_s=2.5,
     )  # fmt: skip
     # The others exclude some of these, and each other.
     beams = ("--num-beams", "3", "--length-penalty", "-0.5", "--early-stopping", "never")

@@ -743,6 +743,8 @@ def test_more_than_may_wait_are_refused_all_at_once() -> None:
 class CountingEngine:
     """One token a step for everybody; what must never happen at the same time is asserted."""
 
+    prefix_folder = None
+
     def __init__(self) -> None:
         self.inside: dict[Request, Any] = {}
         self.runner = self

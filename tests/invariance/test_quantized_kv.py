@@ -173,9 +173,9 @@ def test_neighbours_blocks_and_threads_change_nothing(backend: str, packing: Pac
 
 def test_a_backend_that_is_not_there_is_refused(packing: Packing) -> None:
     store = torch.zeros(1, 1, 4, packing.row_bytes(8), dtype=torch.uint8)
-    starts, lens = torch.tensor([0, 1]).int(), torch.tensor([1]).int()
+    rows = AttentionBatch(*(torch.tensor(x).int() for x in ([0, 1], [1], [[0]])))
     q = torch.zeros(1, 1, 8, dtype=torch.float16)
-    batch = (q, store, store, starts, lens, torch.zeros(1, 1).int(), AttentionOptions(1.0))
+    batch = (q, store, store, rows, AttentionOptions(1.0))
     with pytest.raises(ValueError, match="backend='fast'"):
         packed_attention(*batch, value_size=8, packing=packing, backend="fast")
     with pytest.raises(ValueError, match=r"no attention kernel for torch.float16"):

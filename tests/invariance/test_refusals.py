@@ -90,6 +90,14 @@ CALLS: dict[tuple[str, str], tuple[Callable[[Path], None], str]] = {
         opened("llama", live=True, quantization="int8"),
         "quantization='int8.*live module",
     ),
+    ("prefix_folder", "a live module, trust_remote_code"): (
+        opened("llama", live=True, prefix_folder="prefixes"),
+        "prefix_folder=.*live module",
+    ),
+    ("prefix_folder", "experts with Cluster, PipelineParallel"): (
+        opened("qwen3_moe", prefix_folder="prefixes", placement=Cluster(stages=2)),
+        "prefix_folder=.*experts",
+    ),
     ("fused=False", "Cluster"): (
         opened("llama", fused=False, placement=Cluster(stages=2)),
         "fused=False.*placement=Cluster",

@@ -499,7 +499,7 @@ NATIVE: dict[str, Any] = {
     "prompt_logprobs": 1, "json_schema": {"enum": [1]}, "regex": "[a-z]{3}", "grammar": 'start: "x"',
     "choice": ["a", "b"], "num_beams": 2, "length_penalty": 2.0, "early_stopping": True,
     "skip_special_tokens": False, "any_whitespace": True, "priority": 2, "timeout_s": 60.0,
-    "cache_salt": "x", "draft": False, "adapter": "law",
+    "cache_salt": "x", "draft": False, "adapter": "law", "support": True,
     "record_routing": None, "replay_routing": None, "record_indices": None, "replay_indices": None,
     "hidden_states": True,
 }  # fmt: skip

@@ -71,7 +71,7 @@ def generate(
     prompts = take_model(arguments or [], 1, values)
     source = _prompt(prompts[0] if prompts else None, file, ids)
     fields = {"max_tokens": DEFAULT_MAX_TOKENS} | given(values, (*SAMPLING, *GENERATE_ONLY))
-    for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices"):
+    for name in ("logprobs", "prompt_logprobs", "record_routing", "record_indices", "support"):
         if name in fields and not as_json:
             raise WrongUsage(f"--{name.replace('_', '-')} requires --json")
     fields["adapter"] = next(iter(adapters_of(values)), None)

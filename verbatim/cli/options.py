@@ -198,6 +198,7 @@ GENERATE_ONLY = (
     Option("prompt_logprobs", int, _REPORT, "With --json: log-probs of the prompt and its top N."),
     Option("record_routing", bool, _REPORT, "With --json: the experts of each token."),
     Option("record_indices", bool, _REPORT, "With --json: the keys that indexers choose."),
+    Option("support", bool, _REPORT, "With --json: the ids left to draw each token from."),
 )
 
 _MODEL, _ENGINE = "Model", "Engine"

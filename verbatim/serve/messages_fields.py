@@ -16,6 +16,7 @@ from verbatim.serve.fields import (
     Sampling,
     Strict,
     Switch,
+    Variables,
 )
 
 
@@ -43,7 +44,7 @@ class ToolUseBlock(Strict):
     id: str
     name: str
     input: dict[str, Any]
-    caller: dict[str, Any] | None = Field(None, description="Has no effect.")
+    caller: Variables | None = Field(None, description="Has no effect.")
     cache_control: CacheControl = None
 
 

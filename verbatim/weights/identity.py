@@ -47,7 +47,7 @@ def fingerprint(loaded: LoadedModel) -> str:
 def files_digest(loaded: LoadedModel) -> str:
     """Return a digest that changes with the files of a model's weights, its config and what computes it.
 
-    Files are told by name, size and times; nobody can set the time of the last change. A copy of the files
+    Files are told by name, size, inode and times; nobody can set the time of the last change. A copy of the files
     is another model.
     """
     if loaded.lazy_weights is not None:
@@ -60,7 +60,7 @@ def files_digest(loaded: LoadedModel) -> str:
     if loaded.adapter is not None:
         paths |= {loaded.adapter / name for name in fingerprints(loaded.adapter)}
     files = sorted((p.name, p.stat()) for p in paths)
-    plain = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in files]
+    plain = [(n, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for n, s in files]
     module: Any = loaded.module
     versions = [__version__, torch.__version__, transformers.__version__]
     described = [plain, versions, type(module).__name__, _config_line(module)]
