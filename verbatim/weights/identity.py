@@ -47,7 +47,7 @@ def fingerprint(loaded: LoadedModel) -> str:
 def files_digest(loaded: LoadedModel) -> str:
     """Return a digest that changes with the files of a model's weights, its config and what computes it.
 
-    Files are told by name, size, inode and times; nobody can set the time of the last change. A copy of the files
+    Files are told by name, size, inode and times, of which the last change can't be set. A copy of the files
     is another model.
     """
     if loaded.lazy_weights is not None:
