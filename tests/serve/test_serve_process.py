@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -114,6 +115,19 @@ def test_a_log_that_can_not_be_written_costs_nothing(redirection):
     assert code == 0
     assert "Logging error" not in told
     assert "Traceback" not in told
+
+
+def test_log_lines_begin_with_the_time(tmp_path):
+    log = tmp_path / "log"
+    line = ["bash", "-c", f'exec "$@" > {log}', "bash", *VERBATIM, "serve", "--port", "0"]
+    with running(line=line) as (process, url):
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+    lines = log.read_text().splitlines()
+    assert any("GET /v1/models" in line for line in lines)
+    time_of_day = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
+    assert all(map(time_of_day.match, lines)), lines
 
 
 def test_a_kill_is_a_connection_error_to_clients():

@@ -9,6 +9,7 @@ import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -96,7 +97,9 @@ def run(
     log = logging.getLogger("verbatim.serve")
     log.setLevel(log_level.upper())
     if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+        log.addHandler(handler)
     with frozen_heap(), _quiet("uvicorn.error", "asyncio"):
         address = f"http://{shown}:{address[1]}"
         Server(config, service, say, address).run(sockets=[listener])
@@ -148,6 +151,7 @@ def configured(
         # Connections over the limit are closed only in the next round, so accept few per round.
         backlog=_ACCEPTED,
         log_level=log_level,
+        log_config=_log_config(),
         access_log=log_level in ("info", "debug"),
         server_header=False,
         timeout_keep_alive=math.ceil(settings.idle_timeout_s),
@@ -156,6 +160,14 @@ def configured(
         ws="none",
         lifespan="off",
     )
+
+
+def _log_config() -> dict[str, Any]:
+    """Return uvicorn's configuration of logs, with the time in front of each line."""
+    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
+    for formatter in config["formatters"].values():
+        formatter["fmt"] = f"%(asctime)s {formatter['fmt']}"
+    return config
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
