@@ -100,7 +100,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a linear layer's `y = W x + b`: `scaling * B (A x)`."""
+    """The term that an adapter adds to a linear layer's `y = W x + b`: `scaling * B (A x)`."""
 
     a: Tensor  # [rank, K]
     b: Tensor  # [N, rank]
@@ -257,7 +257,7 @@ class Candidates:
 
 
 class Support(NamedTuple):
-    """What the filters (top-k, top-p, min-p, typical) left of a row to draw from."""
+    """The part of a row that the filters (top-k, top-p, min-p, typical) left to draw from."""
 
     ids: list[int] | None  # ascending; None: all that can be drawn
     # Logarithm of their share of the distribution before the filters, after the temperature.

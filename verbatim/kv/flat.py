@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class BlockStore(Protocol):
-    """What is kept by block, or by slot."""
+    """Tensors kept by block, or by slot."""
 
     def read_blocks(self, blocks: list[int]) -> list[Tensor]:
         """Copy whole blocks: tensors of `n` entries each."""

@@ -178,7 +178,7 @@ class StructuredOutputs(Strict):
 
 
 class ForTrainers(Sampling):
-    """What completions and chats return to trainers, under vLLM's names."""
+    """Fields that completions and chats return to trainers, under vLLM's names."""
 
     return_token_ids: Switch = Field(
         None,

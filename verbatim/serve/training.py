@@ -219,7 +219,7 @@ def training_routes(service: Service) -> APIRouter:
 
     @router.get("/server_info")
     async def server_info() -> Response:
-        """What TRL's clients read of vLLM's configuration."""
+        """The part of vLLM's configuration that TRL's clients read."""
         info, stats = await service.info(), await service.stats()
         config = {
             "model_config": {
