@@ -12,7 +12,7 @@ from verbatim.model.quantization import Quantization
 
 
 class Encoding(IntEnum):
-    """The number that a code and the head of its group stand for; each is exact for the formats it is named after.
+    """The number that a code and the head of its group stand for; exact for the formats it is named after.
 
     A weight is the float32 value, rounded once to the model's dtype.
     """
