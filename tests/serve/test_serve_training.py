@@ -324,6 +324,7 @@ INFO = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
         ("/update_weights", {"update_info": INFO}, 409, "start_weight_update"),
         ("/update_weights", {"update_info": INFO | {"names": []}}, 400, "as many"),
         ("/update_weights", {"update_info": INFO | {"dtype_names": ["int4"]}}, 400, "int4"),
+        ("/update_weights", {"update_info": {k: 2 * v for k, v in INFO.items()}}, 400, "twice"),
         ("/update_weights", {"update_info": INFO | {"shapes": [[-1]]}}, 400, "shapes"),
         ("/update_weights", {"update_info": INFO | {"packed": True}}, 400, "packed"),
         ("/update_weights", {"info": 1}, 400, "info"),

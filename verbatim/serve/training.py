@@ -119,6 +119,8 @@ class Updates:
                 f"{len(info.names)} names, {len(info.dtype_names)} dtype_names, {len(info.shapes)} shapes: "
                 "must be as many"
             )
+        if len(set(info.names)) < len(info.names):
+            raise InvalidRequest("names: a weight is named twice")
         unknown = next((name for name in info.dtype_names if name not in DTYPES), None)
         if unknown is not None:
             raise InvalidRequest(f"dtype_names: {unknown:.40}: must be one of {', '.join(DTYPES)}")
