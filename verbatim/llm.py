@@ -191,6 +191,8 @@ class LLM:
         )
         max_unread = positive("max_unread", max_unread)
         unused_weights = check_unused_weights(unused_weights)
+        if not isinstance(adapters, Mapping | None):
+            raise InvalidRequest(f"adapters={adapters!r:.80}: must be a dict of folders by name")
         matrices = {_adapter_name(n): read_adapter(f) for n, f in (adapters or {}).items()}
 
         def open_(skeleton: Skeleton | None) -> LoadedModel:
@@ -644,8 +646,10 @@ class LLM:
 
 
 def _adapter_name(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"adapter={name!r}: a name must be a non-empty string")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise InvalidRequest(
+            f"adapter={name!r:.80}: a name must be a string of printable characters"
+        )
     return name
 
 

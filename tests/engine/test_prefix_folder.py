@@ -193,7 +193,9 @@ def test_the_budget_is_kept_and_beginnings_stay_longest(
         assert 0 < result(llm)[1] < 64
     with open_(prefix_folder_bytes=5 * size) as llm:
         assert len(files(tmp_path)) <= 5
+    (tmp_path / "folder.kv").mkdir()  # not one of ours
     with open_(prefix_folder_bytes=size - 1) as llm:
+        (tmp_path / "folder.kv").rmdir()
         assert not files(tmp_path)
         result(llm)
     assert not files(tmp_path)

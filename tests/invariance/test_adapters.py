@@ -365,6 +365,8 @@ def test_damaged_adapters_are_refused(toy: Toy, llm: LLM, tmp_path: Path) -> Non
     )
     refused({**tensors, "x.modules_to_save": wide}, NotSupported, "is not a LoRA matrix")
     refused({}, ModelError, "no LoRA matrices")
+    bare = {key.removeprefix("base_model.model."): x.clone() for key, x in tensors.items()}
+    refused(tensors | bare, ModelError, "twice")
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelError, match="Git LFS pointer"):
         llm.load_adapter("b", folder)
@@ -398,6 +400,11 @@ def test_names_are_checked(toy: Toy, llm: LLM) -> None:
         llm.load_adapter(NAMES[0], toy.adapters[NAMES[0]])
     with pytest.raises(InvalidRequest, match="must be one of"):
         llm.unload_adapter("other")
-    with pytest.raises(InvalidRequest, match="non-empty string"):
-        llm.load_adapter("", toy.adapters[NAMES[0]])
+    for name in ("", "\ud800", 5):
+        with pytest.raises(InvalidRequest, match="string of printable characters"):
+            llm.load_adapter(name, toy.adapters[NAMES[0]])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="path of a folder"):
+        llm.load_adapter("other", None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="dict of folders"):
+        LLM(toy.make(), adapters=["law"])  # type: ignore[arg-type]
     assert llm.info()["adapters"][NAMES[1]]["rank"] == 16

@@ -259,6 +259,8 @@ class PrefixFolder:
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):  # another process was faster
                 status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 if entry.name.endswith(".kv"):
                     found.append((status.st_mtime_ns, status.st_size, entry.path))
                     total += status.st_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from verbatim.batch import LowRank
-from verbatim.errors import ModelError, NotSupported
+from verbatim.errors import InvalidRequest, ModelError, NotSupported
 from verbatim.untrusted import refuse_lfs_pointer
 from verbatim.weights.lazy import Stored
 from verbatim.weights.lora import layer_of, read_config, scaling_of
@@ -23,9 +23,12 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, LowRank]:
     """Read the LoRA matrices in a folder, by the names of the layers that they are for.
 
     Raises:
+        InvalidRequest: not a path.
         ModelError: no adapter, or a damaged one.
         NotSupported: an adapter of another kind, or one of a higher rank than 256.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise InvalidRequest(f"adapter={folder!r:.80}: must be the path of a folder")
     folder = Path(os.path.expanduser(folder))
     path = folder / "adapter_model.safetensors"
     for file in (folder / "adapter_config.json", path):
@@ -38,6 +41,8 @@ def read_adapter(folder: str | os.PathLike[str]) -> dict[str, LowRank]:
         other = key.replace(".lora_A.", ".lora_B.")
         if other not in stored:
             raise ModelError(f"{path} holds {key[:200]!r} without its lora_B")
+        if layer_of(key) in pairs:
+            raise ModelError(f"{path} holds matrices of {layer_of(key)[:200]} twice")
         pairs[layer_of(key)] = stored.pop(key), stored.pop(other)
     for key in sorted(stored):
         raise NotSupported(
